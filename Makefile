@@ -61,9 +61,11 @@ chaos: env
 	$(BIN)/python tests/fault/inproc_chaos.py --kills $(N) --out benchmarks/results/chaos-inproc.json
 	$(BIN)/python tests/fault/chaos.py --faults $(N) --out benchmarks/results/chaos.json
 
-# Tests marked gpu, in one process: needs a CUDA device and a torch built for it, not Ray.
+# Tests marked gpu, then small runs on all GPUs, whose results go to build/gpu-check.json.
+GPUS ?= $(shell nvidia-smi --list-gpus | wc -l)
 gpu-check:
 	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m hflow doctor --gpus $(GPUS) --json build/gpu-check.json
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

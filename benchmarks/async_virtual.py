@@ -158,7 +158,7 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
     workers = VirtualWorkers(plan, durations, -(-slots // len(heads)), token, 200, traffic)
     order = {stream.name: RowOrder(100_000 if stream.batch else 1, SEED) for stream in plan.schedule.streams}
     with tempfile.TemporaryDirectory() as out:
-        directory = RunDirectory.create(out, "virtual")
+        directory = RunDirectory.create(out, "virtual", "", "{}\n")
         with closing(MetricsLog(directory.metrics, directory.tensorboard)) as log:
             rows = Rows(log, Trace(), loop.time)
             with Ledger(directory.ledger, make_header(plan)) as ledger:

@@ -90,6 +90,21 @@ def compare(rows: Mapping[str, list[dict[str, Any]]], figure: str, base: str) ->
     return found
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the finished runs of a sweep. A last line without its end is removed: the sweep was killed."""
+    text = path.read_text() if path.exists() else ""
+    whole, _, rest = text.rpartition("\n")
+    if rest:
+        path.write_text(whole + "\n" if whole else "")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a finished run to those of a sweep."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def numbers(args: argparse.Namespace) -> dict[str, int]:
     """Return the arguments that describe the measurement, without paths of this machine."""
     return {name: value for name, value in vars(args).items() if isinstance(value, int)}

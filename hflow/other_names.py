@@ -47,6 +47,7 @@ _CLIP = Counterpart("nodes.NODE.clip")
 _CLIP_HIGH = Counterpart("nodes.NODE.clip_high")
 
 COUNTERPARTS: Mapping[str, Counterpart] = {
+    "adam_offload": Counterpart("models.NAME.offload", "true is optimizer"),
     "beta": _KL,
     "clip_ratio": _CLIP,
     "clip_ratio_high": _CLIP_HIGH,
@@ -81,6 +82,8 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "num_iterations": Counterpart("nodes.NODE.epochs"),
     "num_train_epochs": _EPOCHS,
     "output_dir": Counterpart("out"),
+    "optimizer_offload": Counterpart("models.NAME.offload", "true is optimizer"),
+    "param_offload": Counterpart("models.NAME.offload", "true is all, with the optimizer"),
     "ppo_epochs": Counterpart("nodes.NODE.epochs"),
     "ppo_max_token_len_per_gpu": _TOKENS,
     "rank": _LORA_RANK,

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on the addition task: same model, batch, lengths and updates as recipes/grpo.py.
+"""TRL's GRPOTrainer on the addition task: same model, batch, lengths and updates as a run of recipes/grpo.py.
 
-Prints one JSON object: median seconds of a step (64 prompts x 8 samples, two updates) and samples/s.
+Takes one JSON object (see `peers.Grpo`) and prints one: the median seconds of a step.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", WANDB_MODE="disabled")
 
+WARMUP = 3
+
 
 def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def main(model: str, steps: int, threads: int) -> None:
+def main(model: str, prompts: int, updates: int, max_tokens: int, lr: float, steps: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     rng = random.Random(0)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
     rows = [{"prompt": f"<bos>{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
@@ -40,12 +42,12 @@ def main(model: str, steps: int, threads: int) -> None:
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=256,
-        steps_per_generation=2,
+        per_device_train_batch_size=prompts * 8 // updates,
+        steps_per_generation=updates,
         num_generations=8,
-        max_completion_length=4,
-        max_steps=2 * steps,
-        learning_rate=1e-4,
+        max_completion_length=max_tokens,
+        max_steps=updates * steps,
+        learning_rate=lr,
         beta=0.0,
         temperature=1.0,
         use_cpu=True,
@@ -66,11 +68,10 @@ def main(model: str, steps: int, threads: int) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    # Two optimizer updates make one step; the first three steps are warm-up.
-    ends = stamps[1::2][3:]
+    ends = stamps[updates - 1 :: updates][WARMUP - 1 :]
     seconds = statistics.median(after - before for before, after in itertools.pairwise(ends))
-    print(json.dumps({"step_seconds": seconds, "samples_per_second": 512 / seconds}), flush=True)
+    print(json.dumps({"step_seconds": seconds, "steps_per_second": 1 / seconds}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(**json.loads(sys.argv[1]))

@@ -46,7 +46,7 @@ def main(model: str, max_sequences: int, prompt_tokens: int, max_tokens: int) ->
     for line in sys.stdin:
         start = time.perf_counter()
         for sequence in range(int(line)):
-            ids = [4 + (sequence // GROUP * 31 + i * 7) % 90 for i in range(prompt_tokens)]
+            ids = [4 + (sequence // GROUP * 31 + i * 7) % 12 for i in range(prompt_tokens)]
             params = SamplingParams(
                 max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=count
             )

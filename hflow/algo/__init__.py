@@ -13,6 +13,7 @@ from hflow.algo.advantages import (
     turn_advantage,
     whiten,
 )
+from hflow.algo.covariance import largest_share, random_share, token_covariance
 from hflow.algo.kl import (
     MAX_KL,
     adapted_kl_weight,
@@ -80,6 +81,7 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "largest_share",
     "leave_one_out",
     "length_scale",
     "length_weighted_advantage",
@@ -88,10 +90,12 @@ __all__ = [
     "pairwise_loss",
     "pass_at_k_advantage",
     "policy_ratio",
+    "random_share",
     "reinforce_surrogate",
     "rescaled_advantage",
     "sapo_surrogate",
     "second_moment_mask",
+    "token_covariance",
     "topk_forward_kl",
     "turn_advantage",
     "whiten",

@@ -8,15 +8,20 @@ from hflow.errors import BackendError
 
 
 def local_device(name: str) -> torch.device:
-    """Return this process's device: the CPU, or the current CUDA device.
+    """Return this process's device: the CPU, or the current one of an accelerator.
+
+    Args:
+        name: `cpu`, `cuda`, or another accelerator that torch knows.
 
     Raises:
         BackendError: if there is no such device.
     """
     if name == "cpu":
         return torch.device("cpu")
-    if name != "cuda":
-        raise BackendError(f"device {name!r} is not one of cpu, cuda")
-    if not torch.cuda.is_available():
-        raise BackendError("device is cuda, but torch finds no CUDA device here; set device to cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    try:
+        accelerator = torch.get_device_module(name)
+    except RuntimeError:
+        raise BackendError(f"device {name!r} is not one of cpu, cuda") from None
+    if not accelerator.is_available():
+        raise BackendError(f"device is {name}, but torch finds no such device here; set device to cpu")
+    return torch.device(name, accelerator.current_device())

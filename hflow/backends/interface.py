@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hflow.config.schema import LoraConfig, OptimConfig
+from hflow.config.schema import LoraConfig, Offload, OptimConfig
 from hflow.errors import BackendError
 from hflow.metrics import declare
 from hflow.types.sleep_level import SleepLevel
@@ -76,6 +77,8 @@ BEHAV_KL = declare(
     "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
 )
 
+FIRST_PASS_STREAM = "@first_pass"
+"""The stream of the fields that a train node's first pass reads of the model, and of its result."""
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
 MERGED = "merged"
@@ -101,6 +104,9 @@ class ModelSettings:
     device: str = "cpu"
     """`cpu` or `cuda`."""
     activation_checkpointing: bool = False
+    offload: Offload = "none"
+    """What is in host memory while no node uses it: `none`, `optimizer` (with gradients and master weights)
+    or `all` (with the weights)."""
     sequence_parallel: bool | None = None
     """Whether tensor ranks also split the tokens between their matrices (megatron). None turns it on for
     CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
@@ -128,8 +134,8 @@ class ModelSettings:
 class RankPosition:
     """The process group of a replica and its layout.
 
-    Rank r of the group has data index d, tensor index t and pipeline stage p, with
-    `r = p * (data * tensor) + d * tensor + t`.
+    Rank r of the group has data index d, tensor index t, pipeline stage p and context index c, with
+    `r = ((p * data + d) * context + c) * tensor + t`.
     """
 
     group: ProcessGroup | None = None
@@ -137,6 +143,7 @@ class RankPosition:
     data: int = 1
     tensor: int = 1
     pipe: int = 1
+    context: int = 1
 
 
 def _ignore(samples: Sequence[int]) -> None:
@@ -170,6 +177,11 @@ class NodeCall:
     """Whether no other node changes the node's model before it in the same step."""
     on_skipped: Callable[[Sequence[int]], object] = _ignore
     """Called with this rank's samples of a minibatch whose update is skipped; by default nothing happens."""
+    first_pass: NodeCall | None = None
+    """The function that a train node runs on whole minibatches before its loss. It reads the model's output
+    as fields of `FIRST_PASS_STREAM`, where the body finds what it returns."""
+    seed: int = 0
+    """Seed of the run."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +262,17 @@ class ModelBackend(abc.ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the forward pass, in which `weights` yields tensors."""
 
+    def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Have the weights on the device while the context is open, also those of an offloaded model.
+
+        Methods of this class that use weights open it themselves, except `blocks`, which returns views.
+        Contexts may be nested. Not a collective.
+
+        Args:
+            changes: whether the weights may be changed.
+        """
+        return nullcontext()
+
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `(HF name, full tensor)` of what training changes, in `dtype`. A collective.
@@ -265,7 +288,8 @@ class ModelBackend(abc.ABC):
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks that this rank holds of what training changes, as views. Not a collective.
 
-        Called to send slices of the weights to engines, and by update nodes, which write into the views.
+        Called to send slices of the weights to engines, and by update nodes, which write into the views. They
+        are valid while `on_device` is open.
         Values are in the dtype that the rank stores, which may differ from `dtype`.
 
         Blocks of one rank do not overlap, and those of all ranks together cover the model. Tied weights have

@@ -2,9 +2,8 @@
 
 Q, K and V arrive as one row of T tokens that holds S sequences; each token attends within its own sequence.
 A model built with `attn_implementation=PACKED` and called with `packed_layout=PackedLayout.of(...)` computes
-what it would compute on each sequence alone. On CUDA in half precision this is one variable-length flash
-kernel. Elsewhere sequences are padded on the right, in buckets of similar length, for causal SDPA, where
-padding does not change the result.
+what it would compute on each sequence alone. Variable-length kernels take the sequences as they are. For
+others they are padded on the right, in buckets of similar length; causal attention does not see the padding.
 
 Axes: S sequences, T packed tokens, U computed tokens (T without repeated prompt prefixes), N padded slots,
 H heads, L length of a bucket, d head size.
@@ -12,8 +11,7 @@ H heads, L length of a bucket, d head size.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from hflow.backends.attention_kernels import kernel_of, padded_attention, varlen_attention
+from hflow.data.device_copy import to_device
 from hflow.errors import BackendError
+from hflow.types.attention_kernel import AttentionKernel
 
 PACKED = "hflow_packed"
 """Name of this attention for `attn_implementation`."""
 
 _MIN_LENGTH_RATIO = 0.75
 """Minimum ratio of the shortest to the longest sequence in a bucket, which bounds the padding."""
-
-_HAS_GROUPED_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether this torch version's variable-length kernel supports grouped queries."""
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "chunk_size")
 """Keyword arguments with which HF models ask for more than plain causal attention."""
@@ -68,6 +64,7 @@ class SharedRows:
 class PackedLayout:
     """Positions of the sequences of one forward pass; made once for all layers."""
 
+    kernel: AttentionKernel
     num_sequences: int
     max_length: int
     cumulative: Tensor
@@ -94,12 +91,14 @@ class PackedLayout:
             shared: rows of shared prefixes; None if there are none.
         """
         uniform = bool((lengths == lengths[0]).all())
-        needs_padding = not uniform and not _has_varlen_kernel(torch.device(device), dtype)
+        kernel = kernel_of(torch.device(device), dtype)
+        needs_padding = not uniform and kernel is AttentionKernel.SDPA
         cumulative = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(
+            kernel=kernel,
             num_sequences=len(lengths),
             max_length=int(lengths.max()),
-            cumulative=torch.from_numpy(cumulative).to(device),
+            cumulative=to_device(torch.from_numpy(cumulative), device),
             padding=_padded_layout(lengths, device) if needs_padding else None,
             shared=shared,
         )
@@ -144,16 +143,25 @@ def packed_attention(
     Raises:
         BackendError: if the model asks for more than plain causal attention.
     """
-    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    check_arguments(module, kwargs)
+    if packed_layout is None:
+        raise BackendError(f"{type(module).__name__} was called without packed_layout")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, packed_layout, scaling)[None], None
+
+
+def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Check the further arguments of HF's attention interface.
+
+    Raises:
+        BackendError: if the model asks for more than plain causal attention.
+    """
+    unsupported = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
     if unsupported:
         raise BackendError(
             f"{type(module).__name__} needs {unsupported[0]}, which packed attention does not support; "
             "choose another architecture"
         )
-    if packed_layout is None:
-        raise BackendError(f"{type(module).__name__} was called without packed_layout")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packed_layout, scaling)[None], None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
@@ -164,26 +172,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float
     shared = layout.shared
     if shared is not None:
         q, k, v = (x.index_select(0, shared.row_of_token) for x in (q, k, v))
-    kernel = _flash if _has_varlen_kernel(q.device, q.dtype) else _padded
-    out = kernel(q, k, v, layout, scaling)
+    if layout.kernel is AttentionKernel.SDPA:
+        out = _padded(q, k, v, layout, scaling)
+    else:
+        cumulative, longest = (layout.cumulative,) * 2, (layout.max_length,) * 2
+        out = varlen_attention(layout.kernel, q, k, v, cumulative, longest, scaling)
     return out if shared is None else out.index_select(0, shared.token_of_row)
 
 
 AttentionInterface.register(PACKED, packed_attention)
-
-
-def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return _HAS_GROUPED_VARLEN and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    """Compute `[T, H, d]` with the variable-length kernel; a window of (-1, 0) means causal attention."""
-    cumulative, longest = layout.cumulative, layout.max_length
-    out = varlen_attn(
-        q, k, v, cumulative, cumulative, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
-    )
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
@@ -204,7 +201,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: floa
 def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scaling: float | None) -> Tensor:
     """Compute causal attention of `[S * L, H, d]` in S rows of L tokens."""
     query, key, value = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    out = padded_attention(query, key, value, scaling)
     return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
 
 
@@ -261,7 +258,7 @@ def _padded_layout(lengths: npt.NDArray[np.int64], device: torch.device | str) -
     slot_of_token[token_of_slot[mask]] = np.flatnonzero(mask)
     return PaddedLayout(
         tuple(shapes),
-        torch.from_numpy(token_of_slot).to(device),
-        torch.from_numpy(slot_of_token).to(device),
-        torch.from_numpy(mask).to(device),
+        to_device(torch.from_numpy(token_of_slot), device),
+        to_device(torch.from_numpy(slot_of_token), device),
+        to_device(torch.from_numpy(mask), device),
     )

@@ -53,13 +53,37 @@ OptionalRecipe = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help=RECIPE, callback=optional_recipe_file, show_default=False),
 ]
+
+
+def distinct_keys(overrides: list[str] | None) -> list[str] | None:
+    """Return overrides, of which no two set the same key.
+
+    Raises:
+        ConfigError: naming two that do.
+    """
+    seen: dict[str, str] = {}
+    for override in overrides or ():
+        key, is_setting, _ = override.lstrip("+").partition("=")
+        if is_setting and key in seen:
+            raise ConfigError(f"{seen[key]} and {override} set the same key; remove one of them")
+        seen[key] = override
+    return overrides
+
+
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, callback=distinct_keys, show_default=False),
 ]
 
 
 def split_recipe(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """Separate an optional recipe from overrides."""
+    """Separate an optional recipe from overrides.
+
+    Raises:
+        ConfigError: if two of them set the same key.
+    """
     if recipe is not None and is_override(recipe):
-        return None, [recipe, *overrides]
+        changes = [recipe, *overrides]
+        distinct_keys(changes)
+        return None, changes
     return recipe, overrides

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from hflow.doctor import Finding, check_machine
+from hflow.doctor import check_machine
+from hflow.doctor.finding import Finding
+from hflow.doctor.gpus import check_gpus, read_gpus
+from hflow.doctor.trial_runs import try_runs
 from hflow.terminal import show
 
 
-def doctor() -> None:
+def doctor(
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            min=0,
+            help="Also check this many GPUs and try small runs on them, for some minutes; 0 tries CPUs.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
+    ] = None,
+) -> None:
     """Show what this machine can run, and how to install or fix the rest."""
     findings = list(check_machine())
     show(_table(findings))
+    for finding in [] if gpus is None else _check_devices(gpus):
+        findings.append(finding)
+        show(_table([finding]))  # a line as soon as it is known
+    if json_file is not None:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if any(finding.required and not finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _check_devices(num_gpus: int) -> Iterator[Finding]:
+    """Check GPUs, then try runs on them; without the GPUs that were asked for, nothing is tried."""
+    memory_gib = None
+    if num_gpus > 0:
+        gpus, is_usable = read_gpus(), True
+        for finding in check_gpus(gpus, num_gpus):
+            is_usable &= finding.ok or not finding.required
+            yield finding
+        if not is_usable:
+            detail = "no run was tried, as the lines above must be fixed first"
+            yield Finding("trial", "all", False, detail, "hflow doctor --gpus 0 tries CPUs", required=False)
+            return
+        memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
+    yield from try_runs(num_gpus, memory_gib)
 
 
 def _table(findings: list[Finding]) -> Table:

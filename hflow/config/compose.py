@@ -34,6 +34,8 @@ MAX_OVERRIDE = 20_000
 """Characters of the longest override. A chat template may have thousands."""
 GROUPS = {"model": "models.NAME", "optim": "models.NAME.optim", "data": "data.NAME"}
 """Group of configuration files -> the keys that its files set."""
+_KEYS = frozenset(f.name for f in fields(RunConfig)) - GROUPS.keys()
+"""Keys that are no group, although a directory beside the recipe may have such a name, as `out` may."""
 NOTATION = "write key=value, and a value with special characters as key='value'"
 
 
@@ -106,10 +108,19 @@ def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
     directory = primary.parent if primary.is_file() else configs
     name = primary.stem if primary.is_file() else None
     groups = _group_names(directory, configs)
-    hydra_overrides = [_searchpath(configs), *(_hydra_override(each, groups) for each in overrides)]
+    hydra_overrides = [_searchpath(configs)]
+    shadowed: list[Override] = []
+    for text in overrides:
+        override = _hydra_override(text, groups - _KEYS)
+        if (parsed := _parsed(override)).key_or_group in groups & _KEYS:
+            shadowed.append(parsed)
+        else:
+            hydra_overrides.append(override)
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(name, overrides=_with_new_groups(name, hydra_overrides))
+        for parsed in shadowed:  # Hydra would look for a file in the directory of that name
+            OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except ConfigError:
         raise

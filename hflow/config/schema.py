@@ -36,6 +36,8 @@ ALL_LINEAR = "all-linear"
 """The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 """Names, or a single one."""
+Offload = Literal["none", "optimizer", "all"]
+"""What of a model is in host memory while no node uses it."""
 Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
 
 
@@ -139,6 +141,10 @@ class ModelConfig:
     """Maximum number of packed tokens in one forward pass. It does not change any result."""
     activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    offload: Offload = "none"
+    """What is kept in (pinned) host memory while no node uses the model, and copied back when its next node
+    starts. `optimizer`: the optimizer's states, and with megatron the fp32 weights and gradients. `all`: the
+    weights as well. It does not change any result."""
     save_optimizer: StrictBool = True
     """Save the optimizer state of a trained model with its checkpoints, in `shards/` beside the Hugging Face
     files. It takes 12 bytes per parameter. Every rank writes its part, so all machines must share `out`."""

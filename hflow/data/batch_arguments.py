@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column
+from hflow.data.device_copy import to_device
 from hflow.data.tensordicts import TENSORDICT, make_tensordict, unpack_tensordict
 from hflow.data.unpack_returns import column_of_tensor, split_result
 from hflow.errors import RunError, nearest
@@ -53,12 +54,12 @@ class BodySignature(Protocol):
 
 def sequences_of(batch: Batch, device: torch.device | str = "cpu") -> Sequences:
     """Return the shape of a batch as tensors; groups are numbered in the order of their ids."""
-    _, group = np.unique(batch.groups, return_inverse=True)
+    _, group, sizes = np.unique(batch.groups, return_inverse=True, return_counts=True)
     return Sequences(
-        torch.from_numpy(batch.offsets).to(device),
+        to_device(torch.from_numpy(batch.offsets), device),
         to_tensor(get_column(batch, "loss_mask").values, device).bool(),
-        torch.from_numpy(group.astype(np.int64)).to(device),
-        int(group.max(initial=-1)) + 1,
+        to_device(torch.from_numpy(group.astype(np.int64)), device),
+        tuple(sizes.tolist()),
     )
 
 
@@ -141,7 +142,7 @@ def to_tensor(values: Any, device: torch.device | str) -> Tensor:
         array = array.astype(np.int64, copy=False)
     if not array.flags.writeable:  # it is in shared memory of the object store
         array = array.copy()
-    return torch.from_numpy(array).to(device)
+    return to_device(torch.from_numpy(array), device)
 
 
 def column_of_read(read: Read, batch: Batch) -> Column:

@@ -2,6 +2,7 @@
 
 from hflow.dsl.body_check import checked_by, missing_extra
 from hflow.dsl.dataset import Dataset
+from hflow.dsl.first_pass import FirstPass, first_pass, first_pass_of, read_first_pass
 from hflow.dsl.load import load_recipe
 from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
 from hflow.dsl.options import Option
@@ -17,6 +18,7 @@ from hflow.graph.source_location import caller_location
 __all__ = [
     "Context",
     "Dataset",
+    "FirstPass",
     "Level",
     "Model",
     "NodeType",
@@ -28,12 +30,15 @@ __all__ = [
     "checked_by",
     "compute",
     "encode",
+    "first_pass",
+    "first_pass_of",
     "generate",
     "infer",
     "load_recipe",
     "missing_extra",
     "overridable_keys",
     "override_values",
+    "read_first_pass",
     "sandbox",
     "train",
     "typed_options",

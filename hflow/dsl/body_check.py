@@ -10,8 +10,8 @@ ATTRIBUTE = "__hflow_check__"
 """The attribute of a function that holds its check."""
 
 BodyCheck = Callable[[Mapping[str, Any], Collection[str]], str | None]
-"""Takes the knobs and the names of the parameters that a field is bound to. Returns what is wrong and how to
-fix it, or None."""
+"""Takes the knobs and the decorator's options, and the names of the parameters that a field is bound to.
+Returns what is wrong and how to fix it, or None."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+from hflow.dsl.first_pass import first_pass_of, with_first_pass
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes
 from hflow.dsl.signature import Signature, read_signature
 from hflow.errors import RecipeError
@@ -73,6 +74,10 @@ def define(
 
     _check_async(kind, body, error)
     signature = read_signature(body, where, kind.form, _provided_kinds(kind))
+    if function := first_pass_of(body):
+        if kind.runs_as != "train":
+            raise error(f"@first_pass is for train nodes, and this is @{kind.verb}. Remove it")
+        signature = with_first_pass(signature, function, error)
     name = base.name if base else body.__name__
     results = kind.read_results(signature.result, name, error)
     _check_knob_names(kind, signature, error)

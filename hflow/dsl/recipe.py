@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from hflow.dsl.body_check import check_of
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.definition import Definition, definition_of
+from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.node_body import node_body
 from hflow.dsl.to_spec import to_spec
@@ -98,7 +99,7 @@ class Recipe:
         return {node.name: node_body(node, (options or {}).get(node.name, {}), directory) for node in nodes}
 
     def check_bodies(self, graph: Graph) -> None:
-        """Make the checks that bodies have of their knobs and inputs (`checked_by`).
+        """Make the checks that bodies have of their knobs and inputs (`checked_by`), and of first passes.
 
         Args:
             graph: this recipe's, with the knobs of the configuration.
@@ -106,10 +107,15 @@ class Recipe:
         Raises:
             RecipeError: for the first problem.
         """
-        checks = {node.name: check_of(node.body) for node in self.nodes}
+        bodies = {node.name: node.body for node in self.nodes}
         for node in graph.nodes:
-            if check := checks.get(node.name):
-                problem = check(node.spec.knob_values, [read.parameter for read in node.reads])
+            if body := bodies.get(node.name):
+                check, function = check_of(body), first_pass_of(body)
+                reads = [read.parameter for read in node.reads]
+                settings = dict(node.spec.options) | node.spec.knob_values
+                problem = check(settings, reads) if check else None
+                if problem is None and function is not None:
+                    problem = first_pass_problem(read_first_pass(function), node, graph)
                 if problem is not None:
                     raise recipe_error(node.spec.where, node.name, problem)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hflow.dsl.definition import Definition
+from hflow.dsl.first_pass import first_pass_of
 from hflow.dsl.node_body import has_setup
 from hflow.dsl.nodetype import NodeType, Shapes
 from hflow.dsl.options import SPEC_FIELDS
@@ -130,8 +131,9 @@ def _body_ref(node: Definition[..., Any]) -> BodyRef:
 
 
 def _source_digest(body: Callable[..., Any], node: Definition[..., Any]) -> str:
+    functions = filter(None, (body, first_pass_of(body)))
     try:
-        source = textwrap.dedent(inspect.getsource(body))
+        source = "".join(textwrap.dedent(inspect.getsource(function)) for function in functions)
     except OSError as error:
         problem = "the function's source cannot be read. Define it in a file"
         raise recipe_error(node.where, node.name, problem) from error

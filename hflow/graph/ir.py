@@ -33,6 +33,10 @@ TRAJECTORY_FIELDS: Mapping[str, Unit] = {
 """Fields that every stream has from its source, besides the columns of the dataset."""
 
 
+FIRST_PASS = "first_pass"
+"""The kind of the parameter with which a train body receives the result of its first pass."""
+
+
 class Level(enum.StrEnum):
     """When a node runs: once per sample, once per group, or once per batch (a step)."""
 
@@ -117,7 +121,7 @@ class NodeSpec:
     parameters: tuple[Parameter, ...] = ()
     provided: tuple[tuple[str, str], ...] = ()
     """Parameters that hflow provides, each with its kind: `engine output sequences tokenizer state`; for
-    several engines `engine:MODEL`, for an update `target` and `source`."""
+    several engines `engine:MODEL`, for an update `target` and `source`, for a train node `first_pass`."""
     returns: tuple[Returned, ...] = ()
     metrics: bool = False
     opens_stream: bool = False
@@ -150,6 +154,11 @@ class NodeSpec:
     """The name of its NodeType if the recipe defines it, otherwise empty."""
     implicit: bool = False
     """Whether hflow added it (`actor_inf` for `prox="recompute"`). It is dropped if no node reads it."""
+
+    @property
+    def has_first_pass(self) -> bool:
+        """Whether a forward pass over the whole minibatch comes before each loss (`dsl/first_pass.py`)."""
+        return any(kind == FIRST_PASS for _, kind in self.provided)
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of a decorator option."""

@@ -8,7 +8,7 @@ import networkx as nx
 
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Read, Stream
+from hflow.graph.ir import FIRST_PASS, Edge, EdgeKind, Graph, Level, Node, Read, Stream
 
 
 def render_text(graph: Graph) -> str:
@@ -78,6 +78,9 @@ def _node(graph: Graph, node: Node, after_batch: bool) -> Iterator[str]:
     yield f"  {title} {_when(node, after_batch)} on {node.stream}"
     if node.reads:
         yield f"      reads    {', '.join(_read(node, read) for read in node.reads)}"
+    for name, kind in spec.provided:
+        if kind == FIRST_PASS:
+            yield f"      first    {name}, on each whole minibatch"
     if spec.returns:
         yield f"      returns  {', '.join(f'{r.field}: {UNIT_NAMES[r.unit]}' for r in spec.returns)}"
     for edge in graph.edges:

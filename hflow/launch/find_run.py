@@ -31,6 +31,16 @@ def find_run(run: str, file: str) -> RunDirectory:
     for candidate in run_candidates(run):
         if (candidate.path / file).is_file():
             return candidate
+    for candidate in run_candidates(run):
+        if begun := sorted(candidate.path.glob(f"[!.]*/{file}")):
+            raise ConfigError(
+                f"{candidate.path} has no latest run, as no workers were ready there; name a run, such as "
+                f"{begun[-1].parent}"
+            )
+    if Path(run).is_dir():
+        raise ConfigError(
+            f"{run} has no {file}, so it is not a run's directory; begin a run with hflow run RECIPE"
+        )
     out = Path(RunConfig.out)
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from hflow import nodes, rewards
 from hflow.dsl.definition import Definition, definition_of
+from hflow.dsl.first_pass import first_pass_of
 from hflow.errors import RecipeError, nearest
 from hflow.types import Unit
 
@@ -101,6 +102,8 @@ def ready_node(name: str) -> ReadyNode:
 def _read(name: str, node: Definition[..., Any]) -> ReadyNode:
     doc = inspect.getdoc(node.body) or ""
     arguments = _arguments(doc)
+    if function := first_pass_of(node.body):
+        arguments = _arguments(inspect.getdoc(function) or "") | arguments
     of_decorator = _arguments(inspect.getdoc(type(node.kind).__init__) or "")
     accepted = inspect.signature(type(node.kind).__init__).parameters
     description = _description(doc)

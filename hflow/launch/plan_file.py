@@ -25,10 +25,10 @@ from hflow.planner.serialise import rows_digest, to_json
 from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.validation import from_mapping
 
-FORMAT = 1
+FORMAT = 2
 """Format of plan files. It is raised when rows change so that older files cannot be compared."""
 
-_NOTES = ("warnings", "engines", "unrunnable")
+_NOTES = ("warnings", "engines", "attention", "unrunnable")
 """Lists in a plan that are not part of its digest."""
 _KEYS: Mapping[str, type] = {"recipe": str, "config": dict, "plan": dict}
 
@@ -70,7 +70,8 @@ class PlanFile:
             config = from_mapping(RunConfig, self.config)
         except ConfigError as error:
             raise ConfigError(
-                f"{self.path}: its configuration does not fit this version of hflow: {error}"
+                f"{self.path}: its configuration does not fit this version of hflow: {error}; "
+                f"{_fix(self.path)}"
             ) from error
         return with_overrides(config, overrides)
 
@@ -213,20 +214,17 @@ def _check(file: Path, values: Any) -> None:
     if values["format"] != FORMAT or isinstance(values["format"], bool):
         raise ConfigError(
             f"{file} has format {values['format']!r}, but this version of hflow reads format {FORMAT}; "
-            f"create it again with `hflow plan RECIPE --json`"
+            f"{_fix(file)}"
         )
     for key, kind in _KEYS.items():
         if not isinstance(values.get(key), kind):
-            raise ConfigError(
-                f"{file} is not a plan file: its {key!r} is missing or damaged; create it again with "
-                "`hflow plan RECIPE --json`"
-            )
+            raise ConfigError(f"{file} is not a plan file: its {key!r} is missing or damaged; {_fix(file)}")
     rows = values["plan"]
     try:
         diff_plans(rows, rows)
         digest = rows_digest(rows)
     except PlanError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise ConfigError(f"{file}: {error}; {_fix(file)}") from error
     missing = [row.name for row in fields(Plan) if row.name not in rows]
     damaged = [name for name in _NOTES if not isinstance(rows.get(name), list)]
     if missing or damaged or rows["digest"] != digest:
@@ -234,6 +232,15 @@ def _check(file: Path, values: Any) -> None:
             what = f"has no {[*missing, *damaged][0]!r}"
         else:
             what = "does not have the digest that it states"
-        raise ConfigError(
-            f"{file} was changed by hand: its plan {what}; create it again with `hflow plan RECIPE --json`"
-        )
+        raise ConfigError(f"{file} was changed by hand: its plan {what}; {_fix(file)}")
+
+
+def _fix(file: Path) -> str:
+    """Return what to do about a plan file that cannot be read: for that of a run, how to keep its weights."""
+    checkpoints = file.parent / "checkpoints"
+    if not checkpoints.is_dir():
+        return "create it again with `hflow plan RECIPE --json`"
+    return (
+        "use the version of hflow that wrote it, or begin another run with "
+        f"models.NAME.path={checkpoints}/latest/NAME models.NAME.resume=true"
+    )

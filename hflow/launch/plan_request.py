@@ -28,6 +28,7 @@ from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
+from hflow.types.attention_kernel import flash_attn_version
 from hflow.validation import from_mapping
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),
+        flash_attn=flash_attn_version(),
         warnings=(
             *overruled_architectures(config),
             *_untrained_warnings(config, graph),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from hflow.config import flatten, to_yaml
-from hflow.durable_files import WriteError, replace_text
+from hflow.durable_files import WriteError
 from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
@@ -126,20 +129,23 @@ async def _run_in_loop(
             if not processes.is_shared:
                 stack.push_async_callback(processes.close)
             processes.refuse_impossible()
-        model_checks = asyncio.create_task(asyncio.to_thread(import_module, "hflow.launch.model_checks"))
-        await asyncio.sleep(0)  # the import begins, and continues while Ray starts
+        model_checks = _import_in_background("hflow.launch.model_checks")  # continues while Ray starts
         if processes is not None:
             with suppress(WorkerFailureError):  # `_Attempts` starts them again
                 processes.start(display.note)
         (await model_checks).check_models(compiled, setup)
-        directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name)
+        files = to_yaml(config), plan_file_text(compiled) + "\n"
+        directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name, *files)
         setup = replace(setup, weights_directory=str(directory.weights.resolve()))
         if processes is not None and not processes.is_shared:
             setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
         if resumed is None:
             stack.enter_context(_removed_if_refused(directory))
         stack.enter_context(directory.locked())
-        _prepare(directory, compiled, resumed)
+        if resumed is not None:
+            rewind_run(directory, resumed.point)
+            directory.keep_trace()
+            directory.write_plan(*files)
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
         checkpoints.drop_unfinished()
         observers = _open_observers(compiled, environment, directory, resumed)
@@ -167,6 +173,18 @@ async def _run_in_loop(
             observer.close(summary.reason)
     directory.write_summary(summary.to_json())
     return summary
+
+
+def _import_in_background(module: str) -> asyncio.Future[Any]:
+    """Import a module on a thread that leaves SIGTERM to this one, as do those that libraries start there.
+
+    While Ray starts, other threads would take the signal, and end the process (`ray_actors`).
+    """
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    thread = ThreadPoolExecutor(1, "hflow-imports", block)
+    imported = asyncio.get_running_loop().run_in_executor(thread, import_module, module)
+    thread.shutdown(wait=False)
+    return imported
 
 
 @dataclass
@@ -279,15 +297,6 @@ def _removed_if_refused(directory: RunDirectory) -> Iterator[None]:
 def _is_refused(directory: RunDirectory, error: HflowError) -> bool:
     """Return whether an error refuses a new run before it begins, so that nothing of it can continue."""
     return not directory.ledger.is_file() and not isinstance(error, RunError)
-
-
-def _prepare(directory: RunDirectory, compiled: Compiled, resumed: ResumedRun | None) -> None:
-    """Write the configuration and the plan; take a run that continues back to its checkpoint."""
-    if resumed is not None:
-        rewind_run(directory, resumed.point)
-        directory.keep_trace()
-    replace_text(directory.config, to_yaml(compiled.config))
-    replace_text(directory.plan, plan_file_text(compiled) + "\n")
 
 
 def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterator[str]:

@@ -342,7 +342,7 @@ def _compared_values(summary: RunSummary) -> dict[tuple[str, int], float]:
 
 def _weight_pairs(reference: RunSummary, twin: RunSummary) -> Iterator[WeightPair]:
     first, last = (reference.directory / "checkpoints" / name for name in ("step-1", "latest"))
-    for model in sorted(path.name for path in last.iterdir()):
+    for model in sorted({file.parent.name for file in last.glob("*/*.safetensors")}):
         other = twin.directory / "checkpoints" / "latest" / model
         difference, moved = _distance(last / model, other), _distance(last / model, first / model)
         yield WeightPair(model, difference / moved if moved else float(difference > 0))

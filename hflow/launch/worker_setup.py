@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hflow.backends.interface import FIRST_PASS_STREAM
 from hflow.config import DataConfig, ModelConfig
 from hflow.config.schema import SourceConfig
 from hflow.data.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
 from hflow.data.hf_datasets import HUB
 from hflow.data.row_order import RowOrder, WeightedOrder
+from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.errors import ConfigError
-from hflow.graph.ir import DatasetSpec, Node
+from hflow.graph.ir import DatasetSpec, Node, Read
 from hflow.launch.compile import Compiled
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
+from hflow.types import Unit
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 from hflow.workers.process_setup import device_environment
 
@@ -187,7 +191,7 @@ def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
 
 def _program(compiled: Compiled, node: Node) -> NodeProgram:
     spec = node.spec
-    return NodeProgram(
+    program = NodeProgram(
         name=spec.name,
         verb=spec.verb,
         level=spec.level.value,
@@ -206,3 +210,34 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         group=spec.group,
         reported=reported_field(compiled.graph, spec.name),
     )
+    function = first_pass_of(inspect.unwrap(program.body))
+    return program if function is None else with_first_pass(program, read_first_pass(function))
+
+
+def with_first_pass(program: NodeProgram, first: FirstPass) -> NodeProgram:
+    """Return a program that runs a first pass and reads its result, each with its own knobs."""
+    name = first.function.__name__
+    result = _read_of_first_pass(program, name, first.unit)
+    parameters = [parameter.name for parameter in first.parameters]
+    outputs = [_read_of_first_pass(program, output, Unit.TOKEN) for output in first.outputs]
+    knobs = {knob.name: program.knobs[knob.name] for knob in first.knobs}
+    of_body = inspect.signature(inspect.unwrap(program.body)).parameters
+    function = replace(
+        program,
+        body=first.function,
+        reads=(*outputs, *(read for read in program.reads if read.parameter in parameters)),
+        provided=first.provided,
+        returns=((name, first.unit.value),),
+        metrics=False,
+        knobs=knobs,
+    )
+    return replace(
+        program,
+        reads=(*program.reads, result),
+        knobs={knob: value for knob, value in program.knobs.items() if knob in of_body},
+        first_pass=function,
+    )
+
+
+def _read_of_first_pass(program: NodeProgram, name: str, unit: Unit) -> Read:
+    return Read(name, name, FIRST_PASS_STREAM, program.name, unit, unit, "tensor")

@@ -37,11 +37,13 @@ from hflow.nodes.off_policy import (
 )
 from hflow.nodes.training import (
     actor_train,
+    clip_cov_train,
     critic_train,
     distill_train,
     dpo,
     gmpo_train,
     gspo_train,
+    kl_cov_train,
     reward_train,
     sft_train,
 )
@@ -53,6 +55,7 @@ __all__ = [
     "behav_weights",
     "chat_gen",
     "chat_view",
+    "clip_cov_train",
     "critic_inf",
     "critic_train",
     "distill_train",
@@ -64,6 +67,7 @@ __all__ = [
     "group_advantage",
     "gspo_train",
     "is_trusted",
+    "kl_cov_train",
     "kl_reward",
     "leave_one_out",
     "m2po_mask",

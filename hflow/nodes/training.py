@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from hflow.dsl import checked_by, train
+from hflow.dsl import checked_by, first_pass, train
 from hflow.lazy import algo
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
 
@@ -150,14 +150,9 @@ def actor_train(
         kind: Literal["tv", "kl"] = "tv" if loss == "dppo-tv" else "kl"
         entries = algo.dppo_surrogate(theta, prox, behav, advantages, max_divergence, kind)
         clipped = algo.is_diverged(theta, behav, advantages, max_divergence, kind)
-    metrics = {
-        "kl": algo.kl_k3(prox, theta),
-        "entropy": out.entropy,
-        "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
-    }
+    metrics = _token_metrics(out, prox, behav, behav_weight_cap if behav_weights is None else None)
     if behav_weights is None:
         behav_weights = algo.behav_weight(prox, behav, behav_weight_cap, over_cap)
-        metrics |= _over_cap(prox, behav, behav_weight_cap)
     entries = entries * behav_weights
     if clipped is not None:
         metrics |= _clip_fractions(*clipped)
@@ -275,6 +270,175 @@ def gmpo_train(
         **_over_cap(prox, behav, behav_weight_cap),
     }
     return -weight * seqs.mean(log_ratio).exp() * advantages, metrics
+
+
+def random_covariant(
+    logprobs: PerToken,
+    advantages: PerToken,
+    random: PerToken,
+    seqs: Sequences,
+    *,
+    share: float = 2e-4,
+    lower: float = 1.0,
+    upper: float = 5.0,
+) -> PerToken:
+    """Return the random share of a minibatch's tokens that Clip-Cov leaves out, bool `[T]`.
+
+    Args:
+        logprobs: `[T]`, under the weights of the update.
+        advantages: `[T]`.
+        random: `[T]`, numbers from 0 to 1.
+        seqs: the layout of the minibatch.
+        share: how many tokens are drawn, as a share of the minibatch's.
+        lower: tokens are drawn from those whose part of the covariance is above it.
+        upper: tokens are drawn from those whose part of the covariance is below it.
+    """
+    covariance = algo.token_covariance(logprobs, advantages, seqs)
+    return algo.random_share(covariance, random, seqs, share, lower, upper)
+
+
+def _check_share(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if not 0 < knobs["share"] <= 1:
+        return f"share is {knobs['share']}; it must be more than 0 and at most 1"
+    if "lower" in knobs and knobs["lower"] >= knobs["upper"]:
+        return f"lower is {knobs['lower']} and upper is {knobs['upper']}; lower must be less than upper"
+    return _check_policy_loss(knobs, reads)
+
+
+def _check_kl_cov(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["cov_kl_coef"] <= 0:
+        return f"cov_kl_coef is {knobs['cov_kl_coef']}; it must be more than 0"
+    if knobs["minibatches"] * knobs["epochs"] == 1 and knobs["prox"] != "none":
+        return (
+            "its penalty has no effect with one update per step, where theta is prox. Set minibatches above 1"
+        )
+    return _check_share(knobs, reads)
+
+
+@train(reduce="token-mean")
+@first_pass(random_covariant)
+@checked_by(_check_share)
+def clip_cov_train(
+    out: Output,
+    behav_logprobs: PerToken,
+    prox_logprobs: PerToken,
+    advantages: PerToken,
+    random_covariant: PerToken,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    behav_weight_cap: float | None = 5.0,
+    over_cap: Literal["mask", "truncate"] = "mask",
+) -> tuple[PerToken, Metrics]:
+    """Return PPO's loss `[T]` without a few random tokens that lower the entropy most: Clip-Cov.
+
+    A first pass over the whole minibatch computes the covariance of log-probs and advantages, token by token
+    (`algo.token_covariance`), and draws the tokens from those whose part is between `lower` and `upper`.
+
+    Args:
+        out: log-probs and entropy of the policy that is trained.
+        behav_logprobs: `[T]`, recorded at generation.
+        prox_logprobs: `[T]`, at the start of the step.
+        advantages: `[T]`.
+        random_covariant: bool `[T]`, from the first pass: tokens whose loss is 0. They count in the mean.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`.
+        behav_weight_cap: largest weight `exp(prox - behav)` of a token, as in `actor_train`.
+        over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+
+    Returns:
+        The loss `[T]`, and metrics: `dropped.sum` is the number of tokens that were left out.
+
+    Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models",
+    Clip-Cov.
+    """
+    loss = algo.decoupled_surrogate(
+        out.logprobs,
+        prox_logprobs,
+        behav_logprobs,
+        advantages,
+        clip,
+        behav_weight_cap,
+        over_cap=over_cap,
+        clip_high=clip_high,
+    )
+    metrics = {
+        **_token_metrics(out, prox_logprobs, behav_logprobs, behav_weight_cap),
+        **_clip_fractions(*algo.is_clipped(out.logprobs, prox_logprobs, advantages, clip, clip_high)),
+        "dropped.sum": random_covariant,
+    }
+    return loss.masked_fill(random_covariant, 0), metrics
+
+
+def most_covariant(
+    logprobs: PerToken, advantages: PerToken, seqs: Sequences, *, share: float = 2e-4
+) -> PerToken:
+    """Return the share of a minibatch's tokens with the largest covariance, bool `[T]`: KL-Cov's choice.
+
+    Args:
+        logprobs: `[T]`, under the weights of the update.
+        advantages: `[T]`.
+        seqs: the layout of the minibatch.
+        share: how many tokens are chosen, as a share of the minibatch's.
+    """
+    return algo.largest_share(algo.token_covariance(logprobs, advantages, seqs), seqs, share)
+
+
+@train(reduce="token-mean")
+@first_pass(most_covariant)
+@checked_by(_check_kl_cov)
+def kl_cov_train(
+    out: Output,
+    behav_logprobs: PerToken,
+    prox_logprobs: PerToken,
+    advantages: PerToken,
+    most_covariant: PerToken,
+    *,
+    cov_kl_coef: float = 1.0,
+    behav_weight_cap: float | None = 5.0,
+    over_cap: Literal["mask", "truncate"] = "mask",
+) -> tuple[PerToken, Metrics]:
+    """Return `-ratio A`, with a KL penalty on the tokens that lower the entropy most: KL-Cov.
+
+    Nothing is clipped. A first pass over the whole minibatch computes the covariance of log-probs and
+    advantages, token by token (`algo.token_covariance`), and takes the largest ones.
+
+    Args:
+        out: log-probs and entropy of the policy that is trained.
+        behav_logprobs: `[T]`, recorded at generation.
+        prox_logprobs: `[T]`, at the start of the step.
+        advantages: `[T]`.
+        most_covariant: bool `[T]`, from the first pass: tokens with a penalty.
+        cov_kl_coef: weight of the penalty `|theta - prox|`. It has no gradient while theta is prox, so it
+            needs several updates per step.
+        behav_weight_cap: largest weight `exp(prox - behav)` of a token, as in `actor_train`.
+        over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+
+    Returns:
+        The loss `[T]`, and metrics: `penalised.sum` is the number of tokens with the penalty.
+
+    Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models",
+    KL-Cov; the penalty is that of the authors' program.
+    """
+    theta = out.logprobs
+    loss = algo.reinforce_surrogate(theta, prox_logprobs, advantages)
+    loss = loss + cov_kl_coef * (theta - prox_logprobs).abs().masked_fill(~most_covariant, 0)
+    metrics = {
+        **_token_metrics(out, prox_logprobs, behav_logprobs, behav_weight_cap),
+        "penalised.sum": most_covariant,
+    }
+    return loss * algo.behav_weight(prox_logprobs, behav_logprobs, behav_weight_cap, over_cap), metrics
+
+
+def _token_metrics(out: Output, prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tensor]:
+    """Return what all losses per token report; `cap` is None if another node makes the weights."""
+    theta = out.logprobs
+    return {
+        "kl": algo.kl_k3(prox, theta),
+        "entropy": out.entropy,
+        "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
+        **_over_cap(prox, behav, cap),
+    }
 
 
 def _check_critic_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

@@ -64,6 +64,8 @@ class BackendTraits:
     """Whether it has a tensor axis. Without one, replicas grow along the data axis only."""
     has_pipeline_axis: bool = False
     """Whether it divides the layers over pipeline stages as well."""
+    has_context_axis: bool = False
+    """Whether it divides the tokens of each sequence over context ranks."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""
@@ -144,6 +146,10 @@ def _no_conflict(device: str) -> InstallProblem | None:
 
 def _no_reasons(served: ServedModel) -> Iterable[str]:
     return ()
+
+
+def _no_remark(served: ServedModel) -> str | None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +233,13 @@ class EngineKind(Descriptor):
     check: Callable[[ServedModel], Iterable[str]] = _no_reasons
     """Return why it cannot serve a model, each with what to set instead. It imports neither torch nor the
     engine's packages."""
+    remark: Callable[[ServedModel], str | None] = _no_remark
+    """Return what the plan says about how it runs a model; None: nothing. It imports as little as `check`."""
     has_own_process: bool = False
     """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
     devices and cores by name. Only the head of its tensor ranks builds it."""
+    has_own_attention: bool = False
+    """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""
@@ -291,6 +301,11 @@ def factories() -> dict[str, Callable[..., Any]]:
 def model_parallel_backend() -> str:
     """Return the name of the first training backend with a tensor and a pipeline axis."""
     return next(name for name in BACKENDS if traits(name).is_model_parallel)
+
+
+def context_backend() -> str:
+    """Return the name of the first training backend with a context axis."""
+    return next(name for name in BACKENDS if traits(name).has_context_axis)
 
 
 def adapter_backend() -> str:

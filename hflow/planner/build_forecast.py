@@ -9,7 +9,7 @@ from hflow.planner.cost import generation_pace, node_times
 from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.forecast import Forecast, NodeTime, Period
 from hflow.planner.ir import Plan
-from hflow.planner.memory import memory_phases, unknown_models
+from hflow.planner.memory import host_memory, memory_phases, unknown_models
 from hflow.planner.period import steady_period
 from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
@@ -31,6 +31,7 @@ def build_forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
         traffic=traffic,
         missing=missing,
         pace=generation_pace(plan, request, dict(lengths), traffic),
+        host=host_memory(plan, request),
     )
 
 

@@ -8,7 +8,7 @@ from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
-from hflow.planner.memory import check_memory, engine_caches, margin_warnings
+from hflow.planner.memory import check_host_memory, check_memory, engine_caches, margin_warnings
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
 from hflow.planner.search import decide_layouts, nearest_fit, throttles
@@ -51,6 +51,7 @@ def compile_plan(
             estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
+        check_host_memory(estimates.host)
         tight = margin_warnings(
             estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False)
         )

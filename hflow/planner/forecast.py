@@ -57,6 +57,22 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Memory of machines with equal contents, besides that of their devices."""
+
+    machines: tuple[int, ...]
+    items: tuple[MemoryItem, ...]
+    """What may be there at the same time."""
+    capacity: int | None
+    """Memory of a machine; None: unknown."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all items."""
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True)
 class NodeTime:
     """Seconds that a node takes for one batch, and what they consist of."""
 
@@ -234,6 +250,8 @@ class Forecast:
     """What makes a step longer than necessary. Empty unless `compile_plan` is called with `with_limits`."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
+    host: tuple[HostMemory, ...] = ()
+    """What is in the memory of machines; empty on CPUs, where it is the memory of the devices."""
 
     def peak(self, device: int) -> PhaseMemory | None:
         """Return the phase in which a device holds most; None for a device without phases."""

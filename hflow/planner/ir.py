@@ -95,6 +95,15 @@ class EngineChoice:
 
 
 @dataclass(frozen=True)
+class AttentionChoice:
+    """The attention kernel of a replica, and the reason for it."""
+
+    replica: str
+    kernel: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Placement:
     """The workers that one node runs on."""
 
@@ -324,6 +333,8 @@ class Plan:
     engines: tuple[EngineChoice, ...] = ()
     """Engines with the reasons for them. Not part of the digest, as replicas name their engines, and no
     result depends on the size of a cache."""
+    attention: tuple[AttentionChoice, ...] = ()
+    """Attention kernels with the reasons for them. Not part of the digest: they change rounding only."""
     unrunnable: tuple[str, ...] = ()
     """Why the plan cannot run, each with what to set instead; empty if nothing in the plan prevents it. Not
     part of the digest."""

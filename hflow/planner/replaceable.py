@@ -5,15 +5,12 @@ from __future__ import annotations
 from hflow.graph.ir import Level
 from hflow.planner.ir import Plan, Replica
 
-REPEATABLE = frozenset(("store", "disk", "shared"))
-"""Transports that an engine can join at any time. A `collective` would have to be formed again."""
-
 
 def replaceable_workers(plan: Plan) -> dict[int, str]:
     """Return the workers that can be replaced, each with its generation replica.
 
-    Such a worker does nothing but generate, and run sample and group nodes. Its engine has one rank, and
-    receives whole weights.
+    Such a worker does nothing but generate, and run sample and group nodes. Its engine, which may have
+    several ranks, is sent weights by any transport.
     """
     workers = range(plan.cluster.num_devices)
     used = {worker: [r for r in plan.replicas if worker in r.workers] for worker in workers}
@@ -25,10 +22,10 @@ def replaceable_workers(plan: Plan) -> dict[int, str]:
 
 
 def _is_replaceable(worker: int, replica: Replica, plan: Plan) -> bool:
-    if replica.role != "gen" or replica.heads != replica.workers:
+    if replica.role != "gen":
         return False
     runs_batches = {node.name for node in plan.schedule.nodes if node.level is Level.BATCH or node.group}
     if any(worker in placement.heads for placement in plan.placements if placement.node in runs_batches):
         return False
     routes = [route for route in plan.weights if route.dst == replica.name]
-    return all(r.how == "pull" and r.transport in REPEATABLE and not r.delta for r in routes)
+    return all(route.how == "pull" for route in routes)

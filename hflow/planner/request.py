@@ -55,6 +55,8 @@ class PlanRequest:
     """Model -> the engine that a plan file names, where the model's configuration names none."""
     engine_problems: Mapping[str, str] = field(default_factory=dict)
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
+    flash_attn: str | None = None
+    """Version of the package flash-attn on this machine; None if there is none."""
     warnings: tuple[str, ...] = ()
     """Warnings about the configuration: allowed, but probably not intended."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hflow.graph.ir import Graph, Level
+from hflow.planner.attention import attention_choices
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
@@ -68,8 +69,9 @@ def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanReques
         shapes=tuple(sorted(request.shapes.items())),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes, request.cluster)),
+        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes, request)),
         engines=placed.engines,
+        attention=attention_choices(replicas, request),
     )
     return plan, request
 

@@ -13,6 +13,7 @@ from hflow.planner.architectures import FAMILIES, can_run
 from hflow.planner.backends import (
     BACKENDS,
     backend_of_any_family,
+    context_backend,
     engine_kind,
     model_parallel_backend,
     training_backend,
@@ -51,6 +52,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
+    yield from _offload_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers == "inproc":
         yield (
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
@@ -86,12 +88,16 @@ def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
         workers: the setting `workers`.
     """
     layout = replica.layout
-    for axis, size, what in (("c", layout.context, "context"), ("e", layout.expert, "expert")):
-        if size > 1:
-            yield (
-                f"{replica.name} has layout {layout}, but {replica.backend} cannot run {what} parallelism "
-                f"yet. Remove {axis}{size} from the layout."
-            )
+    if layout.context > 1 and not traits(replica.backend).has_context_axis:
+        yield (
+            f"{replica.name} has layout {layout}, but {replica.backend} has no context ranks. Remove "
+            f"c{layout.context} from the layout, or set models.{replica.model}.backend={context_backend()}."
+        )
+    if layout.expert > 1:
+        yield (
+            f"{replica.name} has layout {layout}, but {replica.backend} cannot run expert parallelism yet. "
+            f"Remove e{layout.expert} from the layout."
+        )
     if traits(replica.backend).is_model_parallel:
         if layout.pipe > 1 and not traits(replica.backend).has_pipeline_axis:
             yield (
@@ -202,6 +208,24 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
             f"{_layout_and_workers(target)}, and {_layout_and_workers(source)}. Give "
             f"models.{target.model} the layout and group of models.{source.model}."
         )
+
+
+def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models whose weights cannot be offloaded, as others use them in place."""
+    for replica in plan.replicas:
+        if replica.role == "gen" or request.model(replica.model).offload == "none":
+            continue
+        key = f"models.{replica.model}.offload"
+        if replica.base_of:
+            yield (
+                f"{key} has no effect, as {replica.name} uses the weights of {replica.base_of} without their "
+                f"adapters. Set {key}=none, or models.{plan.replica(replica.base_of).model}.offload=all."
+            )
+        for route in plan.weights:
+            is_in_place = route.how == "shared" and replica.dtype == "fp32"
+            if route.src == replica.name and is_in_place and request.model(replica.model).offload == "all":
+                instead = "optimizer" if replica.role == "train" else "none"
+                yield (f"{key}=all offloads weights that {route.dst} uses in place. Set {key}={instead}.")
 
 
 def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:

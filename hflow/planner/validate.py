@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hflow.config.schema import ScheduleConfig
+from hflow.config.schema import Offload, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
 from hflow.planner.graph_queries import root_stream, root_streams, trained_models
-from hflow.planner.ir import BatchCut, ClusterSpec, EdgeRule, Replica
+from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
 
@@ -42,6 +42,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"models.{name}.backend={model_parallel_backend()}"
             )
         _check_lora(graph, name, request)
+        _check_offload(graph, name, config.offload)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -49,6 +50,26 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
+
+
+def _check_offload(graph: Graph, name: str, offload: Offload) -> None:
+    """Raise if there is nothing that could be offloaded."""
+    if offload == "none":
+        return
+    is_used = any(
+        name in (*node.spec.reads_weights, *node.spec.writes_weights)
+        for node in graph.nodes
+        if not node.spec.opens_stream
+    )
+    if not is_used:
+        raise PlanError(
+            f"models.{name}.offload is {offload}, but no node trains {name} or infers with it; set it to none"
+        )
+    if offload == "optimizer" and name not in trained_models(graph):
+        raise PlanError(
+            f"models.{name}.offload is optimizer, but no node trains {name}; set it to all, which offloads "
+            "the weights, or to none"
+        )
 
 
 def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
@@ -157,10 +178,16 @@ def check_splits(
 
 
 def plan_warnings(
-    replicas: Iterable[Replica], group_sizes: Mapping[str, int], cluster: ClusterSpec
+    replicas: Iterable[Replica], group_sizes: Mapping[str, int], request: PlanRequest
 ) -> list[str]:
     """Return warnings about settings that are allowed, but probably not intended."""
-    warnings = []
+    warnings, cluster = [], request.cluster
+    for name, config in request.models.items():
+        if config.offload != "none" and cluster.device == "cpu":
+            warnings.append(
+                f"models.{name}.offload={config.offload} takes more memory on a CPU, as the host's memory is "
+                f"the device's; set models.{name}.offload=none, unless this is a test"
+            )
     for replica in replicas:
         idle = group_sizes[replica.group] - replica.layout.world
         if idle:

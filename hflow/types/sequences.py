@@ -19,16 +19,19 @@ class Sequences:
         loss_mask: bool `[T]`, True for learned tokens.
         group: int64 `[S]`, the group of each sequence, counted from 0 in this batch.
         index: int64 `[T]`, the sequence of each token.
-        num_groups: the number of groups, P.
+        group_sizes: the number of sequences of each group. It is in host memory, so that `members` need not
+            wait for a device.
     """
 
-    def __init__(self, offsets: Tensor, loss_mask: Tensor, group: Tensor, num_groups: int) -> None:
+    def __init__(
+        self, offsets: Tensor, loss_mask: Tensor, group: Tensor, group_sizes: tuple[int, ...]
+    ) -> None:
         import torch
 
         self.offsets = offsets
         self.loss_mask = loss_mask
         self.group = group
-        self.num_groups = num_groups
+        self.group_sizes = group_sizes
         lengths = offsets.diff()
         self.index = torch.repeat_interleave(
             torch.arange(len(lengths), device=offsets.device), lengths, output_size=len(loss_mask)
@@ -57,11 +60,16 @@ class Sequences:
             offsets,
             torch.tensor(mask, dtype=torch.bool),
             torch.tensor(groups, dtype=torch.int64),
-            max(groups, default=-1) + 1,
+            tuple(groups.count(g) for g in range(max(groups, default=-1) + 1)),
         )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, P."""
+        return len(self.group_sizes)
 
     @property
     def lengths(self) -> Tensor:
@@ -94,9 +102,10 @@ class Sequences:
         positions = positions.masked_fill(~self.loss_mask, -1)
         last = positions.new_full((len(self),), -1)
         last = last.scatter_reduce(0, self.index, positions, "amax")
-        out = x.new_zeros(len(self.index))
-        has = last >= 0
-        return out.index_put((last[has],), x[has])
+        # What belongs to sequences without learned tokens goes to an entry after the last token.
+        size = len(self.index)
+        out = x.new_zeros(size + 1)
+        return out.index_put((last.masked_fill(last < 0, size),), x)[:size]
 
     def members(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split a PerSequence `[S]` into one PerGroup `[P]` per member, as in `chosen, rejected = ...`.
@@ -106,10 +115,11 @@ class Sequences:
         """
         import torch
 
-        sizes = torch.bincount(self.group, minlength=self.num_groups)
+        if len(set(self.group_sizes)) > 1:
+            raise ValueError(
+                f"members() needs groups of the same size, but their sizes are {list(self.group_sizes)}"
+            )
         size = len(self) // max(self.num_groups, 1)
-        if not bool((sizes == size).all()):
-            raise ValueError(f"members() needs groups of the same size, but their sizes are {sizes.tolist()}")
         order = torch.argsort(self.group, stable=True)
         return x[order].view(self.num_groups, size).unbind(1)
 

@@ -65,14 +65,14 @@ def load_verified(
             yield tensor.name, tensor.tensor
 
     load(tensors())
-    for name, shape, expected in arrived:
-        boxes = [(name, shape, box, view) for box, view in held(name)]
-        for (_, _, box, _), checksum, wanted in zip(boxes, checksums_of(boxes), expected, strict=True):
-            if checksum != wanted:
-                raise RunError(
-                    f"the engine does not hold {box_text(box)} of {name!r} as received: the weights changed "
-                    "while they were loaded. If it happens again, the engine's weight loader has a bug"
-                )
+    boxes = [(name, shape, box, view) for name, shape, _ in arrived for box, view in held(name)]
+    expected = [checksum for _, _, checksums in arrived for checksum in checksums]
+    for (name, _, box, _), checksum, wanted in zip(boxes, checksums_of(boxes), expected, strict=True):
+        if checksum != wanted:
+            raise RunError(
+                f"the engine does not hold {box_text(box)} of {name!r} as received: the weights changed "
+                "while they were loaded. If it happens again, the engine's weight loader has a bug"
+            )
     return LoadedWeights((incoming.num_bytes,), (incoming.local_checksum,), (incoming.checksum,))
 
 

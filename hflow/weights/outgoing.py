@@ -60,7 +60,7 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
 
 
 def local_slices(route: WeightRoute, worker: int, backend: ModelBackend) -> Iterator[SliceValues]:
-    """Yield what a worker needs of a route and holds already."""
+    """Yield what a worker needs of a route and holds already, while the weights are on the device."""
     read = _SliceReader(backend)
     for piece in slices_to_keep(route, worker):
         yield SliceValues.of(piece, read(piece))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hflow.errors import WorkerFailureError
 from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.routing import tensor_ranks
@@ -69,12 +72,24 @@ class WeightPublisher:
         """Replica -> handles of buckets that were sent to it and not freed."""
         self._deltas: dict[str, DeltaSender] = {}
         """Replica -> what finds its changes, if only these are sent."""
+        self._num_losses: Counter[str] = Counter()
+        """Replica -> how often it had lost an engine when weights were published for it last."""
         self._relays: dict[str, tuple[WeightChannel, list[Any]]] = {}
         """Replica -> channel and handles of what was copied for its engine here from the object store."""
 
-    def publish(self, replica: str, version: int) -> tuple[BucketHandles, PublishReport]:
-        """Put what a generation replica needs of the weights here where its workers can take it."""
+    def publish(self, replica: str, version: int, num_losses: int = 0) -> tuple[BucketHandles, PublishReport]:
+        """Put what a generation replica needs of the weights here where its workers can take it.
+
+        Args:
+            replica: the generation replica.
+            version: of the weights.
+            num_losses: how often the replica has lost an engine. If it has lost one since the last call, new
+                processes receive, which have nothing.
+        """
         start = time.time()
+        if num_losses != self._num_losses[replica]:
+            self._renew(replica)
+            self._num_losses[replica] = num_losses
         outgoing = self._routes.outgoing(replica)
         if replica not in self._channels:
             settings = self._settings[replica]
@@ -88,11 +103,12 @@ class WeightPublisher:
         base = None if delta is None else delta.start(version)
         by_receivers: dict[Receivers, list[Any]] = {}
         num_bytes = near_bytes = 0
-        for sent in _sent(lambda *bucket: self._send(replica, *bucket), outgoing, delta):
-            handles.append(sent.handle)
-            by_receivers.setdefault(sent.receivers, []).append(sent.handle)
-            num_bytes += sent.num_bytes
-            near_bytes += sent.num_bytes if isinstance(sent.handle, NearHandle) else 0
+        with self._routes.source(replica).on_device():
+            for sent in _sent(lambda *bucket: self._send(replica, *bucket), outgoing, delta):
+                handles.append(sent.handle)
+                by_receivers.setdefault(sent.receivers, []).append(sent.handle)
+                num_bytes += sent.num_bytes
+                near_bytes += sent.num_bytes if isinstance(sent.handle, NearHandle) else 0
         report = PublishReport(
             replica,
             version,
@@ -171,8 +187,25 @@ class WeightPublisher:
                 relayed[-1].append((receivers, copies))
         return settings, relayed
 
-    def free(self, replica: str) -> None:
-        """Free what was sent to a replica; its engines have loaded it, or never will."""
+    def _renew(self, replica: str) -> None:
+        """Drop what was sent to a replica, and what is known of its engines, as one of them was replaced."""
+        with suppress(WorkerFailureError):  # a broadcast that this engine has not taken
+            self._free(replica)
+        self._deltas.pop(replica, None)
+        if replica in self._channels:
+            self._channels[replica].forget_receivers()
+            if self._routes.sends_changes(replica):
+                self._deltas[replica] = DeltaSender(self._settings[replica].owner)
+
+    def free(self, replica: str, num_losses: int = 0) -> None:
+        """Free what was sent to a replica; its engines have loaded it, or never will.
+
+        Nothing is done if the replica has lost more engines since: `publish` has freed that already.
+        """
+        if num_losses == self._num_losses[replica]:
+            self._free(replica)
+
+    def _free(self, replica: str) -> None:
         handles = self._handles.pop(replica, ())
         if handles:
             self._channels[replica].free([one for one in handles if not isinstance(one, NearHandle)])
@@ -184,7 +217,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Free everything that was sent, and close all channels of this process. Safe to call twice."""
         for replica in tuple(self._handles):
-            self.free(replica)
+            self._free(replica)
         relays = (relay for relay, _ in self._relays.values())
         for channel in (*self._channels.values(), *self._near.values(), *relays):
             channel.close()
@@ -251,7 +284,7 @@ class WorkerRoutes:
         that hosts all workers sends to itself.
         """
         route = self._route(replica)
-        backend = self._backends[route.src]
+        backend = self.source(replica)
         if self._hosts_all:
             return OutgoingWeights(outgoing_tensors((self._worker,), backend, True))
         if route.rows:
@@ -260,6 +293,10 @@ class WorkerRoutes:
             return OutgoingWeights(slices)
         is_sender = self._plan.replica(route.src).workers[0] == self._worker
         return OutgoingWeights(outgoing_tensors(self._plan.replica(replica).workers, backend, is_sender))
+
+    def source(self, replica: str) -> ModelBackend:
+        """Return the shard of the training replica here that sends a generation replica its weights."""
+        return self._backends[self._route(replica).src]
 
     def incoming(self, replica: str) -> list[tuple[int, Callable[[], Iterator[SliceValues]] | None]]:
         """Return the tensor ranks of a replica's engine here, as workers, and what each holds already."""

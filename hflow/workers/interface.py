@@ -100,6 +100,13 @@ class Workers(abc.ABC):
         It loads what was published for it; if nothing was, the weights are copied now.
         """
 
+    def forget_weights(self, replica: str) -> None:
+        """Drop what was published for a generation replica, because it has lost an engine.
+
+        What is published later is whole, and reaches the process that takes the engine's place.
+        """
+        raise NotImplementedError(f"no worker is replaced, so {replica} loses no engine")
+
     async def sleep(self, replica: str, level: SleepLevel) -> None:
         """Interrupt and stop a generation replica; unfinished samples stay on its workers.
 
@@ -275,6 +282,8 @@ class NodeProgram:
     group: int = 1
     reported: str | None = None
     """The returned field whose value of each sample is reported to the controller."""
+    first_pass: NodeProgram | None = None
+    """The function that a train node runs on whole minibatches before its loss."""
 
 
 @dataclass(frozen=True)

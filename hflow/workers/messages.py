@@ -54,7 +54,7 @@ MESSAGES: Mapping[str, Message] = {
     "pull": Message("device", lambda *_: "pulling samples"),
     "run": Message("device", _run_activity),
     "publish": Message(
-        "device", lambda replica, version: f"publishing weights {version} for {replica}", num_returns=2
+        "device", lambda replica, version, *_: f"publishing weights {version} for {replica}", num_returns=2
     ),
     "wake": Message("device", lambda replica, version, *_: f"loading weights {version} into {replica}"),
     "free_weights": Message("data"),

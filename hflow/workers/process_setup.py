@@ -1,7 +1,8 @@
-"""Prepares a worker's process: environment variables, processor cores, garbage collection."""
+"""Prepares a worker's process: environment variables, processor cores, memory, garbage collection."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -73,6 +74,29 @@ def bound_cores(cores: range) -> tuple[int, ...]:
             f"{len(_ALLOWED_CORES)} cores. Set smaller numbers, or cores=null"
         )
     return tuple(_ALLOWED_CORES[core] for core in cores)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+KEPT_FREE_BYTES = 256 << 20
+LARGEST_KEPT_BYTES = 32 << 20
+"""The most that glibc accepts."""
+
+
+def keep_freed_memory() -> None:
+    """Let this process reuse freed memory instead of returning it to the system.
+
+    On a CPU a training step allocates and frees the same activations every time. glibc returns them to the
+    system, which then clears every page again: 15 % of the CPU time of a small model. At most
+    `KEPT_FREE_BYTES` stay
+    with the process; allocations above `LARGEST_KEPT_BYTES` are returned as before. Variables of the
+    environment that set these thresholds (`MALLOC_...`) are left alone, as are other C libraries.
+    """
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not is_set:
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
 
 GC_THRESHOLDS = (20_000, 20, 50)

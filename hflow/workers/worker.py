@@ -74,7 +74,7 @@ from hflow.workers.interface import (
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank
-from hflow.workers.process_setup import bind_cores, bound_cores, num_cores
+from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_log import SampleLog
@@ -108,6 +108,8 @@ class Worker:
             devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
         """
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
+        if setup.plan.cluster.device == "cpu":
+            keep_freed_memory()
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)
@@ -265,9 +267,9 @@ class Worker:
         """Return whether an engine here has weights of another version."""
         return self._engines.needs_weights(replica, version)
 
-    def free_weights(self, replica: str) -> None:
-        """Free what was published here for a generation replica."""
-        self._publisher.free(replica)
+    def free_weights(self, replica: str, num_losses: int = 0) -> None:
+        """Free what was published here for a generation replica after so many losses of its engines."""
+        self._publisher.free(replica, num_losses)
 
     def export(self, requests: list[SampleRequest]) -> list[PackedSamples]:
         """Pack samples for another worker."""
@@ -398,9 +400,15 @@ class Worker:
             return ()
         return tuple(float(x) for x in self._store.values(program.stream, program.reported, task.samples))
 
-    def publish(self, replica: str, version: int) -> tuple[BucketHandles, PublishReport]:
-        """Put what a generation replica needs of the weights here where its workers can take it."""
-        return self._publisher.publish(replica, version)
+    def publish(self, replica: str, version: int, num_losses: int = 0) -> tuple[BucketHandles, PublishReport]:
+        """Put what a generation replica needs of the weights here where its workers can take it.
+
+        Args:
+            replica: the generation replica.
+            version: of the weights.
+            num_losses: how often the replica has lost an engine.
+        """
+        return self._publisher.publish(replica, version, num_losses)
 
     def wake(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
         """Bring an engine to a version of the weights and start it; returns what it loaded, if anything.
@@ -424,9 +432,10 @@ class Worker:
         self._writer.wait(model)
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         backend, settings = self._backends[replica.name], self._setup.models[model]
-        writes = [backend.save(directory)]
-        if settings.trainable and settings.save_optimizer:
-            writes.append(backend.save_shards(f"{directory}/{SHARDS}"))
+        with backend.on_device():
+            writes = [backend.save(directory)]
+            if settings.trainable and settings.save_optimizer:
+                writes.append(backend.save_shards(f"{directory}/{SHARDS}"))
         if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
             tokenizer = TextTokenizer(self._setup.tokenizers[model])
             writes.append(lambda: tokenizer.save(directory))
@@ -527,7 +536,7 @@ def build_backends(
         if replica.role != "gen" and not replica.base_of:
             settings, layout = setup.models[replica.model], replica.layout
             group = process_groups.group(replica) if process_groups else None
-            position = RankPosition(group, layout.data, layout.tensor, layout.pipe)
+            position = RankPosition(group, layout.data, layout.tensor, layout.pipe, layout.context)
             backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
             if settings.resume:
                 backend.load_shards(settings.shards)

@@ -1,6 +1,6 @@
 """Ends and stops random processes of runs, continues the runs, and checks that nothing is lost.
 
-    python tests/fault/chaos.py --faults 200 --seed 0 --out results.json
+    python tests/fault/chaos.py --faults 20 --out results.json
 
 Each run on Ray takes several faults at random moments, with a checkpoint after every step: processes are
 killed (SIGKILL), paused (SIGSTOP, and SIGCONT later) or stopped for good, or asked to end (SIGTERM, Ctrl-C),
@@ -12,6 +12,9 @@ while the run starts, trains, saves or restarts. A run that ends is resumed unti
 - no process of the run is left, and no file in shared memory or half a checkpoint;
 - `faults.max_restarts` counted the restarts since the last checkpoint.
 
+Results are appended to those in the file, each with the version of hflow that ran, and seeds continue after
+theirs. So many short sweeps add up to a long one.
+
 `inproc_chaos.py` does the same with runs in one process, whose whole process is killed.
 """
 
@@ -21,20 +24,24 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from disturbed_run import DisturbedRun, Fault, Recipe, Result, run_undisturbed
+from disturbed_run import ROOT, DisturbedRun, Fault, Recipe, Result, run_undisturbed
 from run_processes import adopt_orphans
 
 STEPS, BATCH = 30, 8
+OF_TWO_WORKERS = [f"steps={STEPS}", f"batch={BATCH}", "cluster=cpu-1x2"]
 FAULTS_PER_RUN = 8
 COMMON = [
-    *("models.actor.path=null", f"steps={STEPS}", f"batch={BATCH}", "save_every=1", "save_minutes=0"),
-    *("cluster=cpu-1x2", "models.actor.optim.lr=1e-3", "collective_timeout=30.0", "--plain"),
+    *("models.actor.path=null", "save_every=1", "save_minutes=0"),
+    *("models.actor.optim.lr=1e-3", "collective_timeout=30.0", "--plain"),
     "faults.hang_seconds=15.0",
 ]
 TINY = [
@@ -60,7 +67,7 @@ RECIPES = {
         ),
         Recipe(
             "ppo",
-            ["tests/integration/recipes/resumed.py", *COMMON, *TINY],
+            ["tests/integration/recipes/resumed.py", *COMMON, *TINY, *OF_TWO_WORKERS],
             STEPS,
             STEPS * BATCH,
             models=("actor", "critic"),
@@ -68,20 +75,20 @@ RECIPES = {
         ),
         Recipe(
             "grpo",
-            ["recipes/grpo.py", *COMMON, "nodes.eval_gen.every=10", "data.heldout.limit=6"],
+            ["recipes/grpo.py", *COMMON, *OF_TWO_WORKERS, "nodes.eval_gen.every=10", "data.heldout.limit=6"],
             STEPS,
             STEPS * BATCH * 8,
             is_synchronous=True,
         ),
         Recipe(
             "grpo_async",
-            ["recipes/grpo_async.py", *COMMON, "nodes.eval_gen.after=1000"],
+            ["recipes/grpo_async.py", *COMMON, *OF_TWO_WORKERS, "nodes.eval_gen.after=1000"],
             STEPS,
             STEPS * BATCH * 8,
         ),
         Recipe(
             "tool_agent",
-            ["recipes/tool_agent.py", *COMMON, "nodes.eval_agent.after=1000"],
+            ["recipes/tool_agent.py", *COMMON, *OF_TWO_WORKERS, "nodes.eval_agent.after=1000"],
             STEPS,
             STEPS * BATCH * 8,
             exactly=False,
@@ -117,7 +124,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of the first run; default: the one after those in --out")
     parser.add_argument("--recipe", choices=RECIPES, action="append")
     parser.add_argument("--fault", metavar="ROLE-ACTION-MOMENT[-SECONDS]", action="append")
     parser.add_argument("--out", type=Path)
@@ -132,8 +139,10 @@ def main() -> None:
         names = arguments.recipe or sorted(set(RECIPES) - {"small_ppo"})
         num_faults = len(chosen) or arguments.faults
         undisturbed: dict[str, Path] = {}
+        earlier = read(arguments.out)
+        version()  # of now, whatever is committed while runs are tried
         results: list[Result] = []
-        seed = arguments.seed
+        seed = next_seed(earlier) if arguments.seed is None else arguments.seed
         while (missing := num_faults - sum(len(result.strikes) for result in results)) > 0:
             recipe = RECIPES[names[seed % len(names)]]
             if recipe.is_synchronous and recipe.name not in undisturbed:
@@ -141,14 +150,14 @@ def main() -> None:
             faults = chosen or choose_faults(Random(seed), min(FAULTS_PER_RUN, missing))
 
             def report(result: Result) -> None:
-                write(arguments.out, [*results, result])
+                write(arguments.out, earlier, [*results, result])
 
             run = DisturbedRun(
                 recipe, seed, faults, directory / str(seed), undisturbed.get(recipe.name), report
             )
             results.append(run.run())
             print(json.dumps(results[-1].to_json()), flush=True)
-            write(arguments.out, results)
+            write(arguments.out, earlier, results)
             seed += 1
     print(f"\n{table(results)}")
     sys.exit(any(result.problems for result in results))
@@ -170,10 +179,31 @@ def choose_faults(random: Random, number: int) -> list[Fault]:
     ]
 
 
-def write(path: Path | None, results: list[Result]) -> None:
-    """Write results to a file, if there is one."""
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """Return the results of earlier sweeps."""
+    if path is None or not path.is_file():
+        return []
+    earlier: list[dict[str, Any]] = json.loads(path.read_text())
+    return earlier
+
+
+def next_seed(earlier: list[dict[str, Any]]) -> int:
+    """Return the seed after those of earlier sweeps."""
+    return 1 + max((result["seed"] for result in earlier), default=-1)
+
+
+@cache
+def version() -> str:
+    """Return the commit that is tried, with `+` if files have changed since."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def write(path: Path | None, earlier: list[dict[str, Any]], results: list[Result]) -> None:
+    """Write the results of all sweeps to a file, if there is one."""
     if path is not None:
-        path.write_text(json.dumps([result.to_json() for result in results], indent=1) + "\n")
+        found = [{"version": version(), **result.to_json()} for result in results]
+        path.write_text(json.dumps([*earlier, *found], indent=1) + "\n")
 
 
 def table(results: list[Result]) -> str:

@@ -46,7 +46,8 @@ def end_machines(out: Path) -> list[str]:
     cluster.wait_for_nodes()
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     recipe = RECIPES["ppo"]
-    arguments = [*recipe.arguments, "cluster=cpu-2x1", f"out={out}"]
+    arguments = [one for one in recipe.arguments if not one.startswith("cluster=")]
+    arguments += ["cluster=cpu-2x1", f"out={out}"]
     try:
         problems = _lose_two(cluster, machines, arguments, out, environment)
     finally:

@@ -285,7 +285,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text(score("return 1.0 / (answer < '100')"))
     monkeypatch.setattr(
-        sys, "argv", ["hflow", "run", "r.py", *FAST, "schedule.max_refused_per_step=50", TINY, ADDITION]
+        sys, "argv", ["hflow", "run", "r.py", *FAST[:-1], "schedule.max_refused_per_step=50", TINY, ADDITION]
     )
     with pytest.raises(SystemExit) as stop:
         main()

@@ -116,6 +116,18 @@ def check_texts(summary: RunSummary, story: SampleHistory) -> None:
     assert row["values"]["advantages"] == pytest.approx(0, abs=2)
 
 
+def test_an_evaluation_counts_the_samples_that_its_mean_lacks(tmp_path: Path):
+    body = "def wide(completion: str, prompt: str) -> float:\n    assert prompt[0] not in '123'\n"
+    (tmp_path / "picky.py").write_text(RECIPE.replace("def wide(completion: str) -> float:\n", body))
+    summary = run(tmp_path / "picky.py", tmp_path / "runs", *ASKED, *INPROC, "steps=2")
+    refused = count(summary.directory / "ledger.sqlite", "stream = 'eval_gen' and \"end\" = 'refused'")
+    rows = read_metrics(summary.directory / "metrics.jsonl")
+    numbers = [row["eval_gen/refused"] for row in rows if "eval_gen/refused" in row]
+    assert len(numbers) == 2, "one for each evaluation"
+    assert sum(number or 0 for number in numbers) == refused
+    assert 0 < refused < 12
+
+
 def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_path: Path):
     summary = picky(tmp_path, *INPROC, "steps=3")
     ledger = check(summary, 3)

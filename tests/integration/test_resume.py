@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ import pytest
 from runs import ROOT, TINY, largest_difference, run, weights_of
 
 from hflow import launch
+from hflow.config import to_yaml
+from hflow.durable_files import file_checksum
 from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import compile_recipe
+from hflow.launch.plan_file import plan_file_text
+from hflow.launch.resumed_run import find_resumed
 from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
+from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import read_saved_run
 from hflow.runtime.ledger.audit import audit
 from hflow.workers.ray.ray_actors import RayActors
@@ -124,9 +130,55 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_can_be_named(
         resume_run(str(copy / "checkpoints" / "step-2"), ["seed=1"], live=False)
 
 
-def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_path: Path):
-    from hflow.runtime.execution.run_directory import RunDirectory
+FORMAT_1 = ROOT / "tests/fixtures/checkpoint-format-1"
+"""A checkpoint that an earlier version wrote in today's format. Write another one only for another format."""
+OF_FORMAT_1 = [
+    *("models.actor.path=null", "models.actor.gen.max_model_len=32", "workers=inproc", "cluster=cpu-1x2"),
+    *("schedule.max_staleness=2", "batch=2", "steps=3", "nodes.eval_gen.after=1000", "data.heldout.limit=4"),
+    *("models.actor.architecture.hidden_size=8", "models.actor.architecture.intermediate_size=16"),
+    *("models.actor.architecture.num_hidden_layers=1", "models.actor.architecture.num_attention_heads=2"),
+    "models.actor.architecture.num_key_value_heads=2",
+]
 
+
+@pytest.fixture
+def of_format_1(tmp_path: Path) -> RunDirectory:
+    compiled = compile_recipe(ROOT / "recipes/grpo_async.py", OF_FORMAT_1)
+    run = RunDirectory.create(tmp_path, "grpo_async", to_yaml(compiled.config), plan_file_text(compiled))
+    shutil.copytree(FORMAT_1, run.checkpoints / "step-2")
+    return run
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(of_format_1: RunDirectory):
+    resumed = resume_run(str(of_format_1.path), live=False)
+    assert (resumed.reason, resumed.steps) == ("done", 3)
+    assert resumed.samples["trained"] == 16
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "problem"),
+    [
+        ("manifest.json", lambda values: values.update(format=2), "has format 2, but this version of hflow"),
+        ("state.json", lambda values: values["snapshot"].update(epoch=1), "epoch: unknown key"),
+        ("state.json", lambda values: values["snapshot"].pop("streams"), "snapshot.streams: Field required"),
+    ],
+)
+def test_a_checkpoint_of_a_later_version_is_refused(
+    of_format_1: RunDirectory, file: str, change: Callable[[Any], Any], problem: str
+):
+    checkpoint = of_format_1.checkpoints / "step-2"
+    values = json.loads((checkpoint / file).read_text())
+    change(values)
+    (checkpoint / file).write_text(json.dumps(values))
+    if file == "state.json":
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["files"][file] = file_checksum(checkpoint / file)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=f"{problem}.*use the version of hflow that wrote it, or begin"):
+        find_resumed(str(of_format_1.path))
+
+
+def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_path: Path):
     copy = interrupted(undisturbed, tmp_path, 2)
     with RunDirectory(copy).locked(), pytest.raises(ConfigError, match=r"is still going \(process \d+\)"):
         resume_run(str(copy), live=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from typing import Any
 
@@ -10,9 +9,7 @@ from hflow.dsl.body_check import check_of
 
 
 def knob_problem(node: Any, reads: Collection[str] = (), **knobs: Any) -> str | None:
-    """Return what the check says about these knobs, with the defaults of the others."""
-    parameters = inspect.signature(node).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    check = check_of(node)
+    """Return what the check says about these knobs and options, with the defaults of the others."""
+    check, definition = check_of(node), node.__hflow__
     assert check is not None
-    return check(defaults | knobs, reads)
+    return check(definition.kind.option_values | definition.knobs | knobs, reads)

@@ -118,8 +118,8 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
 ]
 """What the ranks of the first column compute, one round after the other."""
-GRIDS = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 1, 4)]
-"""Layouts of all four ranks."""
+GRIDS = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 1, 4), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]
+"""Layouts of all four ranks: data, tensor, pipe, context."""
 CASES = {case.name: case for turn in ROUNDS for _, case in turn}
 
 

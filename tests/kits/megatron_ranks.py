@@ -73,6 +73,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         "weights": [(n, x.clone()) for n, x in named_weights(stage)],
         "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
+    (path / "saved").mkdir(exist_ok=True)
     copy_stage(stage, path / "saved" / case.name, file_bytes=20_000)()
     if stage.parallel.is_head:
         torch.save(outputs, path / f"{case.name}.outputs.pt")
@@ -138,11 +139,12 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
 
 def coordinates(grid: ParallelState) -> dict[str, Any]:
     """Return a rank's coordinates and the ranks of its groups."""
-    names = ("tp", "dp", "pp", "mp", "tp_dp_cp", "intra_dist_opt")
+    names = ("tp", "dp", "pp", "cp", "mp", "dp_cp", "tp_cp", "tp_dp_cp", "intra_dist_opt")
     ranks = {name: dist.get_process_group_ranks(getattr(grid.groups, name)) for name in names}
+    ranks["same_data"] = dist.get_process_group_ranks(grid.same_data)
     ends = None if grid.groups.embd is None else dist.get_process_group_ranks(grid.groups.embd)
     num_groups = len(dist.distributed_c10d._world.pg_names)
-    return {"at": (grid.d, grid.t, grid.p), "num_groups": num_groups, "embd": ends, **ranks}
+    return {"at": tuple(grid.coords), "num_groups": num_groups, "embd": ends, **ranks}
 
 
 def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> None:
@@ -152,9 +154,12 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
     actor = build_stage(
         kit.settings(kit.CASES["qwen2 t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
     )
+    shared = ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
+    assert shared is actor.parallel, "models with the same ranks and layout share their groups"
     critic = build_stage(
         kit.settings(kit.CASES["value t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 1, 2))
     )
+    assert critic.parallel is not actor.parallel
     for name, stage in (("actor", actor), ("critic", critic), ("actor again", actor)):
         outputs = forward(stage, kit.packs())
         if stage.parallel.is_head:

@@ -44,14 +44,15 @@ def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None
 
 def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronModel:
     settings = dataclasses.replace(kit.SETTINGS, **twins.settings(twin, path / "checkpoint") | changes)
-    return MegatronModel(settings, RankPosition(group, twin.data, twin.tensor, twin.pipe))
+    return MegatronModel(settings, RankPosition(group, twin.data, twin.tensor, twin.pipe, twin.context))
 
 
 def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
     """Return the data index, and whether this rank is its head, by the order of ranks."""
-    p, rest = divmod(group.rank(), twin.data * twin.tensor)
-    d, t = divmod(rest, twin.tensor)
-    return d, t == 0 and p == twin.pipe - 1
+    rest, t = divmod(group.rank(), twin.tensor)
+    rest, c = divmod(rest, twin.context)
+    p, d = divmod(rest, twin.data)
+    return d, t == c == 0 and p == twin.pipe - 1
 
 
 def train(rank: int, path: Path, groups: Groups) -> None:

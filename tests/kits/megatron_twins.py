@@ -37,6 +37,8 @@ def pairs(out: Any, seqs: Any) -> torch.Tensor:
 NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "sft": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "ppo": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2), {}),
+    "clip-cov": (kit.TWO_PASS["clip-cov"], {}),
+    "kl-cov": (kit.TWO_PASS["kl-cov"], {}),
     "critic": (kit.VALUE, {"head": "value"}),
     "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
 }
@@ -58,15 +60,27 @@ class Twin:
     settings: dict[str, Any] = field(default_factory=dict)
     budget: int = 30
     """Tokens of a micro-batch."""
+    context: int = 1
 
     @property
     def name(self) -> str:
-        layout = f"{self.node} d{self.data}t{self.tensor}p{self.pipe} of {self.budget} tokens"
+        sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}"
+        layout = f"{self.node} {sizes} of {self.budget} tokens"
         return " ".join([layout, *(f"{key}={value}" for key, value in self.settings.items())])
 
     @property
     def dtype(self) -> str:
         return self.settings.get("dtype", "fp32")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.tensor * self.pipe * self.context
+
+    @property
+    def heads(self) -> list[int]:
+        """Tensor and context rank 0 of the last stage: d2t2p1 0 and 2, d1t2p2 2, d2t1p2 2 and 3."""
+        first, stride = self.num_ranks // self.pipe * (self.pipe - 1), self.tensor * self.context
+        return [first + d * stride for d in range(self.data)]
 
 
 ROUNDS: list[dict[tuple[int, ...], Twin]] = [
@@ -75,7 +89,7 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("ppo", pipe=2, budget=1),
     },
     {
-        FIRST: Twin("ppo", data=2, budget=20),
+        FIRST: Twin("ppo", data=2, settings={"offload": "all"}, budget=20),
         SECOND: Twin("critic", tensor=2, settings=SP),
     },
     {
@@ -92,16 +106,28 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     },
     {
         FIRST: Twin("ppo", tensor=2, settings=SP | BF16),
-        SECOND: Twin("ppo", data=2, settings=BF16),
+        SECOND: Twin("ppo", data=2, settings=BF16 | {"offload": "optimizer"}),
     },
     {ALL: Twin("sft", data=2, tensor=2, settings=NO_SP)},
     {ALL: Twin("sft", tensor=2, pipe=2, settings=SP)},
-    {ALL: Twin("ppo", data=2, tensor=2, settings=SP)},
+    {ALL: Twin("kl-cov", data=2, tensor=2, settings=SP)},
     {ALL: Twin("ppo", tensor=2, pipe=2, settings=SP | RECOMPUTED, budget=20)},
-    {ALL: Twin("ppo", data=2, pipe=2)},
+    {ALL: Twin("clip-cov", data=2, pipe=2)},
     {ALL: Twin("critic", data=2, tensor=2, settings=SP)},
     {ALL: Twin("critic", tensor=2, pipe=2, settings=NO_SP)},
     {ALL: Twin("score", data=2, tensor=2, settings=SP)},
+    {
+        FIRST: Twin("clip-cov", context=2),
+        SECOND: Twin("critic", context=2, settings=RECOMPUTED, budget=1),
+    },
+    {
+        FIRST: Twin("ppo", context=2, settings=BF16),
+        SECOND: Twin("score", context=2),
+    },
+    {ALL: Twin("ppo", context=4, budget=20)},
+    {ALL: Twin("ppo", tensor=2, context=2, settings=SP)},
+    {ALL: Twin("critic", pipe=2, context=2, settings=NO_SP)},
+    {ALL: Twin("sft", data=2, context=2)},
     {ALL: Twin("ppo", tensor=4, settings=SP)},  # each of two key-value heads on two ranks
 ]
 """What the ranks compute, one round after the other."""
@@ -221,6 +247,9 @@ INFER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("sft", tensor=2, pipe=2, settings=SP, budget=20)},
     {ALL: Twin("critic", data=2, pipe=2, budget=20)},
     {ALL: Twin("score", data=2, tensor=2, settings=SP)},
+    {FIRST: Twin("sft", context=2, budget=20), SECOND: Twin("score", context=2, budget=1000)},
+    {ALL: Twin("sft", tensor=2, context=2, settings=SP, budget=1000)},
+    {ALL: Twin("critic", pipe=2, context=2)},
 ]
 INFER_TWINS = {twin.name: twin for turn in INFER_ROUNDS for twin in turn.values()}
 

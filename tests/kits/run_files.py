@@ -36,7 +36,7 @@ def write_run(
     """Write the files of a run that `hflow compare` reads; return its directory."""
     path.mkdir(parents=True)
     values = {**CONFIG, **config}
-    file = {"format": 1, "recipe": "small.py", "config": values, "plan": {"graph": {"nodes": NODES}}}
+    file = {"format": 2, "recipe": "small.py", "config": values, "plan": {"graph": {"nodes": NODES}}}
     (path / "plan.json").write_text(json.dumps(file))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if summary is not None:

@@ -32,7 +32,7 @@ LENGTHS = (
 
 
 def problem(
-    recipe: str, cluster: str, model: str, *overrides: str, tunes: bool = True
+    recipe: str, cluster: str, model: str, *overrides: str, tunes: bool = True, offloads: bool = False
 ) -> tuple[Graph, PlanRequest]:
     """A recipe with models of real sizes on a cluster; everything that may be chosen is free.
 
@@ -42,6 +42,7 @@ def problem(
         model: one of `configs/model`.
         overrides: further configuration.
         tunes: whether settings of models are free besides the placement.
+        offloads: whether `offload` is free in any case.
     """
     keys = [
         f"cluster={cluster}",
@@ -59,7 +60,8 @@ def problem(
     config, graph, _ = read_recipe(file, [*keys, *overrides])
     request = plan_request(config, graph, file)
     settings = free_settings(request.models) - {"schedule.max_concurrent"} if tunes else frozenset()
-    return graph, replace(request, free=frozenset({PLACEMENT}) | settings)
+    offload = {f"models.{name}.offload" for name in request.models if offloads}
+    return graph, replace(request, free=frozenset({PLACEMENT}) | settings | offload)
 
 
 def hand_placements(num_devices: int) -> dict[str, str]:
@@ -120,7 +122,7 @@ def useful_options(evaluator: Evaluator, block: tuple[str, ...], name: str, size
     """
     kept: dict[Layout | None, list[tuple[float, ...]]] = {}
     options = []
-    for option in evaluator.table.options(name, tuple(range(size))):
+    for option in evaluator.table.options(name, tuple(range(size)), with_offload=True):
         costs = (
             *option.seconds.values(),
             *evaluator.memory.sizes(evaluator.phases(block), option, evaluator.apart(block)),

@@ -244,10 +244,11 @@ class World:
         if not names:
             return
         name = self.random.choice(names)
-        self.bag = [e for e in self.bag if not (isinstance(e, ev.Awake | ev.Asleep) and e.replica == name)]
-        pending = any(isinstance(e, ev.Published) and e.replica == name for e in self.bag)
-        if name in self.given and not pending and name not in self.published:
-            self.given[name] = -1  # it was loading, or had loaded, what it was given
+        answers = ev.Awake | ev.Asleep | ev.Published
+        self.bag = [e for e in self.bag if not (isinstance(e, answers) and e.replica == name)]
+        self.published.pop(name, None)
+        if name in self.given:
+            self.given[name] = -1
         if self.engine[name] in ("awake", "sleeping") and self.random.random() < 0.5:
             self.survivors[name] = self.version[name]
         self.engine[name], self.version[name] = "lost", -1

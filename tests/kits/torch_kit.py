@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hflow import algo
+from hflow import algo, nodes
 from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
+from hflow.dsl import read_first_pass
 from hflow.graph.ir import Read
+from hflow.launch.worker_setup import with_first_pass
 from hflow.types import Unit
+from hflow.workers.interface import NodeProgram
 
 VOCAB = 37
 ARCHITECTURE = {
@@ -89,6 +92,34 @@ def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **op
     )
 
 
+def two_pass_call(node: Any, reads: list[Read], knobs: dict[str, Any], **options: Any) -> NodeCall:
+    """Return a train call of a node of the library that has a first pass."""
+    signature = node.__hflow__.signature
+    program = NodeProgram(
+        name="node",
+        verb="train",
+        level="batch",
+        stream="gen",
+        root="gen",
+        body=node,
+        reads=tuple(reads),
+        provided=signature.provided,
+        returns=(("loss", "token"),),
+        metrics=True,
+        opens_stream=False,
+        models=("actor",),
+        knobs={knob.name: knob.value for knob in signature.knobs} | knobs,
+        options=options,
+    )
+    whole = with_first_pass(program, read_first_pass(node.__hflow_first_pass__))
+    return dataclasses.replace(_node_call(whole), first_pass=_node_call(whole.first_pass), seed=7)
+
+
+def _node_call(program: NodeProgram) -> NodeCall:
+    names = ("body", "reads", "provided", "returns", "metrics", "knobs", "options")
+    return NodeCall(program.name, **{name: getattr(program, name) for name in names})
+
+
 # ---------------------------------------------------------------------------------- bodies
 def ppo(out, behav_logprobs, advantages):
     loss = algo.clipped_surrogate(out.logprobs, behav_logprobs, advantages, 0.2)
@@ -116,6 +147,20 @@ def logprobs(out):
 
 ENGINE_READS = [read("behav_logprobs", Unit.TOKEN), read("@versions", Unit.TOKEN, "versions")]
 TOKEN_READS = [*ENGINE_READS, read("advantages", Unit.TOKEN)]
+TWO_PASS_READS = [*TOKEN_READS, read("prox_logprobs", Unit.TOKEN)]
+TWO_PASS = {
+    "clip-cov": two_pass_call(
+        nodes.clip_cov_train,
+        TWO_PASS_READS,
+        {"share": 0.2, "lower": 0.0},
+        reduce="token-mean",
+        epochs=2,
+    ),
+    "kl-cov": two_pass_call(
+        nodes.kl_cov_train, TWO_PASS_READS, {"share": 0.2}, reduce="token-mean", mask="keep", epochs=2
+    ),
+}
+"""Calls whose losses need statistics of whole minibatches."""
 CALLS = {
     **{
         reduce: call(ppo, "token", TOKEN_READS, metrics=True, reduce=reduce, epochs=2)
@@ -130,8 +175,9 @@ CALLS = {
         epochs=2,
     ),
     "group-mean": call(dpo, "group", ENGINE_READS, reduce="group-mean", epochs=2),
+    **TWO_PASS,
 }
-"""One train call for each reduction."""
+"""One train call for each reduction, and those with a first pass."""
 VALUE = call(value, "token", [read("returns", Unit.TOKEN)], reduce="token-mean")
 LOGPROBS = call(logprobs, "token", [])
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.torch_model import build
+from hflow.backends.common import hf_files
+from hflow.backends.torch_model import build, weight_export
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import LoraConfig
 from hflow.data.batch import Batch
@@ -21,6 +22,8 @@ from hflow.data.batch import Batch
 def run(rank: int, directory: str) -> None:
     """Run a spawned rank; rank 0 writes the results to `ranks.pt`."""
     torch.set_num_threads(1)
+    hf_files.MIN_FILE_BYTES = 4096  # so that both ranks write files of a tiny model
+    weight_export.BUCKET_BYTES = 512  # and tensors are sent in pieces
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     results = scenarios(rank, dist.group.WORLD, Path(directory))
@@ -41,7 +44,8 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     for name, changes in VARIANTS.items():
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
-        backend.save(str(directory / name))()
+        written = backend.save(str(directory / name))()
+        results[f"{name} files"] = everywhere({path.name for path in written}, group)
         if "lora" in changes:
             results[name] += (adapters_off_and_on(backend, group, batch, shard),)
     dist.barrier(group)
@@ -77,12 +81,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "value": {"head": "value"},
     "bf16": {"dtype": "bf16"},
     "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"offload": "all"},
     "lora": {"lora": LORA},
-    "lora recomputed in bf16": {"lora": LORA, "dtype": "bf16", "activation_checkpointing": True},
+    "lora recomputed in bf16": {
+        "lora": LORA,
+        "dtype": "bf16",
+        "activation_checkpointing": True,
+        "offload": "all",
+    },
 }
 
 
-READ = ("untied", "value", "bf16", "recomputed")
+READ = ("untied", "value", "bf16", "recomputed", "offloaded")
 """Variants whose checkpoints are read again, of which each rank reads its rows."""
 
 

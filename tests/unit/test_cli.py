@@ -17,7 +17,9 @@ from typer.main import get_command
 from hflow import doctor
 from hflow.cli import app, main
 from hflow.config import load_config
-from hflow.doctor import Finding, OptionalPart
+from hflow.doctor import OptionalPart
+from hflow.doctor.finding import Finding
+from hflow.launch import plan_file
 from hflow.planner.backends import InstallProblem, engine_kind
 
 GOOD = '''"""GRPO, as small as it gets."""
@@ -109,7 +111,7 @@ def test_commands_and_options_do_not_change():
             "recipe",
         ],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
-        "doctor": [],
+        "doctor": ["--gpus", "--json"],
         "samples": ["--count", "--csv", "--json", "--limit", "--text", "--where", "run"],
         "why": ["--json", "run", "sample"],
     }
@@ -179,7 +181,7 @@ def test_plan_html_writes_a_page(good: str, tmp_path: Path, monkeypatch, capsys)
     assert (tmp_path / "plan.html").read_text().lstrip().lower().startswith("<!doctype html>")
     assert capsys.readouterr().out.startswith(f"{tmp_path}/plan.html")
     assert hflow(monkeypatch, "plan", good, "--html", str(tmp_path / "again.html"), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["format"] == 1
+    assert json.loads(capsys.readouterr().out)["format"] == plan_file.FORMAT
     assert (tmp_path / "again.html").is_file()
 
 

@@ -51,6 +51,15 @@ def test_configuration_groups_next_to_a_recipe_are_found(recipe, tmp_path: Path)
     assert actor.architecture["hidden_size"] == 128
 
 
+def test_a_directory_with_the_name_of_a_key_is_no_group(recipe, tmp_path: Path):
+    for name in ("out", "steps", "cluster", "report"):
+        (tmp_path / name).mkdir()
+    overrides = ["out=elsewhere", "steps=7", "cluster=cpu-1x2", "report.wandb=project"]
+    config = load_config(recipe("seed: 3"), overrides)
+    assert (config.out, config.steps, config.cluster) == ("elsewhere", 7, "cpu-1x2")
+    assert config.report.wandb == "project"
+
+
 def test_a_directory_with_quotes_and_spaces(tmp_path: Path):
     odd = tmp_path / "it's a, b=c"
     odd.mkdir()

@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.embedded_engine.families import own_forward_objection
 from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
+from hflow.backends.generation_request import new_request
 from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
 from hflow.errors import BackendError, ConfigError
 from hflow.types.sleep_level import SleepLevel
@@ -35,6 +38,13 @@ ARCHITECTURES = {
     "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
     "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 4},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16, "num_key_value_heads": 1},
+    "mistral": {
+        "model_type": "mistral",
+        **SIZES,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
 }
 NEVER = SamplingParams(max_tokens=20, temperature=0.0)
 PROMPTS = [[1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 31)) * 2, [1, 5, 6]]
@@ -100,6 +110,26 @@ def test_logprobs_equal_a_full_forward_at_the_temperature(name: str, temperature
     for i, prompt in enumerate(PROMPTS):
         expected = full_logprobs(reference(name), prompt, results[i].ids, temperature)
         torch.testing.assert_close(torch.tensor(results[i].logprobs), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_own_forward_equals_that_of_transformers_and_follows_its_weights() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        engine, model = EmbeddedEngine(settings(name)), reference(name)
+        for weight, target in zip(model.parameters(), engine._module.parameters(), strict=True):
+            target.copy_(weight.uniform_(-0.3, 0.3))  # also biases, which are 0 at first
+        members = (new_request(0, PROMPTS[1], NEVER, 99, VOCAB, None),)
+        logits = engine._forward([PromptGroup(tuple(PROMPTS[1]), members)])
+        expected = model(input_ids=torch.tensor([PROMPTS[1]])).logits[:, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+        assert own_forward_objection(architecture, has_adapters=False) is None
+
+
+def test_other_models_run_through_the_modules_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    EmbeddedEngine(settings("llama", hidden_act="gelu"))
+    assert "its activation is gelu" in caplog.text
+    assert "olmo2" in str(own_forward_objection({"model_type": "olmo2"}, has_adapters=False))
+    assert own_forward_objection(ARCHITECTURES["qwen2"], has_adapters=True) == "it has adapters"
 
 
 def test_members_of_a_group_share_a_prompt_and_differ_by_seed() -> None:

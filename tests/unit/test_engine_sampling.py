@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hflow.backends.embedded_engine.sampling import SamplingRows, draw, seed_words, uniforms
+from hflow.backends.common.seeds import seed_words, uniforms
+from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.interface import SamplingParams
 
 CPU = torch.device("cpu")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -71,3 +73,27 @@ def test_a_ray_that_does_not_start_leaves_no_daemon(no_ray: None, monkeypatch: p
     assert started
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []
+
+
+SIGTERM_WHILE_RAY_CONNECTS = """
+import ctypes, os, signal
+from ray._private import services
+from hflow.workers.ray.ray_actors import _as_a_guest
+
+def is_blocked():
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+services.start_ray_process = is_blocked
+with _as_a_guest():
+    assert not services.start_ray_process(), "Ray's daemons would not end by it"
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Ray sets one in C++ that ends the process
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not received
+assert received == [signal.SIGTERM] and not is_blocked()
+"""
+
+
+def test_sigterm_reaches_a_run_while_ray_connects() -> None:
+    subprocess.run([sys.executable, "-c", SIGTERM_WHILE_RAY_CONNECTS], check=True)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from hflow.durable_files import replace_text
+from hflow.errors import ConfigError
+from hflow.launch.find_run import find_run
 from hflow.runtime.execution.checkpoint import BEST, LATEST, Checkpoints, replace_link
 from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import read_metrics
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 
 
 def test_half_a_row_of_metrics_is_dropped(tmp_path: Path):
@@ -49,6 +51,27 @@ def test_a_text_file_has_the_old_or_the_new_content(tmp_path: Path, monkeypatch:
     assert path.read_text() == "old"
     replace_text(path, "new")
     assert [(other.name, other.read_text()) for other in tmp_path.iterdir()] == [("plan.json", "new")]
+
+
+def test_a_run_has_a_plan_or_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So a run that is killed at any time either never was, or can be resumed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory.create(tmp_path, "grpo", "steps: 2\n", "{}\n")
+    assert list((tmp_path / "grpo").iterdir()) == []
+    first, second = (RunDirectory.create(tmp_path, "grpo", "steps: 2\n", "{}\n") for _ in range(2))
+    assert first.path != second.path
+    assert first.plan.read_text() == second.plan.read_text() == "{}\n"
+
+
+def test_a_run_that_was_never_ready_is_named(tmp_path: Path):
+    run = RunDirectory.create(tmp_path, "grpo", "steps: 2\n", "{}\n")
+    with pytest.raises(ConfigError, match=f"has no latest run.*name a run, such as {run.path}"):
+        find_run(str(tmp_path / "grpo"), "plan.json")
+    run.plan.unlink()
+    with pytest.raises(ConfigError, match=r"has no plan\.json, so it is not a run's directory"):
+        find_run(str(run.path), "plan.json")
 
 
 def _killed(self: Path, target: Path) -> Path:

@@ -128,7 +128,7 @@ def test_a_run_without_a_ledger_is_not_suggested_for_itself(runs: Path, monkeypa
     (runs.parent / "latest").unlink()
     assert hflow(monkeypatch, "why", "small", "2") == 2
     error = capsys.readouterr().err
-    assert "there is no run 'small' with a ledger" in error
+    assert "runs/small has no latest run" in error
     assert "did you mean" not in error
 
 

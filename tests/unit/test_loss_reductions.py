@@ -5,7 +5,10 @@
 
 import pytest
 import reduction_cases as cases
+import torch
 import torch_kit as kit
+
+from hflow.backends.interface import TrainShard
 
 BATCH = cases.make_batch()
 
@@ -25,3 +28,20 @@ def test_loss_by_hand(backends, reduction, mask, num_minibatches):
             shards = cases.shards_of(BATCH, num_minibatches, num_shards)
             loss = backend.train(call, shards, 0)["loss"]
             assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", kit.TWO_PASS)
+def test_a_first_pass_sees_the_whole_minibatch(name):
+    """Metrics and weights do not depend on micro-batches, shards or the order of samples."""
+    batch = kit.make_batch(kit.LENGTHS)
+    backwards = TrainShard(tuple(batch.take(rows[::-1]) for rows in kit.MINIBATCHES))
+    divisions = {1: kit.whole(batch), 13: kit.halves(batch), 1000: [backwards]}
+    results = []
+    for size, shards in divisions.items():
+        backend = kit.model(tokens_per_microbatch=size)
+        results.append((backend.train(kit.CALLS[name], shards, 5), kit.weights(backend)))
+    (metrics, weights), *others = results
+    assert metrics.get("dropped.sum", 0) + metrics.get("penalised.sum", 0) > len(kit.MINIBATCHES)
+    for other_metrics, other_weights in others:
+        assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(other_weights, weights, atol=1e-5, rtol=0)

@@ -90,7 +90,7 @@ def test_a_single_process_has_layout_1x1x1():
         ParallelState.of(RankPosition(None, data=2, tensor=2)),
     )
     for grid in (one, all_of_four):
-        assert (grid.data, grid.tensor, grid.pipe, grid.d, grid.t, grid.p) == (1, 1, 1, 0, 0, 0)
+        assert (grid.sizes, grid.coords) == ((1, 1, 1, 1), (0, 0, 0, 0))
         assert grid.is_first_stage
         assert grid.is_last_stage
         assert grid.is_head

@@ -32,16 +32,14 @@ def test_equals_one_process(directory, name):
     twin = twins.INFER_TWINS[name]
     _, settings = twins.NODES[twin.node]
     wanted = twins.inferred(settings.get("head", "lm"), directory / "checkpoint")
-    first = (twin.pipe - 1) * twin.data * twin.tensor
-    heads = [first + d * twin.tensor for d in range(twin.data)]
-    for rank in range(twin.data * twin.tensor * twin.pipe):
+    for rank in range(twin.num_ranks):
         results = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
         assert results.keys() == wanted.keys()
         for call, returned in results.items():
-            if rank not in heads:
+            if rank not in twin.heads:
                 assert returned == []
                 continue
-            ((result,), (shard,)) = returned, twins.infer_shards(twin.data, heads.index(rank))
+            ((result,), (shard,)) = returned, twins.infer_shards(twin.data, twin.heads.index(rank))
             assert result.samples.tolist() == shard.samples.tolist()
             assert_same(result, wanted[call].take(shard.samples))
 

@@ -111,21 +111,37 @@ def test_saved_models_load_in_transformers(directory, name):
     assert loaded.config.architectures == [type(loaded).__name__]
 
 
+D, T, P, C = range(4)
+AXES_OF_GROUPS = {
+    "tp": {T},
+    "dp": {D},
+    "pp": {P},
+    "cp": {C},
+    "mp": {T, P},
+    "dp_cp": {D, C},
+    "tp_cp": {T, C},
+    "tp_dp_cp": {T, D, C},
+    "same_data": {T, P, C},
+    "intra_dist_opt": {D, T, P, C},
+}
+"""The axes in which the ranks of a group differ."""
+
+
 @pytest.mark.parametrize("rank", kit.ALL)
 def test_coordinates_and_groups_are_the_plans(directory, rank):
-    """The group of an axis has the ranks whose other coordinates are equal."""
+    """A group has the ranks whose coordinates in other axes are equal."""
     order = RankOrder.TRAIN
     for sizes, found in zip(kit.GRIDS, torch.load(directory / f"{rank}.pt"), strict=True):
         layout = Layout(*sizes)
-        d, t, p, _ = layout.coords(order, rank)
-        assert found["at"] == (d, t, p)
-        everyone = {other: layout.coords(order, other)[:3] for other in kit.ALL}
-        assert found["tp"] == [r for r, (i, _, k) in everyone.items() if (i, k) == (d, p)]
-        assert found["dp"] == [r for r, (_, j, k) in everyone.items() if (j, k) == (t, p)]
-        assert found["pp"] == [r for r, (i, j, _) in everyone.items() if (i, j) == (d, t)]
-        assert found["mp"] == [r for r, (i, _, _) in everyone.items() if i == d]
-        assert found["tp_dp_cp"] == [r for r, (_, _, k) in everyone.items() if k == p]
-        assert found["intra_dist_opt"] == list(kit.ALL)
+        mine = layout.coords(order, rank)
+        assert found["at"] == mine
+        for name, free in AXES_OF_GROUPS.items():
+            kept = [axis for axis in range(4) if axis not in free]
+            assert found[name] == [
+                other
+                for other in kit.ALL
+                if all(layout.coords(order, other)[axis] == mine[axis] for axis in kept)
+            ], name
         ends = sorted({found["pp"][0], found["pp"][-1]})
         assert found["embd"] == (ends if rank in ends else None)
 

@@ -32,14 +32,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(directory: Path, name: str) -> list[tuple[list[dict], dict]]:
     """Metrics and weights of each rank."""
     twin = twins.TWINS[name]
-    num_ranks = twin.data * twin.tensor * twin.pipe
+    num_ranks = twin.num_ranks
     return [torch.load(directory / f"{name}.{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-
-
-def heads(twin: twins.Twin) -> list[int]:
-    """Tensor rank 0 of the last stage, of each data index: d2t2p1 0 and 2, d1t2p2 2, d2t1p2 2 and 3."""
-    first = (twin.pipe - 1) * twin.data * twin.tensor
-    return [first + d * twin.tensor for d in range(twin.data)]
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -47,7 +41,7 @@ def test_equals_one_process(directory, name):
     twin = twins.TWINS[name]
     wanted = twins.expected(twin.node, twin.dtype, directory / "checkpoint")
     for rank, (metrics, weights) in enumerate(results(directory, name)):
-        if rank in heads(twin):
+        if rank in twin.heads:
             for got, expected in zip(metrics, wanted.metrics, strict=True):
                 assert got == pytest.approx(expected, rel=2e-5, abs=1e-6)
         else:
@@ -101,7 +95,7 @@ def test_bf16_equals_one_process_up_to_its_precision(directory, name):
     wanted = twins.expected(twin.node, "bf16", directory / "checkpoint")
     start = load_file(directory / "checkpoint" / "model.safetensors")
     for rank, (metrics, weights) in enumerate(results(directory, name)):
-        if rank in heads(twin):
+        if rank in twin.heads:
             assert metrics[-1]["loss"] == pytest.approx(wanted.metrics[-1]["loss"], abs=5e-3)
             assert metrics[0]["grad_norm"] == pytest.approx(wanted.metrics[0]["grad_norm"], rel=0.05)
         assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

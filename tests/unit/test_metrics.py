@@ -60,7 +60,7 @@ def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):
 
 
 def test_a_run_directory_and_latest(tmp_path: Path):
-    runs = [RunDirectory.create(tmp_path, "grpo") for _ in range(3)]
+    runs = [RunDirectory.create(tmp_path, "grpo", "steps: 3\n", "{}\n") for _ in range(3)]
     assert len({run.path for run in runs}) == 3
     for run in runs[:2]:
         run.link_latest()
@@ -74,7 +74,7 @@ def test_a_run_directory_and_latest(tmp_path: Path):
 
 
 def test_the_files_of_a_run(tmp_path: Path):
-    run = RunDirectory.create(tmp_path, "grpo")
+    run = RunDirectory.create(tmp_path, "grpo", "steps: 3\n", "{}\n")
     files = [run.config, run.plan, run.metrics, run.trace, run.summary]
     assert [f.name for f in files] == [
         "config.yaml",

@@ -35,6 +35,19 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.actor_train, {"dual_clip": 1.0}, "dual_clip is 1.0; it must be more than 1, or null"),
         (nodes.gspo_train, {"clip": -0.1}, "clip is -0.1; it must be 0 or more"),
         (nodes.actor_train, {"kl_coef": 0.1}, "kl_coef needs ref_logprobs"),
+        (nodes.kl_cov_train, {"share": 0.1}, "its penalty has no effect with one update per step"),
+        (nodes.kl_cov_train, {"share": 0.1, "minibatches": 2}, None),
+        (
+            nodes.kl_cov_train,
+            {"share": 0.0, "epochs": 2},
+            "share is 0.0; it must be more than 0 and at most 1",
+        ),
+        (nodes.kl_cov_train, {"cov_kl_coef": 0.0}, "cov_kl_coef is 0.0; it must be more than 0"),
+        (
+            nodes.clip_cov_train,
+            {"lower": 5.0},
+            "lower is 5.0 and upper is 5.0; lower must be less than upper",
+        ),
         (nodes.actor_train, {"kl_estimator": "k2"}, "kl_estimator has no effect while kl_coef is 0"),
         (nodes.actor_train, {"loss": "sapo", "clip": 0.1}, "clip has no effect with loss=sapo"),
         (nodes.actor_train, {"tau_negative": 2.0}, "tau_negative has no effect with loss=ppo"),
@@ -181,6 +194,37 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     # A behaviour weight of exp(0.5) for both sequences.
     loss, _ = nodes.gmpo_train(out, prox - 0.5, prox, tensor(2.0, -1.0), seqs, behav_weight_cap=None)
     assert_close(loss, math.exp(0.5) * tensor(-2 * math.exp(-0.3), math.exp(0.3)))
+
+
+def test_covariance_counts_the_learned_tokens_of_a_minibatch():
+    # Learned log-probs -1, -3, -2 around -2; advantages 2, -1, -1 around 0: (1)(2), (-1)(-1), (0)(-1).
+    seqs = Sequences.of([2, 2], loss_mask=[False, True, True, True])
+    logprobs, advantages = tensor(0.0, -1.0, -3.0, -2.0), tensor(9.0, 2.0, -1.0, -1.0)
+    covariance = algo.token_covariance(logprobs, advantages, seqs)
+    assert covariance.tolist() == [0.0, 2.0, 1.0, 0.0]
+    kl_cov = nodes.kl_cov_train.__hflow_first_pass__
+    assert kl_cov(logprobs, advantages, seqs, share=0.67).tolist() == [False, True, True, False]
+    assert kl_cov(logprobs, advantages, seqs).tolist() == [False, True, False, False]  # one at least
+    clip_cov, random = nodes.clip_cov_train.__hflow_first_pass__, tensor(0.1, 0.5, 0.2, 0.0)
+    found = clip_cov(logprobs, advantages, random, seqs, share=0.4, lower=0.5)
+    assert found.tolist() == [False, False, True, False]  # one of the two between the bounds
+    assert not clip_cov(logprobs, advantages, random, seqs, lower=2.0).any()  # 2 is not above 2
+
+
+def test_losses_of_the_entropy_mechanism():
+    # Cui et al. 2025: Clip-Cov has no gradient on its tokens, KL-Cov adds a penalty on its own. Ratio 1.5.
+    prox = tensor(0.2, 0.2, 0.2).log()
+    theta, chosen = (prox + math.log(1.5)).requires_grad_(), torch.tensor([True, False, False])
+    out, advantages = Output(logprobs=theta, entropy=prox), tensor(-1.0, -1.0, 1.0)
+    loss, metrics = nodes.clip_cov_train(out, prox, prox, advantages, chosen)
+    assert_close(loss, tensor(0.0, 1.5, -1.2))
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    assert gradient.tolist() == pytest.approx([0.0, 1.5, 0.0])
+    assert (int(metrics["dropped.sum"].sum()), metrics["clip_fraction"].tolist()) == (1, [False, False, True])
+    loss, metrics = nodes.kl_cov_train(out, prox - math.log(2), prox, advantages, chosen, cov_kl_coef=0.5)
+    assert_close(loss, 2 * tensor(1.5 + 0.5 * math.log(1.5), 1.5, -1.5))
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    assert gradient.tolist() == pytest.approx([2 * (1.5 + 0.5), 3.0, -3.0])
 
 
 def test_ipo_smoothing_and_a_margin():

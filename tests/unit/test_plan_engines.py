@@ -55,6 +55,15 @@ def test_engines_on_a_machine_without_vllm():
     assert engine(*H100, "models.actor.gen.engine=embedded") == "embedded: as configured"
 
 
+def test_the_plan_says_when_the_embedded_engine_has_no_forward_of_its_own_for_a_model():
+    through_modules = (
+        "embedded: the cluster is cpu; it runs through the modules of transformers, which is slower: "
+    )
+    assert engine("models.actor.lora={}") == through_modules + "it has adapters"
+    other = ("models.actor.path=null", "models.actor.architecture.model_type=olmo2")
+    assert engine(*other) == through_modules + "olmo2 is none of llama, mistral, qwen2, qwen3"
+
+
 @pytest.mark.usefixtures("installed_vllm")
 def test_vllm_is_the_default_on_cuda_where_it_can_serve_the_model():
     assert engine() == "embedded: the cluster is cpu"

@@ -35,6 +35,15 @@ def test_sequence_parallel_needs_a_backend_with_tensor_ranks():
     compile_plan(grpo(), request(models=actor(sequence_parallel=True, backend="megatron")))
 
 
+def test_an_offload_that_has_no_effect_is_refused():
+    ref = {"ref": model_config(offload="optimizer")}
+    refused(grpo(), "models.ref.offload is optimizer, but no node trains ref; set it to all", models=ref)
+    plan = compile_plan(grpo(), request("cpu-1x1", models=actor(offload="all")))
+    (reason,) = plan.unrunnable
+    assert "weights that actor@gen uses in place. Set models.actor.offload=optimizer" in reason
+    assert any("models.actor.offload=all takes more memory on a CPU" in line for line in plan.warnings)
+
+
 def test_a_malformed_layout_is_refused():
     refused(grpo(), "d2t2p1, d4 or d8t2e8", models=actor(layout="two"))
 

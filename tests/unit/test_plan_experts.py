@@ -162,11 +162,11 @@ def test_tokens_go_to_their_experts_and_back():
 
 
 def test_keys_and_values_pass_every_context_rank():
-    # A rank has 50 of 200 tokens. Keys and values of the others: 3/4 of 200 x 2 x 2 x 16 numbers of fp32. Two
-    # passes with gradient move them three times, in four layers.
+    # A rank has 50 of 200 tokens. Keys and values of the others: 3/4 of 200 x 2 x 2 x 16 numbers of fp32. In
+    # four layers they are gathered, and their gradients scattered.
     replica = side(SMALL, "c4", backend="megatron")
     wire = context_exchange(replica, Work(1, 1, 50, 50, 0, 10_000), 1, 2)
-    assert wire.transfer == pytest.approx(3 * 4 * 3 / 4 * 200 * 64 * 4 / 1e10)
+    assert wire.transfer == pytest.approx(2 * 4 * 3 / 4 * 200 * 64 * 4 / 1e10)
     without = side(SMALL, "d4", backend="megatron")
     assert context_exchange(without, Work(1, 1, 50, 50, 0, 10_000), 1, 2).seconds == 0
 
@@ -332,16 +332,12 @@ def test_layouts_that_cannot_be(replica, message):
     assert str(refusal.value) == message
 
 
-def test_plans_with_context_and_expert_ranks_are_not_run():
+def test_plans_with_expert_ranks_are_not_run():
     keys = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
     keys += ["cluster=h100-4x8", "models.actor.gen.engine=vllm", "models.actor.layout=d4t4c2e8"]
     plan = compile_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py", keys).plan
     assert "actor@train has layout d4t4p1c2e8" in plan.unrunnable[1]
-    reasons = [reason for reason in plan.unrunnable if "parallelism yet" in reason]
-    assert [reason.rpartition(". ")[2] for reason in reasons[:2]] == [
-        "Remove c2 from the layout.",
-        "Remove e8 from the layout.",
-    ]
+    assert plan.unrunnable[1].endswith("Remove e8 from the layout.")
     assert plan.replica("actor@train").heads == (0, 8, 16, 24)
 
 

@@ -27,6 +27,7 @@ from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import MemoryCategory
 from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import (
@@ -36,13 +37,14 @@ from hflow.planner.memory import (
     engine_caches,
     engine_load,
     memory_phases,
+    offload,
     transfer,
     unknown_models,
 )
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
-from hflow.planner.search import nearest_fit
+from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.workload import Workload
 from hflow.weights import buckets as worker_weights
 
@@ -348,11 +350,38 @@ def test_weights_of_a_small_model_travel_in_one_bucket():
 def test_on_a_cpu_the_copies_of_a_checkpoint_count():
     weights, state, num = "copy of the weights", "copy of the optimizer's state", 160_832
     needed = transfer.save_checkpoint(rank(SMALL, "d2"))
-    assert named(needed) == {"buckets": 3 * 4 * num, weights: 4 * num, state: 12 * num // 2}
+    pieces = (4 + 4 // 2) * 8_192  # of the largest tensor: all that is received, and half of it that is sent
+    assert named(needed) == {"buckets": pieces, weights: 4 * num, state: 12 * num // 2}
     other = replace(rank(SMALL, "d2"), is_first=False)
-    assert named(transfer.save_checkpoint(other)) == {"buckets": 3 * 4 * num, state: 12 * num // 2}
+    assert named(transfer.save_checkpoint(other)) == {"buckets": pieces, state: 12 * num // 2}
     assert named(transfer.save_checkpoint(rank(SMALL))) == {weights: 4 * num, state: 12 * num}
     assert weights not in named(transfer.save_checkpoint(replace(rank(SMALL, "d2"), on_cpu=False)))
+
+
+@pytest.mark.parametrize(("backend", "per_rank"), [("torch", (4 + 8) / 8), ("megatron", 2 + 12 / 8)])
+def test_offloaded_state_is_on_the_host(backend, per_rank):
+    """Bytes a parameter on 8 ranks: torch shards fp32 weights, megatron has bf16 ones on every rank."""
+    asked = rank(LLAMA_7B, "d8", backend=backend, dtype="bf16", on_cpu=False)
+    memory = training_backend(backend).memory
+    for value in ("none", "optimizer", "all"):
+        one = replace(asked, config=replace(asked.config, offload=value))
+        state, host = memory.model_state(one), offload.in_host_memory(one).total()
+        assert offload.on_device(one, state, "everything") == state
+        idle, inferring = (offload.on_device(one, state, use) for use in ("nothing", "weights"))
+        assert (MemoryCategory.WEIGHTS in {key.category for key in idle}) is (value != "all")
+        assert (MemoryCategory.OPTIMIZER in {key.category for key in inferring}) is (value == "none")
+        assert offload.moved_bytes(one, "everything", changes=True) == 2 * host
+        if value == "all":
+            assert not idle
+            assert host == pytest.approx(per_rank * NUM_7B, rel=0.02)
+            assert offload.moved_bytes(one, "weights", changes=False) < host
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_every_rank_copies_its_share_of_a_large_model_and_a_tensor(backend):
+    asked = rank(LLAMA_7B, "d8", backend=backend, dtype="bf16")
+    copies = named(transfer.checkpoint_copies(replace(asked, is_first=False)))
+    assert copies["copy of the weights"] == 2 * NUM_7B // 8 + 2 * 32_000 * 4_096
 
 
 # ------------------------------------------------------------------------------------ whole plans
@@ -661,7 +690,7 @@ def test_more_data_ranks_on_the_same_devices():
     message = refused(NUM_7B * 16, layout="d1", **LARGE | {"gen_layout": "t2"})
     assert ". Set models.actor.layout=d2t1p1 (" in message
     message = refused(NUM_7B * 12, layout="d1", **LARGE | {"gen_layout": "t2"})
-    assert ". Set models.actor.layout=d2t1p1 models.ref.layout=d2t1p1 (" in message
+    assert ". Set models.ref.offload=all models.actor.layout=d2t1p1 (" in message
 
 
 def test_more_tensor_ranks_on_the_same_devices():
@@ -693,7 +722,8 @@ def test_what_is_advised_fits():
     assert cluster
     assert placement
     other = replace(graphs.cluster_of(cluster[1]), memory_bytes=NUM_7B * 5)
-    other_request = replace(request, cluster=other, placement=placement[1])
+    offloads = dict(re.findall(r"(models\.\w+\.offload)=(\w+)", text))
+    other_request = with_settings(replace(request, cluster=other, placement=placement[1]), offloads)
     assert compile_plan(graphs.grpo(), other_request).forecast
 
 

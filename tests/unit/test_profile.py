@@ -110,6 +110,7 @@ def test_every_third_time_is_held_out():
     assert held_out_error(rows, predict) == pytest.approx((0.5 + 0.75) / 2)
 
 
+@pytest.mark.long
 def test_a_profile_of_this_cpu_is_a_calibration_that_plans_can_name(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(measure, "SECONDS_EACH", 0.0)
     monkeypatch.setattr(calibrate, "BACKENDS", ("torch",))

@@ -19,9 +19,13 @@ KEY = "models.actor.gen"
     [
         ((), ENGINE),
         ((f"{KEY}.transport=disk",), ENGINE),
-        ((f"{KEY}.transport=collective",), {}),
-        ((f"{KEY}.delta=true",), {}),
+        ((f"{KEY}.transport=collective",), ENGINE),
+        ((f"{KEY}.delta=true",), ENGINE),
         (("cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2"), {**ENGINE, 2: "actor@gen"}),
+        (
+            ("cluster=cpu-1x3", "placement=actor=0 actor.gen=1-2:t2", f"{KEY}.engine=vllm"),
+            {**ENGINE, 2: "actor@gen"},
+        ),
         (("placement=actor=0 actor.gen=0",), {}),
     ],
 )

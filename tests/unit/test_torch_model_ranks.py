@@ -66,6 +66,12 @@ def test_activation_checkpointing_changes_nothing(ranks):
     assert_same(ranks["recomputed"], train_here(kit.CALLS["token-mean"]))
 
 
+def test_offloading_changes_no_bit(ranks):
+    (metrics, weights), (wanted, others) = ranks["offloaded"], ranks["token-mean"]
+    assert metrics == wanted
+    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
+
+
 def test_adapters(directory, ranks):
     """Adapters train, are turned off and on, and are merged over ranks as in one process."""
     changes = torch_ranks.VARIANTS["lora"]
@@ -74,7 +80,8 @@ def test_adapters(directory, ranks):
     *got, (without, later) = ranks["lora"]
     assert all(".lora_" in name for name in got[1])
     assert_same(got, wanted)
-    merged = load_file(directory / "lora" / "merged" / "model.safetensors")
+    files = (directory / "lora" / "merged").glob("*.safetensors")
+    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for name, tensor in merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0):
         torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
     assert merged.keys() == kit.weights(kit.model()).keys()
@@ -135,6 +142,18 @@ def test_saved_from_ranks_loads_in_transformers(directory, ranks, name):
     loaded = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()
     for key, tensor in ranks[name][1].items():
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["untied", "value", "bf16"])
+def test_both_ranks_write_files_of_equal_size(directory, ranks, name):
+    first, second = (
+        {file for file in files if file.startswith("model-")} for files in ranks[f"{name} files"]
+    )
+    sizes = [sum((directory / name / file).stat().st_size for file in files) for files in (first, second)]
+    assert not first & second
+    assert first | second == {path.name for path in (directory / name).glob("model-*")}
+    largest = max(tensor.nbytes for tensor in ranks[name][1].values())
+    assert abs(sizes[0] - sizes[1]) <= 2 * largest + 1024  # and the files' headers
 
 
 def test_a_model_without_the_worlds_first_rank_is_saved(directory, ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ class Shard:
     values: dict[str, Tensor]
     boxes: list[tuple[str, Box]]
     dtype: torch.dtype
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def blocks(self) -> Iterator[Block]:
         for name, box in self.boxes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import plan_graphs as graphs
@@ -14,6 +17,22 @@ from hflow.workers.process_setup import device_environment
 from hflow.workers.ray.ray_actors import Reservation, order_by_machine
 from hflow.workers.ray.ray_workers import check_engine_machines
 
+ALLOCATING = """
+import resource
+import numpy as np
+from hflow.workers.process_setup import keep_freed_memory
+def page_faults():
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        arrays = [np.ones(1 << 20), np.ones(1 << 20)]
+        del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+page_faults()
+before = page_faults()
+keep_freed_memory()
+page_faults()
+print(before, page_faults())
+"""
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
@@ -60,3 +79,11 @@ def test_tensor_ranks_of_an_engine_are_on_one_machine() -> None:
     check_engine_machines(plan, ["a", "a", "b", "b"])
     with pytest.raises(RunError, match=r"Ray placed workers 2, 3 on several machines"):
         check_engine_machines(plan, ["a", "a", "a", "b"])
+
+
+def test_freed_memory_is_used_again_without_page_faults() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    child = subprocess.run([sys.executable, "-c", ALLOCATING], env=env, stdout=subprocess.PIPE, check=True)
+    before, after = map(int, child.stdout.split())
+    assert before > 1000
+    assert after < 100

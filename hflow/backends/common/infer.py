@@ -14,8 +14,9 @@ from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind_batch, unpack_batch
 from hflow.types import Output, Unit
 
-RunForwards = Callable[[Minibatch], list[Batch]]
-"""Runs `num_microbatches` forward passes; returns the body's result for each of this rank's micro-batches."""
+RunForwards = Callable[[NodeCall, Minibatch], list[Batch]]
+"""Runs `num_microbatches` forward passes without gradient, and an infer body on each micro-batch of this
+rank; returns the body's fields."""
 
 
 def run_infer(
@@ -33,7 +34,7 @@ def run_infer(
     merged = Batch.concat(prepared) if prepared else None
     rows = [] if merged is None else splitter.rows(call, merged)
     batches = tuple(merged.take(indices) for indices in rows) if merged is not None else ()
-    results = run_forwards(Minibatch(batches, splitter.max_over_ranks(len(batches)), {}))
+    results = run_forwards(call, Minibatch(batches, splitter.max_over_ranks(len(batches)), {}))
     if not results:
         return [_no_rows(call, shard) for shard in shards]
     order = np.argsort(np.concatenate([np.asarray(indices) for indices in rows]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from hflow.backends.packed_attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import get_column, sequences_of, to_tensor
-from hflow.data.shared_prefix import share_prefixes
+from hflow.data.shared_prefix import PrefixSharing, share_prefixes
 from hflow.types import Sequences, Unit
 
 LEARNED = "is_learned"
@@ -34,6 +34,8 @@ class PackedTokens:
     position_ids: Tensor
     """int64 `[U]`, from 0 in each sequence."""
     layout: PackedLayout
+    sharing: PrefixSharing | None
+    """Which tokens are computed once, on the host. `layout.shared` is the same on the device."""
 
     def computed_rows(self, positions: Tensor) -> Tensor:
         """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
@@ -106,7 +108,8 @@ def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packe
         dtype: dtype of the forward pass, on which the attention kernel depends.
     """
     positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
-    shared = _shared_rows(batch, device)
+    sharing = share_prefixes(batch)
+    shared = None if sharing is None else _on_device(sharing, device)
     input_ids = to_tensor(get_column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
     return PackedTokens(
@@ -114,6 +117,7 @@ def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packe
         computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
         position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
         layout=PackedLayout.of(batch.lengths, device, dtype, shared),
+        sharing=sharing,
     )
 
 
@@ -161,10 +165,7 @@ def placeholder_batch() -> Batch:
     return prepare_batch(Batch(-one, -one, one, columns), head="lm")
 
 
-def _shared_rows(batch: Batch, device: torch.device) -> SharedRows | None:
-    sharing = share_prefixes(batch)
-    if sharing is None:
-        return None
+def _on_device(sharing: PrefixSharing, device: torch.device) -> SharedRows:
     return SharedRows(to_tensor(sharing.token_of_row, device), to_tensor(sharing.row_of_token, device))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,21 +73,28 @@ class MetricAccumulator:
         self._values[name] = value
         self._counts[name] = self._counts.get(name, 0) + count
 
-    def finish(self, group: ProcessGroup | None, sums: Mapping[str, float]) -> dict[str, float]:
+    def finish(self, group: ProcessGroup | None, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Combine the metrics of all ranks and return plain numbers; a collective.
 
         Args:
             group: the ranks; None for one.
             sums: this rank's part of further numbers, which are summed over the ranks.
         """
-        numbers = torch.stack(list(self._values.values())).tolist() if self._values else []
-        local_metrics = {name: (x, self._counts[name]) for name, x in zip(self._values, numbers, strict=True)}
-        by_rank: list[Any] = [(local_metrics, sums)]
+        on_device = [x for x in sums.values() if isinstance(x, Tensor)]
+        numbers = iter(_numbers([*self._values.values(), *on_device]))
+        local_metrics = {name: (next(numbers), self._counts[name]) for name in self._values}
+        local_sums = {name: next(numbers) if isinstance(x, Tensor) else x for name, x in sums.items()}
+        by_rank: list[Any] = [(local_metrics, local_sums)]
         if group is not None:
             by_rank = [None] * group.size()
-            dist.all_gather_object(by_rank, (local_metrics, sums), group=group)
+            dist.all_gather_object(by_rank, (local_metrics, local_sums), group=group)
         totals = {name: sum(rank_sums[name] for _, rank_sums in by_rank) for name in sums}
         return _combine([metrics for metrics, _ in by_rank]) | totals
+
+
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Return scalars of one device as numbers, in one transfer."""
+    return [float(x) for x in torch.stack(list(scalars)).tolist()] if scalars else []
 
 
 def _combine(by_rank: list[dict[str, tuple[float, int]]]) -> dict[str, float]:

@@ -99,9 +99,9 @@ class MicrobatchSplitter:
 
     def _gather(self, rows: list[list[int]]) -> torch.Tensor:
         """Return the integers of all ranks, `[ranks, ...]`."""
-        local_counts = torch.tensor(rows, dtype=torch.int64, device=self.device)
         if self.group is None:
-            return local_counts[None]
+            return torch.tensor([rows], dtype=torch.int64)
+        local_counts = torch.tensor(rows, dtype=torch.int64, device=self.device)
         parts = [torch.empty_like(local_counts) for _ in range(self.group.size())]
         dist.all_gather(parts, local_counts, group=self.group)
         return torch.stack(parts)

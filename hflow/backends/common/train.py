@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.loss import Loss, check_reduction
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.microbatches import Minibatch
@@ -74,7 +75,7 @@ class StepRecord:
         """Return the metrics of the step; a collective over `group`, one rank for each data index."""
         num_updates = max(len(self.gradient_norms), 1)
         num_compared = float(self.metrics.num_entries(ENGINE_GAP.suffix))
-        sums = {LOSS.suffix: float(self.loss), NUM_ENGINE_TOKENS.suffix: num_compared}
+        sums = {LOSS.suffix: self.loss, NUM_ENGINE_TOKENS.suffix: num_compared}
         metrics = self.metrics.finish(group, sums)
         if BEHAV_GAP.suffix not in metrics:  # nothing that an engine recorded was read
             del metrics[NUM_ENGINE_TOKENS.suffix]
@@ -98,6 +99,7 @@ def run_train(
     accumulate: Accumulate,
     optimizer: Optimizer,
     group: ProcessGroup | None,
+    first_pass: FirstPassRunner,
 ) -> StepRecord:
     """Run every minibatch of every epoch, with one optimizer step each.
 
@@ -111,6 +113,7 @@ def run_train(
         accumulate: runs the forward and backward passes.
         optimizer: steps once for each minibatch.
         group: all ranks of the replica; None for one.
+        first_pass: runs before the loss of each minibatch, if the node has a first pass.
 
     Raises:
         RunError: if the loss has a wrong shape, or a gradient is not finite and not skipped.
@@ -129,7 +132,7 @@ def run_train(
         progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
         loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
         attempt = StepRecord()
-        accumulate(loss, minibatch, attempt)
+        accumulate(loss, first_pass(call, minibatch, progress), attempt)
         norm = optimizer.gradient_norm()
         if not math.isfinite(norm):
             if optimizer.skips_nonfinite:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from hflow.backends.attention_kernels import cached_attention
 from hflow.backends.embedded_engine.cache import KVCache, LengthBand
-from hflow.backends.packed_attention import PackedLayout, packed_attention
+from hflow.backends.packed_attention import PackedLayout, check_arguments
+from hflow.backends.packed_attention import attend as attend_packed
 
 ATTENTION = "hflow_embedded"
 """Name of this attention for `attn_implementation`. No mask function has this name, so HF builds no mask."""
@@ -46,6 +46,8 @@ class PackedStep:
     """Rows of the entering prompts, after the B decoding rows."""
     prompts: PackedLayout | None
     """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
+    max_length: int
+    """No row has a position beyond this many tokens."""
 
 
 def attend(
@@ -77,20 +79,39 @@ def attend(
     Raises:
         BackendError: if the architecture asks for more than causal attention.
     """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    _store(packed_step, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    first, last = packed_step.num_decoding, packed_step.num_decoding + packed_step.num_prompt_rows
-    out = value.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
-    if first:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        queries = query[0, :, :first].transpose(0, 1)
-        for band in packed_step.bands:
-            out[band.first : band.last] = _decode(packed_step, layer, band, queries, scale)
-    if packed_step.prompts is not None:
-        q, k, v = (x[:, :, first:last] for x in (query, key, value))
-        attended, _ = packed_attention(module, q, k, v, None, scaling, packed_step.prompts, **kwargs)
-        out[first:last] = attended[0]
-    return out[None], None
+    check_arguments(module, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend_rows(packed_step, int(module.layer_idx), q, k, v, scale)[None], None  # type: ignore[arg-type]
+
+
+def attend_rows(
+    step: PackedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Store the keys and values of one layer in the cache, and attend.
+
+    Args:
+        step: the step.
+        layer: index of the layer in the cache.
+        queries: `[rows, heads, head_dim]`.
+        keys: `[rows, kv_heads, head_dim]`.
+        values: as `keys`.
+        scale: factor of the scores.
+
+    Returns:
+        `[rows, heads, head_dim]`, 0 in rows that only fill up.
+    """
+    _store(step, layer, keys, values)
+    first, last = step.num_decoding, step.num_decoding + step.num_prompt_rows
+    if first == len(queries) and len(step.bands) == 1:
+        return _decode(step, layer, step.bands[0], queries, scale)
+    out = queries.new_zeros(*queries.shape[:2], values.shape[-1])
+    for band in step.bands:
+        out[band.first : band.last] = _decode(step, layer, band, queries, scale)
+    if step.prompts is not None:
+        q, k, v = (x[first:last] for x in (queries, keys, values))
+        out[first:last] = attend_packed(q, k, v, step.prompts, scale)
+    return out
 
 
 def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -103,22 +124,13 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
 
 
 def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
-    """Attend from one query per sequence over its slot, for the sequences of one band.
-
-    Query heads that share keys become rows of one product, so that keys need not be repeated.
-    """
+    """Attend from one query per sequence over its slot, for the sequences of one band."""
     assert step.decode_mask is not None
     first, last, length = band
     keys, values = step.cache.view(layer, first, last, length)
-    mask = step.decode_mask[first:last, :, :, :length]
-    grouped = queries[first:last].reshape(last - first, keys.shape[1], -1, queries.shape[-1])
-    if grouped.dtype is torch.float32:
-        # Twice as fast as SDPA's CPU kernel, which is made for many queries per sequence.
-        scores = torch.matmul(grouped * scale, keys.transpose(2, 3)).add_(mask)
-        out = torch.matmul(scores.softmax(-1), values)
-    else:
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(last - first, queries.shape[1], -1)
+    return cached_attention(
+        queries[first:last], keys, values, step.decode_mask[first:last, :, :, :length], scale
+    )
 
 
 AttentionInterface.register(ATTENTION, attend)

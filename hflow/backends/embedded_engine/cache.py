@@ -104,9 +104,9 @@ class KVCache:
 
 def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, minus infinity after it."""
-    reachable = torch.arange(length, device=positions.device) <= positions[:, None]
-    mask = torch.zeros(reachable.shape, dtype=dtype, device=positions.device)
-    return mask.masked_fill_(~reachable, float("-inf"))[:, None, None, :]
+    is_later = torch.arange(length, device=positions.device) > positions[:, None]
+    zero = torch.zeros((), dtype=dtype, device=positions.device)
+    return torch.where(is_later, float("-inf"), zero)[:, None, None, :]
 
 
 _BAND_ENDS = padded_length(1) * 2 ** np.arange(32)

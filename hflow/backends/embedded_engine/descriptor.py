@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.embedded_engine import memory
+from hflow.backends.embedded_engine.families import THROUGH_MODULES, own_forward_objection
 from hflow.planner.backends import BackendTraits, EngineKind, ServedModel
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ def _check(served: ServedModel) -> Iterator[str]:
         )
 
 
+def _remark(served: ServedModel) -> str | None:
+    """Return why a model runs through transformers' modules, if its family or adapters are the reason."""
+    if served.family is None:
+        return None
+    objection = own_forward_objection({"model_type": served.family}, served.config.lora is not None)
+    return None if objection is None else f"{THROUGH_MODULES}: {objection}"
+
+
 ENGINE = EngineKind(
     name="embedded",
     traits=BackendTraits(sharded_over_data="nothing"),
@@ -55,6 +64,7 @@ ENGINE = EngineKind(
     replaying_factory=_make_replaying_engine,
     memory=memory,
     check=_check,
+    remark=_remark,
     packages=("torch", "transformers"),
     install="make env",
     purpose="generation without further packages",

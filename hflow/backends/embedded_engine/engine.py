@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hflow.backends.embedded_engine.admission import PromptGroup, admit
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
+from hflow.backends.embedded_engine.forward import RunModel, choose_forward
 from hflow.backends.embedded_engine.module import (
     FreedParameters,
     build_module,
@@ -29,6 +30,7 @@ from hflow.backends.embedded_engine.packing import pack_step
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
+from hflow.data.device_copy import to_device
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
 from hflow.types.tensor_slices import whole_box
@@ -72,6 +74,7 @@ class EmbeddedEngine(GenerationEngine):
         self._decode = decode
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
+        self._run_model: RunModel = choose_forward(settings, self._module)
         self._has_adapters = settings.lora is not None
         """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
         self._device = next(self._module.parameters()).device
@@ -216,13 +219,7 @@ class EmbeddedEngine(GenerationEngine):
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
         packed = pack_step(self._running, groups, self._cache, self._dtype, self._device)
-        logits: Tensor = self._module(
-            input_ids=packed.input_ids,
-            position_ids=packed.positions,
-            use_cache=False,
-            logits_to_keep=packed.logit_rows,
-            packed_step=packed.step,
-        ).logits[0]
+        logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
         if packed.sequence_logits is None:
             return logits[: len(self._running)]
         return logits[packed.sequence_logits]
@@ -270,11 +267,12 @@ class EmbeddedEngine(GenerationEngine):
             sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
             self._cache.move(sources, targets, int(lengths[moves].max()))
         if freed_slots or moves.any():
-            self._running = [self._running[slot] for slot in slots[np.argsort(assigned)]]
-            self._rows = None
+            order = slots[np.argsort(assigned)]
+            self._running = [self._running[slot] for slot in order]
+            self._rows = None if self._rows is None else self._rows.take(order)
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(torch.from_numpy(values), self._device)
 
     def _requeue(self) -> None:
         """Move running requests to the front of the queue, with their tokens."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hflow.backends.common.adapter import adapter_weights, add_adapter
+from hflow.backends.device import local_device
 from hflow.backends.embedded_engine.attention import ATTENTION
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
@@ -61,14 +62,14 @@ def _new_module(settings: ModelSettings) -> Any:
             use_safetensors=True,  # other formats are pickles
         )
     else:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             module = _from_config(config, dtype)
     if settings.lora is not None:
         add_adapter(module, settings)
         for weight in adapter_weights(module).values():  # in the precision in which the trainer uses them
             weight.data = weight.data.to(dtype)
-    return module.to(settings.device)
+    return module.to(local_device(settings.device))
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:

@@ -18,6 +18,8 @@ from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, length_bands, padded_length
 from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.packed_attention import PackedLayout, PaddedLayout
+from hflow.data.device_copy import to_device
+from hflow.types.attention_kernel import AttentionKernel
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,9 +33,9 @@ class PackedForward:
     """Inputs of one forward, and the positions of its logits."""
 
     input_ids: Tensor
-    """int64 `[1, rows]`."""
+    """int64 `[rows]`."""
     positions: Tensor
-    """int64 `[1, rows]`."""
+    """int64 `[rows]`."""
     logit_rows: Tensor
     """int64: the rows whose logits are computed (running sequences, then one per prompt), filled up."""
     sequence_logits: Tensor | None
@@ -60,35 +62,40 @@ def pack_step(
     num_decoding = len(running)
     last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)
     positions = np.fromiter((len(request.ids) - 1 for request in running), np.int64, num_decoding)
-    decoding = tuple(length_bands(positions + 1))
-    cached_length = max((band.length for band in decoding), default=0)
-    longest_prompt = max((len(group.ids) for group in groups), default=0)
-    cache.reserve(
-        num_decoding + sum(len(group.members) for group in groups), max(cached_length, longest_prompt)
-    )
-    prompts = _Prompts(groups, num_decoding)
-    stored = prompts.stored(positions)
+    bands = tuple(length_bands(positions + 1))
+    cached_length = max((band.length for band in bands), default=0)
+    max_length = max(cached_length, max((len(group.ids) for group in groups), default=0))
+    cache.reserve(num_decoding + sum(len(group.members) for group in groups), max_length)
 
     def tensor(values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(values), device)
 
     decode_mask = additive_mask(tensor(positions), cached_length, dtype) if num_decoding else None
+    decoding_rows = np.arange(num_decoding)
+    if not groups:
+        filled_positions, rows = tensor(_fill_up(positions)), tensor(_fill_up(decoding_rows))
+        stored = (rows[:num_decoding], filled_positions[:num_decoding])
+        step = PackedStep(cache, num_decoding, bands, decode_mask, None, *stored, 0, None, max_length)
+        return PackedForward(tensor(_fill_up(last_ids)), filled_positions, rows, None, step)
+    prompts = _Prompts(groups, num_decoding)
+    stored_rows, stored_slots, stored_positions = map(tensor, prompts.stored(positions))
     step = PackedStep(
         cache=cache,
         num_decoding=num_decoding,
-        bands=decoding,
+        bands=bands,
         decode_mask=decode_mask,
-        stored_rows=tensor(stored[0]) if groups else None,
-        stored_slots=tensor(stored[1]),
-        stored_positions=tensor(stored[2]),
+        stored_rows=stored_rows,
+        stored_slots=stored_slots,
+        stored_positions=stored_positions,
         num_prompt_rows=len(prompts.ids),
-        prompts=_layout(prompts.lengths, dtype, device) if groups else None,
+        prompts=_layout(prompts.lengths, dtype, device),
+        max_length=max_length,
     )
     return PackedForward(
-        input_ids=tensor(_fill_up(np.concatenate((last_ids, prompts.ids))))[None],
-        positions=tensor(_fill_up(np.concatenate((positions, prompts.positions))))[None],
-        logit_rows=tensor(_fill_up(np.concatenate((np.arange(num_decoding), prompts.last_rows)))),
-        sequence_logits=tensor(prompts.sequence_logits()) if groups else None,
+        input_ids=tensor(_fill_up(np.concatenate((last_ids, prompts.ids)))),
+        positions=tensor(_fill_up(np.concatenate((positions, prompts.positions)))),
+        logit_rows=tensor(_fill_up(np.concatenate((decoding_rows, prompts.last_rows)))),
+        sequence_logits=tensor(prompts.sequence_logits()),
         step=step,
     )
 
@@ -142,6 +149,7 @@ def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLa
     filled[slot_of_token] = True
     shapes = zip(*np.unique(widths, return_counts=True), strict=True)
     return PackedLayout(
+        kernel=AttentionKernel.SDPA,
         num_sequences=len(lengths),
         max_length=int(lengths.max()),
         cumulative=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
@@ -162,5 +170,5 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
 
 
 def _fill_up(values: Ints) -> Ints:
-    missing = max(0, _MIN_ROWS - len(values))
-    return np.concatenate((values, np.zeros(missing, np.int64)))
+    missing = _MIN_ROWS - len(values)
+    return values if missing <= 0 else np.concatenate((values, np.zeros(missing, np.int64)))

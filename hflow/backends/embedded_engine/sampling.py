@@ -4,9 +4,8 @@
 cumulative probability exceeds u. One number per token is enough for any vocabulary, and nearly equal
 distributions nearly always draw the same token.
 
-**Random numbers.** Number i of a seed is a hash of (seed, i): the finalizer of SplitMix64 (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A generator with a state would make a
-sequence's draws depend on the order in which sequences are served.
+**Random numbers.** Number i of a seed is a hash of (seed, i) (`common/seeds.py`). A generator with a state
+would make a sequence's draws depend on the order in which sequences are served.
 
 Axes: S sequences, V vocabulary.
 """
@@ -14,16 +13,17 @@ Axes: S sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.backends.common.seeds import seed_words, uniforms
 from hflow.backends.interface import SamplingParams
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+from hflow.data.device_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class SamplingRows:
     """Sampling parameters of S sequences as columns."""
 
     words: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    temperature: Tensor
-    """float32 `[S, 1]`, 1 for greedy sequences."""
+    temperature: Tensor | None
+    """float32 `[S, 1]`, 1 for greedy sequences; None if it is 1 for all."""
     greedy: Tensor | None
     """bool `[S]`; None if no sequence is greedy."""
     top_k: Tensor | None
@@ -46,15 +46,28 @@ class SamplingRows:
         greedy = [p.temperature == 0 for p in params]
         restricted = any(p.top_k or p.top_p < 1 for p in params)
         column = [[p.temperature or 1.0] for p in params]
+        is_scaled = any(temperature != 1 for (temperature,) in column)
+
+        def on_device(values: list[Any]) -> Tensor:
+            return to_device(torch.tensor(values), device)
+
         return cls(
             words=seed_words([p.seed for p in params]),
-            temperature=torch.tensor(column, dtype=torch.float32, device=device),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            top_k=torch.tensor([[p.top_k or vocab_size] for p in params], device=device)
-            if restricted
-            else None,
-            top_p=torch.tensor([[p.top_p] for p in params], device=device) if restricted else None,
+            temperature=on_device(column) if is_scaled else None,
+            greedy=on_device(greedy) if any(greedy) else None,
+            top_k=on_device([[p.top_k or vocab_size] for p in params]) if restricted else None,
+            top_p=on_device([[p.top_p] for p in params]) if restricted else None,
         )
+
+    def take(self, rows: npt.NDArray[np.int64]) -> SamplingRows:
+        """Return the columns of some sequences, in this order."""
+        columns = (self.temperature, self.greedy, self.top_k, self.top_p)
+        if all(column is None for column in columns):
+            return replace(self, words=self.words[rows])
+        device = next(column.device for column in columns if column is not None)
+        index = to_device(torch.from_numpy(rows), device)
+        taken = (None if c is None else c.index_select(0, index) for c in columns)
+        return SamplingRows(self.words[rows], *taken)
 
 
 def draw(
@@ -75,7 +88,8 @@ def draw(
         float64 `[2, S]`: token ids, and their log-probs under `log_softmax(logits / temperature)` over the
         whole vocabulary (temperature 1 for greedy sequences).
     """
-    logprobs = torch.log_softmax(logits.float() / rows.temperature, dim=-1)
+    logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
     tokens = _sample(logprobs, rows, positions) if forced is None else forced
     drawn = logprobs.gather(1, tokens[:, None])[:, 0]
     return torch.stack((tokens.double(), drawn.double()))
@@ -84,7 +98,7 @@ def draw(
 def _sample(
     logprobs: Tensor, rows: SamplingRows, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> Tensor:
-    uniform = torch.from_numpy(uniforms(rows.words, positions)).to(logprobs.device, non_blocking=True)
+    uniform = to_device(torch.from_numpy(uniforms(rows.words, positions)), logprobs.device)
     tokens = _inverse_cdf(_restrict(logprobs, rows), uniform)
     return tokens if rows.greedy is None else torch.where(rows.greedy, logprobs.argmax(-1), tokens)
 
@@ -111,22 +125,3 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     before = ranked.cumsum(-1) - ranked
     ranked = ranked.masked_fill(before >= rows.top_p * ranked.sum(-1, keepdim=True), 0)
     return torch.zeros_like(ranked).scatter(1, order, ranked)
-
-
-def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Hash seeds of any size and sign to 64-bit words, so that neighbouring seeds have unrelated words."""
-    words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
-    return _mix(words + _GOLDEN)
-
-
-def uniforms(words: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed word, position), a multiple of 2^-52."""
-    mixed = _mix(words + positions.astype(np.uint64) * _GOLDEN)
-    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
-    return mixed

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hflow.backends.megatron.context_parallel import RowDivision, attend_to_all
 from hflow.backends.packed_attention import PackedLayout, attend
 
 
@@ -28,12 +29,19 @@ class PackedInputs:
     cos: Tensor
     """`[U, 1, E]`, in the dtype of the forward pass."""
     sin: Tensor
+    division: RowDivision | None
+    """With context parallelism, U is the number of this rank's rows."""
     qkv_format: str = "thd"
     """Tells megatron that there is no batch axis."""
 
     @classmethod
     def of(
-        cls, layout: PackedLayout, position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype
+        cls,
+        layout: PackedLayout,
+        position_ids: Tensor,
+        frequencies: Tensor,
+        dtype: torch.dtype,
+        division: RowDivision | None = None,
     ) -> PackedInputs:
         """Compute the rotations.
 
@@ -42,10 +50,11 @@ class PackedInputs:
             position_ids: int64 `[U]`.
             frequencies: from `rotary_frequencies`, on the same device.
             dtype: of the forward pass.
+            division: of the rows over context ranks; None without context parallelism.
         """
         angles = position_ids[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype))
+        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype), division)
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +83,10 @@ class PackedAttention(nn.Module):
         inputs, num_tokens = packed_seq_params, packed_seq_params.num_tokens
         q, k, v = (x[:num_tokens] for x in (query, key, value))
         q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
-        out = attend(q, k, v, inputs.layout, self.scale)
+        if inputs.division is None:
+            out = attend(q, k, v, inputs.layout, self.scale)
+        else:
+            out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, self.scale)
         padded: Tensor = pad(out, (0, 0, 0, 0, 0, len(query) - num_tokens))
         return padded
 

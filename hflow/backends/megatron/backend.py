@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hflow.backends.common.checks import check_sequences, check_temperature
+from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.megatron.hf_export import copy_stage
-from hflow.backends.megatron.model import build_stage
+from hflow.backends.megatron.model import Stage, build_stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.megatron.runner import MegatronRunner
 from hflow.backends.megatron.schedule import PipelineSchedule
 from hflow.backends.megatron.shards import copy_stage_shards, load_stage_shards
 from hflow.backends.megatron.weight_export import held_blocks, named_weights
+from hflow.config.schema import Offload
 from hflow.data.batch import Batch
 from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError
@@ -46,6 +49,8 @@ class MegatronModel(ModelBackend):
         heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
         self._runner = MegatronRunner(stage, PipelineSchedule(stage, module), splitter)
+        self._offload = _make_offload(stage, self._optimizer, settings.offload)
+        self._offload.start()
 
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a forward without gradient and the body; on heads, return a batch of the fields per shard.
@@ -56,7 +61,8 @@ class MegatronModel(ModelBackend):
         """
         check_temperature(call)
         check_sequences(self.settings.name, self._stage.hf_config, shards)
-        return self._runner.infer(call, shards)
+        with self.on_device():
+            return self._runner.infer(call, shards)
 
     def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
         """Run all minibatches and epochs of one step; on heads, return metrics averaged over all ranks.
@@ -70,29 +76,48 @@ class MegatronModel(ModelBackend):
         check_temperature(call)
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
         check_sequences(self.settings.name, self._stage.hf_config, batches)
-        return self._runner.train(self._optimizer, call, shards, step)
+        with self._offload.on_device(training=True, changes=True):
+            return self._runner.train(self._optimizer, call, shards, step)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the forward pass."""
         return self._stage.dtype
 
+    def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Have the weights on the device while the context is open."""
+        return self._offload.on_device(changes=changes)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors one by one, in the model's dtype, on every rank; a collective."""
-        return named_weights(self._stage)
+        with self.on_device():
+            yield from named_weights(self._stage)
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks of each parameter of this rank, copies included; not a collective."""
+        assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         return held_blocks(self._stage)
 
     def save(self, directory: str) -> WriteFiles:
         """Copy some files of the weights to each rank, and return the function that writes them."""
-        return copy_stage(self._stage, Path(directory))
+        with self.on_device():
+            return copy_stage(self._stage, Path(directory))
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy the weights and moments that this rank updates, and return the function that writes them."""
-        return copy_stage_shards(self._stage, self._optimizer, Path(directory))
+        with self._offload.on_device(training=True):
+            return copy_stage_shards(self._stage, self._optimizer, Path(directory))
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's part of weights and moments that any backend wrote in any layout."""
-        load_stage_shards(self._stage, self._optimizer, Path(directory))
+        with self._offload.on_device(training=True, changes=True):
+            load_stage_shards(self._stage, self._optimizer, Path(directory))
+
+
+def _make_offload(stage: Stage, optimizer: MegatronOptimizer | None, offload: Offload) -> HostOffload:
+    def weights() -> list[Tensor]:
+        return [weight.detach() for weight in stage.module.parameters()]
+
+    if optimizer is None:
+        return HostOffload(offload, weights)
+    return HostOffload(offload, weights, optimizer.states, optimizer.gradients)

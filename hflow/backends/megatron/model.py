@@ -29,6 +29,7 @@ from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.backends.megatron.config import block_spec, transformer_config
+from hflow.backends.megatron.context_parallel import RowDivision
 from hflow.backends.megatron.hf_mapping import MappedParameter, padded_vocab_size, rank_parameters
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.megatron.parallel_state import ParallelState
@@ -49,7 +50,8 @@ class Stage:
 
     module: GPTModel
     """Called with `inputs(...)`. Returns the input of the next stage. The last stage returns hidden states
-    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`."""
+    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`. With context
+    parallelism, U is the number of the rank's own rows, everywhere in this module."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
     dims: ModelDims
@@ -77,17 +79,30 @@ class Stage:
         """Size of this rank's part of the vocabulary, padding included: `V' / T`."""
         return padded_vocab_size(self.dims.vocab, self.parallel.tensor) // self.parallel.tensor
 
-    def inputs(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows is a multiple of it, as with sequence parallelism tensor ranks divide them."""
+        return self.parallel.tensor if self.config.sequence_parallel else 1
+
+    def inputs(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: PackedLayout,
+        division: RowDivision | None = None,
+    ) -> dict[str, Any]:
         """Return the arguments of `module`, on every stage.
 
         Args:
             input_ids: int64 `[U]`, the tokens that are computed.
             position_ids: int64 `[U]`, from 0 in each sequence.
             layout: of the sequences, made for this stage's dtype.
+            division: of the U rows over context ranks; None without context parallelism.
         """
-        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype)
-        # With sequence parallelism, tensor ranks split the tokens equally.
-        num_padding = -len(input_ids) % self.parallel.tensor if self.config.sequence_parallel else 0
+        if division is not None:
+            input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
+        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype, division)
+        num_padding = -len(input_ids) % self.row_multiple
         return {
             "input_ids": pad(input_ids, (0, num_padding))[None],
             "position_ids": None,

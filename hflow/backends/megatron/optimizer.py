@@ -86,6 +86,15 @@ class MegatronOptimizer:
         (mean,), (square,) = self._inner.optimizer.moments([self.ranges[name].shard])
         return mean, square
 
+    def states(self) -> list[Tensor]:
+        """Return separate master weights, and the moments that exist: none before the first step."""
+        masters = [master.shard for master in self.master_weights.values()]
+        return [*masters, *(x for state in self._inner.optimizer.state.values() for x in state.values())]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers of gradients, whose values count within a minibatch only."""
+        return [buffer.grad_data for buffer in self.module.buffers]
+
     def resume(self, num_steps: int) -> None:
         """Set the number of steps made, after the moments of that many steps have been loaded."""
         self.num_steps = num_steps

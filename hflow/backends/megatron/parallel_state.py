@@ -1,4 +1,4 @@
-"""A replica's data, tensor and pipeline axes, with a process group for each.
+"""A replica's data, tensor, pipeline and context axes, with a process group for each.
 
 Megatron's global `parallel_state` stays uninitialised. Groups are passed to what needs them, so replicas of
 different layouts can exist in one process.
@@ -12,9 +12,12 @@ many groups each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,38 +29,60 @@ from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.hf_mapping import ShardPosition
 
 
-@dataclass(frozen=True)
-class ParallelState:
-    """Sizes of the axes, this rank's coordinates, and its groups."""
+class Axes(NamedTuple):
+    """One number for each axis: the sizes of a replica, or the coordinates of a rank."""
 
     data: int
     tensor: int
     pipe: int
-    d: int
-    t: int
-    p: int
+    context: int
+
+    def rank(self, at: Axes) -> int:
+        """Return the rank at some coordinates. These are the sizes."""
+        return ((at.pipe * self.data + at.data) * self.context + at.context) * self.tensor + at.tensor
+
+    def coords(self, rank: int) -> Axes:
+        """Return the coordinates of a rank; the inverse of `rank`."""
+        rest, t = divmod(rank, self.tensor)
+        rest, c = divmod(rest, self.context)
+        p, d = divmod(rest, self.data)
+        return Axes(d, t, p, c)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Sizes of the axes, this rank's coordinates, and its groups."""
+
+    sizes: Axes
+    coords: Axes
     group: ProcessGroup
-    """All ranks of the replica. A rank is `p * (data * tensor) + d * tensor + t`."""
+    """All ranks of the replica, ordered as in `Axes.rank`."""
     groups: ProcessGroupCollection
     """The groups for megatron's model, optimizer and schedule."""
+    same_data: ProcessGroup
+    """The ranks with the same data index as this one. They compute with the same samples."""
     _made: _Groups = field(repr=False)
 
     @classmethod
     def of(cls, position: RankPosition) -> ParallelState:
         """Make the groups; a collective over the position's group.
 
-        A process that hosts all ranks of a replica is a single rank, as no result depends on the layout.
+        Models with the same ranks and layout share their groups, as each one has buffers on the device. They
+        take turns there. A process that hosts all ranks of a replica is a single rank, as no result depends
+        on the layout.
         """
-        group, sizes = position.group, (position.data, position.tensor, position.pipe)
+        group, sizes = position.group, Axes(position.data, position.tensor, position.pipe, position.context)
         if group is None:
-            group, sizes = _single_rank_group(), (1, 1, 1)
-        data, tensor, pipe = sizes
-        assert data * tensor * pipe == group.size(), f"{position} has {group.size()} ranks"
-        rest, t = divmod(group.rank(), tensor)
-        p, d = divmod(rest, data)
-        made = _Groups(group)
-        groups = _collection(made, sizes, (d, t, p))
-        return cls(data, tensor, pipe, d, t, p, group, groups, made)
+            group, sizes = _single_rank_group(), Axes(1, 1, 1, 1)
+        assert math.prod(sizes) == group.size(), f"{position} has {group.size()} ranks"
+        _known_states[:] = [state for state in _known_states if state.group in _existing_groups()]
+        for state in _known_states:
+            if state.group is group and state.sizes == sizes:
+                return state
+        made, coords = _Groups(group), sizes.coords(group.rank())
+        state = cls(sizes, coords, group, *_collection(made, sizes, coords), made)
+        _known_states.append(state)
+        return state
 
     @property
     def shard_position(self) -> ShardPosition:
@@ -70,10 +95,45 @@ class ParallelState:
         return self.group.rank()
 
     @property
-    def ranks_of_data_index(self) -> list[int]:
-        """The ranks with the same data index as this one."""
-        stages = range(self.pipe)
-        return [(p * self.data + self.d) * self.tensor + t for p in stages for t in range(self.tensor)]
+    def data(self) -> int:
+        """Number of data ranks."""
+        return self.sizes.data
+
+    @property
+    def tensor(self) -> int:
+        """Number of tensor ranks."""
+        return self.sizes.tensor
+
+    @property
+    def pipe(self) -> int:
+        """Number of pipeline stages."""
+        return self.sizes.pipe
+
+    @property
+    def context(self) -> int:
+        """Number of context ranks."""
+        return self.sizes.context
+
+    @property
+    def t(self) -> int:
+        """Tensor index of this rank."""
+        return self.coords.tensor
+
+    @property
+    def p(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.coords.pipe
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this is the first of the ranks with the same weights."""
+        return self.coords.data == self.coords.context == 0
+
+    @property
+    def ranks_of_copy(self) -> list[int]:
+        """The ranks that hold one copy of the model together with this one."""
+        stages, shards = range(self.pipe), range(self.tensor)
+        return [self.sizes.rank(self.coords._replace(pipe=p, tensor=t)) for p in stages for t in shards]
 
     @property
     def is_first_stage(self) -> bool:
@@ -88,12 +148,21 @@ class ParallelState:
     @property
     def is_head(self) -> bool:
         """Whether this rank receives its data index's inputs and returns its outputs."""
-        return self.t == 0 and self.is_last_stage
+        return self.t == self.coords.context == 0 and self.is_last_stage
 
     def tensor_block(self, size: int) -> ProcessGroup:
         """Return the group of the `size` neighbouring tensor ranks that include this one; a collective."""
         first = self.group.rank() - self.t % size
         return self._made.of(range(first, first + size))
+
+
+_known_states: list[ParallelState] = []
+"""Those of this process. All ranks of a replica make the same ones, in the same order."""
+
+
+def _existing_groups() -> Mapping[ProcessGroup, object]:
+    """Return the process groups that were not destroyed."""
+    return dist.distributed_c10d._world.pg_map
 
 
 class _Groups:
@@ -130,36 +199,38 @@ class _Groups:
             self.make_unused()
 
 
-def _collection(
-    made: _Groups, sizes: tuple[int, int, int], coords: tuple[int, int, int]
-) -> ProcessGroupCollection:
-    """Return the groups under megatron's names. There is no context or expert parallelism."""
-    (data, tensor, pipe), (d, t, p) = sizes, coords
+def _collection(made: _Groups, sizes: Axes, coords: Axes) -> tuple[ProcessGroupCollection, ProcessGroup]:
+    """Return the groups under megatron's names, and the group of this rank's data index.
 
-    def group(ds: Sequence[int], ts: Sequence[int], ps: Sequence[int]) -> ProcessGroup:
-        return made.of([stage * data * tensor + i * tensor + j for stage in ps for i in ds for j in ts])
+    There is no expert parallelism.
+    """
 
-    alone = group([d], [t], [p])
-    tp, dp = group([d], range(tensor), [p]), group(range(data), [t], [p])
-    pp = group([d], [t], range(pipe))
+    def group(data: bool = False, tensor: bool = False, pipe: bool = False, context: bool = False) -> Any:
+        """Return the group of the ranks that differ from this one in some axes only."""
+        free = (data, tensor, pipe, context)
+        indices = [range(n) if is_free else [i] for n, i, is_free in zip(sizes, coords, free, strict=True)]
+        return made.of(sorted(sizes.rank(Axes(*at)) for at in itertools.product(*indices)))
+
+    tp, dp, copies = group(tensor=True), group(data=True), group(data=True, context=True)
+    pp, cp, alone = group(pipe=True), group(context=True), group()
     ends = None
-    if p in (0, pipe - 1):
-        ends = group([d], [t], sorted({0, pipe - 1}))
+    if coords.pipe in (0, sizes.pipe - 1):
+        ends = made.of([sizes.rank(coords._replace(pipe=p)) for p in sorted({0, sizes.pipe - 1})])
     else:
         made.make_unused()
-    return ProcessGroupCollection(
+    collection = ProcessGroupCollection(
         tp=tp,
         dp=dp,
         pp=pp,
-        mp=group([d], range(tensor), range(pipe)),
+        mp=group(tensor=True, pipe=True),
         embd=ends,
         pos_embd=None,
-        dp_cp=dp,
-        intra_dp_cp=dp,
-        intra_dist_opt=group(range(data), range(tensor), range(pipe)),
-        tp_cp=tp,
-        tp_dp_cp=group(range(data), range(tensor), [p]),
-        cp=alone,
+        dp_cp=copies,
+        intra_dp_cp=copies,
+        intra_dist_opt=group(data=True, tensor=True, pipe=True, context=True),
+        tp_cp=group(tensor=True, context=True),
+        tp_dp_cp=group(data=True, tensor=True, context=True),
+        cp=cp,
         ep=alone,
         expt_tp=alone,
         expt_dp=alone,
@@ -167,6 +238,7 @@ def _collection(
         tp_ep=alone,
         tp_ep_pp=alone,
     )
+    return collection, group(tensor=True, pipe=True, context=True)
 
 
 def _single_rank_group() -> ProcessGroup:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import (
     PackedBatch,
@@ -23,10 +24,11 @@ from hflow.backends.common.loss import Loss
 from hflow.backends.common.microbatches import MicrobatchSplitter, Minibatch
 from hflow.backends.common.train import StepRecord, run_train
 from hflow.backends.interface import NodeCall, TrainShard
+from hflow.backends.megatron.context_parallel import RowDivision, divide_rows
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.parallel_state import ParallelState
-from hflow.backends.megatron.schedule import PipelineSchedule
+from hflow.backends.megatron.schedule import PipelineSchedule, StageTokens
 from hflow.backends.megatron.vocab_parallel import stage_output
 from hflow.data.batch import Batch, Column
 from hflow.types import Output
@@ -46,20 +48,12 @@ class MegatronRunner:
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run an infer node; see `ModelBackend.infer`."""
 
-        def finish(tokens: PackedTokens, hidden: Tensor) -> Batch | None:
-            if not isinstance(tokens, PackedBatch):
-                return None
-            return returned_fields(call, tokens, self._output(call, tokens, hidden))
+        def run_head(call: NodeCall, minibatch: Minibatch) -> list[Batch]:
+            return self._run_forwards(call, self._receive([minibatch])[0])
 
-        def run_forwards(head_minibatch: Minibatch | None) -> list[Batch]:
-            (minibatch,) = self._receive(None if head_minibatch is None else [head_minibatch])
-            results = self.schedule.forward(self._microbatches(minibatch), finish)
-            return [result for result in results if result is not None]
-
-        self.stage.module.eval()
         if self.stage.parallel.is_head:
-            return run_infer(call, shards, self.splitter, run_forwards)
-        run_forwards(None)
+            return run_infer(call, shards, self.splitter, run_head)
+        self._run_forwards(call, self._receive(None)[0])
         return []
 
     def train(
@@ -68,29 +62,44 @@ class MegatronRunner:
         """Run a train node; see `ModelBackend.train`."""
 
         def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
-            def microbatch_loss(tokens: PackedTokens, hidden: Tensor) -> Tensor:
-                if not isinstance(tokens, PackedBatch):
+            def microbatch_loss(of: StageTokens, hidden: Tensor) -> Tensor:
+                if not isinstance(of.tokens, PackedBatch):
                     return hidden[:0].sum()
-                output = self._output(call, tokens, hidden)
-                part = loss.microbatch_loss(tokens, output, record.metrics)
+                output = self._output(call, of.tokens, of.division, hidden)
+                part = loss.microbatch_loss(of.tokens, output, record.metrics)
                 record.loss += part.detach()
                 return part
 
+            self.stage.module.train()
             optimizer.zero_grad()
             self.schedule.backward(self._microbatches(minibatch), microbatch_loss)
 
         parallel = self.stage.parallel
         head_minibatches = self.splitter.minibatches(call, shards) if parallel.is_head else None
         minibatches = self._receive(head_minibatches)
-        self.stage.module.train()
-        record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group)
+        first_pass = FirstPassRunner(
+            self._run_forwards, parallel.groups.dp, self.stage.device, parallel.is_last_stage
+        )
+        record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group, first_pass)
         return record.finish(self.splitter.group) if parallel.is_head else {}
+
+    def _run_forwards(self, call: NodeCall, minibatch: Minibatch) -> list[Batch]:
+        """Run forward passes and, on the last stage, an infer body; return its fields by micro-batch."""
+
+        def finish(of: StageTokens, hidden: Tensor) -> Batch | None:
+            if not isinstance(of.tokens, PackedBatch):
+                return None
+            return returned_fields(call, of.tokens, self._output(call, of.tokens, of.division, hidden))
+
+        self.stage.module.eval()
+        results = self.schedule.forward(self._microbatches(minibatch), finish)
+        return [result for result in results if result is not None]
 
     def _receive(self, head_minibatches: Sequence[Minibatch] | None) -> list[Minibatch]:
         """Return the minibatches of this data index's head; `head_minibatches` is None on other ranks."""
         return broadcast_minibatches(self.stage.parallel, head_minibatches, self.stage.device)
 
-    def _microbatches(self, minibatch: Minibatch) -> list[PackedTokens]:
+    def _microbatches(self, minibatch: Minibatch) -> list[StageTokens]:
         """Return the micro-batches on the device, the same number on every rank.
 
         The last stage, which runs the body, gets `PackedBatch`. A rank with fewer micro-batches than others
@@ -98,14 +107,28 @@ class MegatronRunner:
         """
         device, dtype = self.stage.device, self.stage.dtype
         pack = pack_batch if self.stage.parallel.is_last_stage else pack_tokens
-        packed = [pack(batch, device, dtype) for batch in minibatch.microbatches]
-        num_placeholders = minibatch.num_microbatches - len(packed)
-        return [*packed, *[pack_tokens(placeholder_batch(), device, dtype)] * num_placeholders]
+        packed = [self._divided(batch, pack(batch, device, dtype)) for batch in minibatch.microbatches]
+        if num_placeholders := minibatch.num_microbatches - len(packed):
+            placeholder = placeholder_batch()
+            packed += [self._divided(placeholder, pack_tokens(placeholder, device, dtype))] * num_placeholders
+        return packed
 
-    def _output(self, call: NodeCall, packed: PackedBatch, hidden: Tensor) -> Output:
-        """Return the body's output, on the last stage. Using its fields is a collective over tensor ranks."""
+    def _divided(self, batch: Batch, tokens: PackedTokens) -> StageTokens:
+        """Return a micro-batch with the division of its rows over context ranks, if there are any."""
+        stage = self.stage
+        if stage.parallel.context == 1:
+            return StageTokens(tokens, None)
+        with_outputs = isinstance(tokens, PackedBatch)
+        group, multiple = stage.parallel.groups.cp, stage.row_multiple
+        division = divide_rows(batch, tokens.sharing, group, multiple, stage.device, with_outputs)
+        return StageTokens(tokens, division)
+
+    def _output(
+        self, call: NodeCall, packed: PackedBatch, division: RowDivision | None, hidden: Tensor
+    ) -> Output:
+        """Return the body's output, on the last stage. Using its fields is a collective over its ranks."""
         requested = self.requested.setdefault(call.node, set())
-        return stage_output(self.stage, packed, hidden, call.temperature, requested)
+        return stage_output(self.stage, packed, division, hidden, call.temperature, requested)
 
 
 LAYER_COLUMN = "input_ids"
@@ -118,10 +141,10 @@ Value = TypeVar("Value")
 def broadcast_minibatches(
     parallel: ParallelState, head_minibatches: Sequence[Minibatch] | None, device: torch.device
 ) -> list[Minibatch]:
-    """Send a head's minibatches to the tensor and pipeline ranks of its data index; a collective over them.
+    """Send a head's minibatches to the other ranks of its data index; a collective over them.
 
-    Every stage computes from token ids and lengths. Columns that only the body reads are sent to the tensor
-    ranks of the last stage only. Columns keep their dtypes.
+    Every stage computes from token ids and lengths. Columns that only the body reads are sent to the ranks of
+    the last stage only. Columns keep their dtypes.
 
     Args:
         parallel: this rank's layout.
@@ -132,16 +155,16 @@ def broadcast_minibatches(
         The head's minibatches; on stages before the last one, without the columns that only the body reads.
     """
     whole = None if head_minibatches is None else list(head_minibatches)
-    tensor_ranks = parallel.groups.tp
+    stage_ranks = parallel.groups.tp_cp
     if parallel.pipe == 1:
-        return _broadcast(whole, tensor_ranks, 0, device)
+        return _broadcast(whole, stage_ranks, 0, device)
     for_layers = None if whole is None else [_for_layers(minibatch) for minibatch in whole]
-    head_rank = (parallel.pipe - 1) * parallel.tensor
-    received = _broadcast(for_layers, parallel.groups.mp, head_rank, device)
+    head_rank = (parallel.pipe - 1) * stage_ranks.size()
+    received = _broadcast(for_layers, parallel.same_data, head_rank, device)
     if not parallel.is_last_stage:
         return received
     for_bodies = None if whole is None else [_for_bodies(minibatch) for minibatch in whole]
-    others = _broadcast(for_bodies, tensor_ranks, 0, device)
+    others = _broadcast(for_bodies, stage_ranks, 0, device)
     return [_join(minibatch, columns) for minibatch, columns in zip(received, others, strict=True)]
 
 

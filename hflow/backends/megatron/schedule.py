@@ -16,10 +16,27 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
 from hflow.backends.common.inputs import PackedTokens
+from hflow.backends.megatron.context_parallel import RowDivision
 from hflow.backends.megatron.model import Stage
 
-Finish = Callable[[PackedTokens, Tensor], Any]
-"""Computes the last stage's result from a micro-batch and its hidden states `[U, D]`."""
+
+@dataclass(frozen=True)
+class StageTokens:
+    """A micro-batch, as a stage computes it."""
+
+    tokens: PackedTokens
+    """On the last stage a `PackedBatch`, unless it is a placeholder."""
+    division: RowDivision | None
+    """Of its rows over context ranks; None without context parallelism."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that this rank computes."""
+        return len(self.tokens.computed_ids if self.division is None else self.division.rows)
+
+
+Finish = Callable[[StageTokens, Tensor], Any]
+"""Computes the last stage's result from a micro-batch and the hidden states of this rank's rows."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class PipelineSchedule:
     """The stage's module, or its wrapper that sums gradients."""
 
     def backward(
-        self, microbatches: Sequence[PackedTokens], microbatch_loss: Callable[[PackedTokens, Tensor], Tensor]
+        self, microbatches: Sequence[StageTokens], microbatch_loss: Callable[[StageTokens, Tensor], Tensor]
     ) -> None:
         """Accumulate the gradients of all micro-batches, summed over data ranks too.
 
@@ -40,7 +57,7 @@ class PipelineSchedule:
             microbatch_loss: on the last stage, returns a micro-batch's part of the loss.
         """
 
-        def finish(tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        def finish(tokens: StageTokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             # The loss has its weights already, so megatron gets no number of tokens to divide by.
             no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
             return microbatch_loss(tokens, hidden), no_tokens, None
@@ -48,16 +65,16 @@ class PipelineSchedule:
         self._run(microbatches, finish, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[PackedTokens], finish: Finish) -> list[Any]:
+    def forward(self, microbatches: Sequence[StageTokens], finish: Finish) -> list[Any]:
         """Run forward passes; on the last stage, return what `finish` returned for each micro-batch."""
 
-        def collect(tokens: PackedTokens, hidden: Tensor, non_loss_data: bool) -> Any:
+        def collect(tokens: StageTokens, hidden: Tensor, non_loss_data: bool) -> Any:
             return finish(tokens, hidden)
 
         return self._run(microbatches, collect, forward_only=True)
 
     def _run(
-        self, microbatches: Sequence[PackedTokens], finish: Callable[..., Any], forward_only: bool
+        self, microbatches: Sequence[StageTokens], finish: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
         if not microbatches:
             return []
@@ -65,11 +82,12 @@ class PipelineSchedule:
         lengths = [self._rows_between(tokens) for tokens in microbatches]
         run = get_forward_backward_func(pp_size=stage.parallel.pipe, vp_size=None)
 
-        def forward_step(
-            rest: Iterator[PackedTokens], module: nn.Module
-        ) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(rest: Iterator[StageTokens], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             tokens = next(rest)
-            hidden = module(**stage.inputs(tokens.computed_ids, tokens.position_ids, tokens.layout))
+            packed = tokens.tokens
+            hidden = module(
+                **stage.inputs(packed.computed_ids, packed.position_ids, packed.layout, tokens.division)
+            )
             return hidden, partial(finish, tokens)
 
         results: list[Any] = run(
@@ -86,10 +104,9 @@ class PipelineSchedule:
         )
         return results
 
-    def _rows_between(self, tokens: PackedTokens) -> int:
+    def _rows_between(self, tokens: StageTokens) -> int:
         """Return the number of rows that a tensor rank sends to the next stage."""
-        num_rows = len(tokens.computed_ids)
-        return -(-num_rows // self.stage.parallel.tensor) if self.stage.config.sequence_parallel else num_rows
+        return -(-tokens.num_rows // self.stage.row_multiple)
 
 
 class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no types

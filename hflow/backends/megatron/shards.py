@@ -87,8 +87,8 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
 
 
 def _frozen_states(stage: Stage, parameters: list[MappedParameter]) -> Iterator[BlockState]:
-    """Yield the weights of a frozen model on the first data rank, as all data ranks have the same."""
-    names = {parameter.name for parameter in parameters} if stage.parallel.d == 0 else set()
+    """Yield the weights of a frozen model on the first of the ranks that have the same."""
+    names = {parameter.name for parameter in parameters} if stage.parallel.is_first_copy else set()
     for parameter in stage.parameters:
         if parameter.name in names:
             weight = stage.module.get_parameter(parameter.name).detach().float()

@@ -20,34 +20,48 @@ from torch.distributed import ProcessGroup
 from hflow.backends.common.chunked import in_chunks
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput
+from hflow.backends.megatron.context_parallel import DividedLogits, RowDivision
 from hflow.backends.megatron.model import Stage
 from hflow.types import Output
 
 
 def stage_output(
-    stage: Stage, packed: PackedBatch, hidden: Tensor, temperature: float, requested: set[str]
+    stage: Stage,
+    packed: PackedBatch,
+    division: RowDivision | None,
+    hidden: Tensor,
+    temperature: float,
+    requested: set[str],
 ) -> Output:
-    """Return the output of a micro-batch, which a node's body reads on all tensor ranks of the last stage.
+    """Return the output of a micro-batch, which a node's body reads on all ranks of the last stage.
 
     Args:
         stage: the last one.
         packed: the micro-batch.
-        hidden: its hidden states `[U, D]`.
+        division: of its rows over context ranks; None without context parallelism.
+        hidden: the hidden states of this rank's rows.
         temperature: logits are divided by it.
         requested: as in `LmOutput`.
     """
     if stage.head != "lm":
-        scalars = packed.expand(stage.module.output_layer(hidden))
-        return ScalarOutput(scalars, packed, stage.head, getattr(stage.hf_config, "pad_token_id", None))
+        scalars = stage.module.output_layer(hidden)
+        if division is not None:
+            rows = slice(0, division.num_queries)
+            scalars = division.whole(scalars[rows], division.rows[rows], division.num_rows)
+        padding_id = getattr(stage.hf_config, "pad_token_id", None)
+        return ScalarOutput(packed.expand(scalars), packed, stage.head, padding_id)
+    predictors = packed.computed_rows(packed.targets - 1) if division is None else division.learned_rows
     logits = VocabParallelLogits(
-        rows=hidden.index_select(0, packed.computed_rows(packed.targets - 1)),
+        rows=hidden.index_select(0, predictors),
         local_logits=stage.logits,
         vocab_start=stage.vocab_start,
         vocab_rows=stage.vocab_rows,
         group=stage.parallel.groups.tp,
         temperature=temperature,
     )
-    return LmOutput(logits, packed, requested)
+    if division is None:
+        return LmOutput(logits, packed, requested)
+    return LmOutput(DividedLogits(logits, division, len(packed.targets)), packed, requested)
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,12 @@ def named_weights(
 def _receivers(
     stage: Stage, bucket: Sequence[ByTensorRank], receiver_of: Callable[[str], int] | None
 ) -> set[int]:
-    """Return the ranks of this rank's data index that need a tensor of a bucket."""
-    same_data = set(stage.parallel.ranks_of_data_index)
+    """Return the ranks of this rank's copy of the model that need a tensor of a bucket."""
+    copy = set(stage.parallel.ranks_of_copy)
     if receiver_of is None:
-        return same_data
+        return copy
     names = {part.tensor for versions in bucket for parameter in versions for part in parameter.parts}
-    return same_data & {receiver_of(name) for name in names}
+    return copy & {receiver_of(name) for name in names}
 
 
 def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByTensorRank]]:

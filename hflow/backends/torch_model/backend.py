@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
+from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.build import DTYPES, build_model
 from hflow.backends.torch_model.fsdp import place_model
 from hflow.backends.torch_model.held_weights import load_held_weights
-from hflow.backends.torch_model.optimizer import TorchOptimizer
+from hflow.backends.torch_model.optimizer import TorchOptimizer, local_shard
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.runner import TorchRunner
 from hflow.backends.torch_model.shards import TrainedModel, copy_model_shards, load_model_shards
-from hflow.backends.torch_model.weight_export import copy_model, held_blocks, named_weights
+from hflow.backends.torch_model.weight_export import copy_model, held_blocks, named_weights, reshard
 from hflow.data.batch import Batch
 from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError
@@ -53,6 +54,15 @@ class TorchModel(ModelBackend):
             if settings.trainable
             else None
         )
+        optimizer_states = tuple if self._optimizer is None else self._optimizer.states
+        self._offload = HostOffload(settings.offload, self._stored_weights, optimizer_states)
+        self._offload.start()
+
+    def _stored_weights(self) -> list[Tensor]:
+        """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
+        module = self._runner.module
+        reshard(module)
+        return [local_shard(weight.detach()) for weight in module.parameters()]
 
     def _make_runner(self, head: nn.Module) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
@@ -69,6 +79,9 @@ class TorchModel(ModelBackend):
         place_model(module, _decoder_layers(self._model), device, dtype, self.group)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model.named_parameters())
+        if settings.offload == "all" and self.group is None and device.type == "cpu":
+            for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
+                weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
         return TorchRunner(module, device, dtype, self.group, splitter)
 
@@ -80,7 +93,8 @@ class TorchModel(ModelBackend):
             RunError: if the policy's temperature is 0.
         """
         check_sequences(self.settings.name, self._model.config, shards)
-        return self._runner.infer(call, shards)
+        with self.on_device():
+            return self._runner.infer(call, shards)
 
     def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
         """Run all minibatches and epochs of one step; return metrics averaged over all ranks.
@@ -93,20 +107,27 @@ class TorchModel(ModelBackend):
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
         check_sequences(self.settings.name, self._model.config, batches)
-        return self._runner.train(self._optimizer, call, shards, step)
+        with self._offload.on_device(training=True, changes=True):
+            return self._runner.train(self._optimizer, call, shards, step)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the forward pass."""
         return self._runner.dtype
 
+    def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Have the weights on the device while the context is open."""
+        return self._offload.on_device(changes=changes)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF-named full tensors of what training changes, in the model's dtype; a collective."""
         runner = self._runner
-        return named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
+        with self.on_device():
+            yield from named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
     def blocks(self) -> Iterator[Block]:
         """Yield this rank's rows of each fp32 weight that training changes; not a collective."""
+        assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         module = self._runner.module
         pairs = held_blocks(self._model, module, module.head, self.settings.head)
         return (block for _, block in pairs)
@@ -114,29 +135,34 @@ class TorchModel(ModelBackend):
     def shared_module(self) -> nn.Module | None:
         """Return the HF model if it is on one rank and computes in fp32, the dtype of its weights."""
         is_whole = self.group is None and self.settings.dtype == "fp32"
-        return self._model if is_whole and self.settings.head == "lm" else None
+        if not is_whole or self.settings.head != "lm":
+            return None
+        assert self.settings.offload != "all", "an engine cannot share weights that are offloaded"
+        return self._model
 
     def without_adapters(self, settings: ModelSettings) -> ModelBackend:
         """Return the model without its adapters, as a frozen model of its own."""
         return BaseModel(settings, self)
 
     def save(self, directory: str) -> WriteFiles:
-        """Copy the weights to the first rank, and return the function that writes them; a collective.
+        """Copy some files of the weights to each rank; return the function that writes them. A collective.
 
         They are written in the dtype that the model trains in. A model that only update nodes change has no
         sharded checkpoint, so it is written as it is stored, in fp32.
         """
-        is_writer = self.group is None or dist.get_rank(self.group) == 0
         head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
-        return copy_model(self._model, head, self.settings, Path(directory), dtype, is_writer)
+        with self.on_device():
+            return copy_model(self._model, head, self.settings, Path(directory), dtype, self.group)
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy this rank's rows of weights and moments, and return the function that writes them."""
-        return copy_model_shards(self._trained_model(), Path(directory), self.group)
+        with self._offload.on_device(training=True):
+            return copy_model_shards(self._trained_model(), Path(directory), self.group)
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's rows of weights and moments that any backend wrote in any layout."""
-        load_model_shards(self._trained_model(), Path(directory))
+        with self._offload.on_device(training=True, changes=True):
+            load_model_shards(self._trained_model(), Path(directory))
 
     def _trained_model(self) -> TrainedModel:
         return TrainedModel(self._model, self._runner.module, self.settings.head, self._optimizer)
@@ -153,7 +179,7 @@ class BaseModel(TorchModel):
             trained: the model with adapters.
         """
         self.settings, self.group = settings, trained.group
-        self._model, self._optimizer = trained._model, None
+        self._model, self._optimizer, self._offload = trained._model, None, trained._offload
         device = trained._runner.device
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
         self._runner = replace(trained._runner, splitter=splitter, requested={})

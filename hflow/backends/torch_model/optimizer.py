@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hflow.backends.common.learning_rate import learning_rate
 from hflow.backends.interface import ModelSettings
+from hflow.data.device_copy import to_device
 
 
 class TorchOptimizer:
@@ -75,7 +76,8 @@ class TorchOptimizer:
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
         if self._optim.clip_grad > 0:
-            clip_grads_with_norm_(self._shards, self._optim.clip_grad, torch.tensor(norm))
+            whole = to_device(torch.tensor(norm), self._shards[0].device)
+            clip_grads_with_norm_(self._shards, self._optim.clip_grad, whole)
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
@@ -94,6 +96,11 @@ class TorchOptimizer:
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
         return state["exp_avg"].detach(), state["exp_avg_sq"].detach()
+
+    def states(self) -> list[Tensor]:
+        """Return the moments that exist: none before the first step."""
+        states = self._adamw.state.values()
+        return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
 
     def resume(self, num_steps: int) -> None:
         """Set the number of steps made, after the moments of that many steps have been loaded."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.checks import check_temperature
+from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import PackedBatch, pack_batch, placeholder_batch
 from hflow.backends.common.loss import Loss
@@ -38,21 +39,9 @@ class TorchRunner:
     requested: dict[str, set[str]] = field(default_factory=dict)
     """Node -> output fields that its body has used so far."""
 
-    @torch.no_grad()
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run an infer node; see `ModelBackend.infer`."""
-
-        def run_forwards(minibatch: Minibatch) -> list[Batch]:
-            results = [
-                self._forward(batch, call, lambda packed, output: returned_fields(call, packed, output))
-                for batch in minibatch.microbatches
-            ]
-            for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
-                self._forward_placeholder()
-            return results
-
-        self.module.eval()
-        return run_infer(call, shards, self.splitter, run_forwards)
+        return run_infer(call, shards, self.splitter, self._run_forwards)
 
     def train(
         self, optimizer: TorchOptimizer, call: NodeCall, shards: Sequence[TrainShard], step: int
@@ -60,6 +49,7 @@ class TorchRunner:
         """Run a train node; see `ModelBackend.train`."""
 
         def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
+            self.module.train()
             for batch in minibatch.microbatches:
                 part = self._forward(
                     batch, call, lambda packed, output: loss.microbatch_loss(packed, output, record.metrics)
@@ -70,8 +60,21 @@ class TorchRunner:
                 torch.autograd.backward(self._forward_placeholder())
 
         minibatches = self.splitter.minibatches(call, shards)
-        self.module.train()
-        return run_train(call, step, minibatches, accumulate, optimizer, self.group).finish(self.group)
+        first_pass = FirstPassRunner(self._run_forwards, self.group, self.device)
+        record = run_train(call, step, minibatches, accumulate, optimizer, self.group, first_pass)
+        return record.finish(self.group)
+
+    @torch.no_grad()
+    def _run_forwards(self, call: NodeCall, minibatch: Minibatch) -> list[Batch]:
+        """Run forward passes and an infer body; return its fields for each micro-batch of this rank."""
+        self.module.eval()
+        results = [
+            self._forward(batch, call, lambda packed, output: returned_fields(call, packed, output))
+            for batch in minibatch.microbatches
+        ]
+        for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
+            self._forward_placeholder()
+        return results
 
     def _forward(
         self, batch: Batch, call: NodeCall, consume: Callable[[PackedBatch, Output], Result]

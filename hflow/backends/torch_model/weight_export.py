@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,11 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from hflow.backends.common.adapter import adapter_weights, base_name, save_adapter
+from hflow.backends.common.hf_files import Copies, FileDivision, check_is_shared, write_files
 from hflow.backends.common.host_copy import host_copy
 from hflow.backends.interface import MERGED, ModelSettings
-from hflow.backends.torch_model.heads import head_prefix, save_head, saved_config
+from hflow.backends.torch_model.heads import head_file, head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
@@ -26,6 +30,8 @@ BUCKET_BYTES = 64 << 20
 """A bucket is gathered once its whole tensors reach this size, which bounds the extra memory."""
 
 Named = tuple[str, Tensor]
+ReceiverOf = Callable[[str], int]
+"""Returns the rank that receives a tensor."""
 
 
 def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype) -> Iterator[Named]:
@@ -36,11 +42,15 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
     Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. A tensor
     may share storage with the model, so copy what is to be kept.
     """
+    yield from gather_tensors(_changing_tensors(model, head, kind), dtype)
+
+
+def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
+    """Return what `named_weights` yields, as this rank stores it."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
-    trained = named_parameters(model, head, kind)
-    named = trained if adapter_weights(model) else (*trained, *buffers)
-    yield from gather_tensors(((name, tensor.detach()) for name, tensor in named), dtype)
+    trained = [(name, weight.detach()) for name, weight in named_parameters(model, head, kind)]
+    return trained if adapter_weights(model) else [*trained, *buffers]
 
 
 def held_blocks(
@@ -51,13 +61,18 @@ def held_blocks(
     After a forward without gradient, FSDP keeps weights whole for the next one. They are resharded first, as
     the whole weights would hide changes of the shards.
     """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(root)
     for name, weight in named_parameters(model, head, kind):
         box = held_box(weight)
         if numel(box):
             yield weight, Block(name, tuple(weight.shape), box, local_shard(weight.detach()))
+
+
+def reshard(root: nn.Module) -> None:
+    """Free weights that FSDP has gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def named_parameters(model: PreTrainedModel, head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
@@ -70,17 +85,20 @@ def merged_weights(
     model: PreTrainedModel, head: nn.Module, kind: str, dtype: torch.dtype, scale: float
 ) -> Iterator[Named]:
     """Yield every weight once, whole and in `dtype`, with its adapter added; a collective."""
-    adapters = dict(gather_tensors(_detached(adapter_weights(model).items()), torch.float32))
-    base = ((base_name(name), x) for name, x in model.named_parameters() if ".lora_" not in name)
-    for name, tensor in gather_tensors(_detached((*base, *_scalar_weights(head, kind))), dtype):
+    adapters = dict(
+        gather_tensors(((n, x.detach()) for n, x in adapter_weights(model).items()), torch.float32)
+    )
+    for name, tensor in gather_tensors(_base_tensors(model, head, kind), dtype):
         path = name.removesuffix("weight")
         if path + A in adapters:
             tensor = merge(tensor, adapters[path + A], adapters[path + B], scale)
         yield name, tensor
 
 
-def _detached(named: Iterable[Named]) -> Iterator[Named]:
-    return ((name, tensor.detach()) for name, tensor in named)
+def _base_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
+    """Return every weight but adapters, as this rank stores it."""
+    base = [(base_name(name), x) for name, x in model.named_parameters() if ".lora_" not in name]
+    return [(name, weight.detach()) for name, weight in (*base, *_scalar_weights(head, kind))]
 
 
 def copy_model(
@@ -89,56 +107,140 @@ def copy_model(
     settings: ModelSettings,
     directory: Path,
     dtype: torch.dtype,
-    is_writer: bool,
+    group: ProcessGroup | None,
 ) -> WriteFiles:
     """Copy the weights in `dtype`, and return the function that writes them; a collective.
 
-    One rank copies and writes. Of a model with adapters these are written, in peft's layout, and if the
-    settings say so, the merged model in a directory beside them.
+    Of a model with adapters the first rank writes these, in peft's layout. If the settings say so, the merged
+    model is written in a directory beside them.
+
+    Args:
+        model: the HF model.
+        head: its output matrix, or its scalar head.
+        settings: of the model.
+        directory: made if necessary, in a directory that all ranks share.
+        dtype: of the files.
+        group: the ranks that hold the model; None for one.
+
+    Raises:
+        BackendError: if this rank does not see the directory in which it will be.
     """
+    kind, lora, rank = settings.head, settings.lora, 0 if group is None else group.rank()
+    if group is not None:
+        check_is_shared(directory.parent, rank)
+    stored = _changing_tensors(model, head, kind)
+    if lora is None:
+        collect = partial(collect_tensors, stored, dtype, rank)
+        return _copy_files(model, kind, directory, stored, collect, dtype, group)
+    adapters = dict(collect_tensors(stored, dtype, rank, lambda name: 0))
+    write_merged: WriteFiles = list
+    if lora.save_merged:
+        base, scale = _base_tensors(model, head, kind), lora.scale
 
-    def copies(named: Iterable[Named]) -> dict[str, Tensor]:
-        return {name: host_copy(tensor) for name, tensor in named if is_writer}
+        def merged(receiver_of: ReceiverOf) -> Iterator[Named]:
+            for name, tensor in merged_weights(model, head, kind, dtype, scale):
+                if receiver_of(name) == rank:
+                    yield name, host_copy(tensor)
 
-    kind, lora = settings.head, settings.lora
-    trained, merged = copies(named_weights(model, head, kind, dtype)), None
-    if lora is not None and lora.save_merged:
-        merged = copies(merged_weights(model, head, kind, dtype, lora.scale))
+        write_merged = _copy_files(model, kind, directory / MERGED, base, merged, dtype, group)
 
     def write() -> list[Path]:
-        if not is_writer:
-            return []
-        if lora is None:
-            return _write_model(directory, model, kind, trained, dtype)
-        directory.mkdir(parents=True, exist_ok=True)
-        if kind == "value":
-            save_head(directory, _pop_prefixed(trained, head_prefix(kind)))
-        save_adapter(directory, model, settings, trained)
-        paths = [path for path in directory.iterdir() if path.is_file()]
-        if merged is not None:
-            paths += _write_model(directory / MERGED, model, kind, merged, dtype)
+        paths: list[Path] = []
+        if rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            if kind == "value":
+                save_head(directory, _pop_prefixed(adapters, head_prefix(kind)))
+            save_adapter(directory, model, settings, adapters)
+            paths = [path for path in directory.iterdir() if path.is_file()]
+        return [*paths, *write_merged()]
+
+    return write
+
+
+def _copy_files(
+    model: PreTrainedModel,
+    kind: str,
+    directory: Path,
+    stored: Sequence[Named],
+    collect: Callable[[ReceiverOf], Iterable[Named]],
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> WriteFiles:
+    """Copy some files of a model in HF layout, and return the function that writes them; a collective.
+
+    A causal language model loads with `AutoModelForCausalLM.from_pretrained`, a score model with
+    `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its backbone in the layout
+    of the former, with its head in a separate file.
+
+    Args:
+        model: the HF model.
+        kind: of its head.
+        directory: of the files.
+        stored: all tensors, which give names and shapes.
+        collect: yields what this rank writes, whole, in `dtype` and in host memory.
+        dtype: of the files.
+        group: the ranks that hold the model; None for one.
+    """
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    prefix = head_prefix(kind) if kind == "value" else None
+    ignored = set(model._keys_to_ignore_on_save or ())
+    whole = {
+        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta")
+        for name, x in stored
+        if name not in ignored and (prefix is None or not name.startswith(prefix))
+    }
+    files, saved_in = _divide_into_files(model, whole, num_ranks)
+    copies: Copies = {}
+    head: dict[str, Tensor] = {}
+    for name, tensor in collect(lambda name: files.writer(name) if name in whole else 0):
+        if name in whole:
+            copies.setdefault(files.file_of[name], {})[name] = tensor
+        elif prefix is not None and name.startswith(prefix):
+            head[name.removeprefix(prefix)] = tensor
+    for file, tensors in copies.items():
+        copies[file] = {name: x.contiguous() for name, x in revert_weight_conversion(model, tensors).items()}
+
+    def write() -> list[Path]:
+        paths = write_files(directory, copies)
+        if rank != 0:
+            return paths
+        if head:
+            save_head(directory, head)
+            paths.append(head_file(directory))
+        saved_config(model.config, kind, dtype).save_pretrained(directory)
+        paths += [directory / CONFIG_NAME, *files.write_index(directory, saved_in)]
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(directory)
+            paths.append(directory / GENERATION_CONFIG_NAME)
         return paths
 
     return write
 
 
-def _write_model(
-    directory: Path, model: PreTrainedModel, kind: str, tensors: dict[str, Tensor], dtype: torch.dtype
-) -> list[Path]:
-    """Write a model in HF layout, and return the paths.
+def _divide_into_files(
+    model: PreTrainedModel, whole: Mapping[str, Tensor], num_ranks: int
+) -> tuple[FileDivision, dict[str, str]]:
+    """Return the files of a model's tensors, and the file of each tensor by the name that it is saved with.
 
-    A causal language model loads with `AutoModelForCausalLM.from_pretrained`, a score model with
-    `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its backbone in the layout
-    of the former, with its head in a separate file.
+    transformers renames, divides and merges tensors of some families. If it merges tensors of different
+    files, there is one file, which the first rank writes.
+
+    Args:
+        model: the HF model.
+        whole: its tensors, on the meta device.
+        num_ranks: that write files.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if kind == "value":
-        save_head(directory, _pop_prefixed(tensors, head_prefix(kind)))
-    # transformers writes only on rank 0 of the world, which may belong to another model.
-    setattr(model, "should_save_on_this_rank", lambda is_main_process: is_main_process)  # noqa: B010
-    model.save_pretrained(directory, state_dict=tensors)
-    saved_config(model.config, kind, dtype).save_pretrained(directory)
-    return [path for path in directory.iterdir() if path.is_file()]
+    num_bytes = {name: x.nbytes for name, x in whole.items()}
+    files = FileDivision.over_ranks(num_bytes, num_ranks)
+    saved_in, shapes = {}, {}
+    for file in files.writer_of:
+        tensors = {name: x for name, x in whole.items() if files.file_of[name] == file}
+        for name, x in revert_weight_conversion(model, tensors).items():
+            saved_in[name], shapes[name] = file, x.shape
+    if shapes != {name: x.shape for name, x in revert_weight_conversion(model, dict(whole)).items()}:
+        files = FileDivision.over_ranks(num_bytes, 1, sum(num_bytes.values()))
+        saved_in = {}
+    return files, saved_in
 
 
 def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
@@ -171,6 +273,52 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
             bucket, num_bytes = [], 0
     if bucket:
         yield from _gather_bucket(bucket)
+
+
+def collect_tensors(
+    named: Iterable[Named], dtype: torch.dtype, rank: int, receiver_of: ReceiverOf
+) -> Iterator[Named]:
+    """Yield tensors whole, in host memory and floats in `dtype`, each on one rank; a collective.
+
+    A tensor is sent in pieces, so that its receiver holds no more than `BUCKET_BYTES` beside the whole.
+
+    Args:
+        named: what this rank stores, the same tensors on all ranks.
+        dtype: of floats.
+        rank: this one.
+        receiver_of: returns the rank to which alone a tensor is yielded.
+    """
+    for name, tensor in named:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if isinstance(tensor, DTensor):
+            whole = _gather_pieces(tensor, wanted, receiver_of(name))
+            if whole is not None:
+                yield name, whole
+        elif receiver_of(name) == rank:
+            yield name, host_copy(tensor.to(wanted))
+
+
+def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int) -> Tensor | None:
+    """Return a whole tensor in host memory on one rank, and None on the others."""
+    group: ProcessGroup = x.device_mesh.get_group()
+    num_ranks, is_receiver = group.size(), group.rank() == receiver
+    sizes = [_num_held(x, rank, num_ranks) for rank in range(num_ranks)]
+    starts = [sum(sizes[:rank]) for rank in range(num_ranks)]
+    width = max(1, BUCKET_BYTES // dtype.itemsize // num_ranks)
+    local, whole = x.to_local().reshape(-1), torch.empty(x.shape if is_receiver else 0, dtype=dtype)
+    entries = whole.view(-1)
+    for first in range(0, max(sizes), width):
+        length = min(width, max(sizes) - first)
+        piece = local.new_zeros(length, dtype=dtype)
+        held = local[first : first + length]
+        piece[: len(held)] = held
+        pieces = [torch.empty_like(piece) for _ in range(num_ranks)] if is_receiver else None
+        dist.gather(piece, pieces, group=group, group_dst=receiver)
+        for start, size, part in zip(starts, sizes, pieces, strict=True) if pieces else ():
+            stop = min(first + length, size)
+            if stop > first:
+                entries[start + first : start + stop] = part[: stop - first]
+    return whole if is_receiver else None
 
 
 def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:

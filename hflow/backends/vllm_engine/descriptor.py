@@ -29,6 +29,7 @@ ENGINE = EngineKind(
     ),
     factory=_make_engine,
     has_own_process=True,
+    has_own_attention=True,
     merges_adapters=True,
     memory=memory,
     packages=("vllm",),

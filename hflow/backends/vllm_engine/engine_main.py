@@ -28,7 +28,7 @@ from hflow.backends.vllm_engine.messages import (
     FinishedRequests,
     ProcessSettings,
 )
-from hflow.errors import BackendError, HflowError, RunError
+from hflow.errors import BackendError, HflowError, WorkerFailureError
 
 if TYPE_CHECKING:
     from hflow.backends.vllm_engine.stepper import Stepper
@@ -117,16 +117,14 @@ class EngineLoop:
         assert death is not None
         self._fail(death)
 
-    def _rank_death(self, seconds: float | None) -> RunError | None:
+    def _rank_death(self, seconds: float | None) -> WorkerFailureError | None:
         """Wait until a rank has died; return an error that names it, None if all live after some seconds."""
         sentinels = [rank.sentinel for rank in self._ranks]
         for dead in wait(sentinels, seconds):
             assert isinstance(dead, int)
             number = sentinels.index(dead)
-            return RunError(
-                f"tensor rank {number} of {self._name} (process {self._ranks[number].pid}) died; start the "
-                "run again from its last checkpoint"
-            )
+            pid = self._ranks[number].pid
+            return WorkerFailureError(f"tensor rank {number} of {self._name} (process {pid}) died")
         return None
 
     def _fail(self, error: Exception) -> None:

@@ -26,7 +26,7 @@ class SeededWeights:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.dtype]
-        with translate_errors(self.settings.name), torch.random.fork_rng():
+        with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=dtype)
         yield from module.named_parameters()

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, SamplingParams, TrainShard
+from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.data.batch import Batch, Column
 from hflow.launch.profiling.fit import CollectiveTime, ProductTime
 from hflow.planner.backends import factories
@@ -82,9 +83,9 @@ def products(device: str, dtype: str) -> list[ProductTime]:
 def attention_flops(device: str, dtype: str) -> float:
     """Return the FLOP/s of causal attention over a long sequence, counting only the pairs that it needs."""
     heads, tokens, size = 8, 2048 if device == "cuda" else 512, 64
-    shape = (1, heads, tokens, size)
-    q, k, v = (torch.randn(shape, device=device).to(TORCH_DTYPES[dtype]) for _ in range(3))
-    seconds = repeated(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    q, k, v = (torch.randn(tokens, heads, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(3))
+    layout = PackedLayout.of(np.array([tokens]), device, TORCH_DTYPES[dtype])
+    seconds = repeated(lambda: attend(q, k, v, layout, None), device)
     return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
 
 

@@ -13,11 +13,11 @@ from hflow.planner.weights.sharding import stage_layers
 
 
 def context_exchange(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
-    """Return the time of passing keys and values around the ranks that divide each sequence.
+    """Return the time of gathering keys and values on the ranks that divide each sequence.
 
-    A forward pass moves those of the whole sequence past every rank, as an all-gather does. A backward pass
-    moves them again, and their gradients back. Source: Liu, Zaharia and Abbeel 2023, "Ring attention with
-    blockwise transformers for near-infinite context". What attention hides of it is not subtracted.
+    A forward pass gathers those of the whole sequence, and a backward pass scatters the sums of their
+    gradients, which moves as many bytes. Source: Grattafiori et al. 2024, "The Llama 3 herd of models",
+    section 3.3.2.
 
     Args:
         replica: the replica.
@@ -31,8 +31,7 @@ def context_exchange(replica: ReplicaCosts, work: Work, num: int, num_passes: in
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     entries = 2 * max(shape.num_kv_heads, layout.tensor) * shape.head_dim / layout.tensor
     sequence = work.rows / num * layout.context * entries * replica.itemsize
-    moves = num_passes + (num_passes > 1)
-    return all_gather(sequence, replica.context, replica.hardware).times(num * moves * (last - first))
+    return all_gather(sequence, replica.context, replica.hardware).times(num * num_passes * (last - first))
 
 
 def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:

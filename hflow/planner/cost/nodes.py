@@ -20,6 +20,7 @@ from hflow.planner.cost.training import forward, train, update
 from hflow.planner.cost.transfers import (
     keep_weights,
     load_weights,
+    offload,
     publish_weights,
     redistribute,
     save_checkpoint,
@@ -27,6 +28,8 @@ from hflow.planner.cost.transfers import (
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
+from hflow.planner.memory.offload import Use, moved_bytes
+from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths
@@ -119,7 +122,9 @@ class Costs:
         if node.level is not Level.BATCH:
             moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node, edge)
-        return None if body is None else [*self._messages(node), *moving, *body]
+        if body is None:
+            return None
+        return [*self._messages(node), *moving, *body, *self.offloading(node)]
 
     def _messages(self, node: ScheduledNode) -> list[Part]:
         """Return the time between controller and workers of a batch node."""
@@ -137,12 +142,41 @@ class Costs:
         kind = engine_kind(self._plan.replica(route.dst).backend)
         merges = kind.merges_adapters and replica.config.lora is not None
         network = self._network((*senders, *workers))
-        return load_weights(route, replica, ranks, network, len(senders), merges)
+        loading = load_weights(route, replica, ranks, network, len(senders), merges)
+        if set(senders).isdisjoint(workers):  # they were published before
+            return loading
+        return [*loading, *self._moving_state(route.src, "weights")]
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""
         source, engine = self._replica(route.src), self._replica(route.dst)
-        return None if source is None or engine is None else publish_weights(route, source, engine)
+        if source is None or engine is None:
+            return None
+        return [*publish_weights(route, source, engine), *self._moving_state(route.src, "weights")]
+
+    def offloading(self, node: ScheduledNode) -> list[Part]:
+        """Return the time in which the models that a node uses come from host memory, and return there."""
+        verb = "save" if node.saves else self._plan.graph.node(node.name).spec.verb
+        if verb not in ("infer", "train", "update", "save"):
+            return []
+        use: Use = "everything" if verb in ("train", "save") else "weights"
+        names = self._plan.placement(node.name).replicas
+        changing = () if verb in ("infer", "save") else names[:1]
+        return [part for name in names for part in self._moving_state(name, use, name in changing)]
+
+    def _moving_state(self, name: str, use: Use, changes: bool = False) -> list[Part]:
+        """Return the time in which a replica's state comes from host memory; if it changes, also back."""
+        placed = next((replica for replica in self._plan.replicas if replica.name == name), None)
+        replica = None if placed is None else self._replica(name)
+        if placed is None or replica is None:
+            return []
+        if placed.base_of:  # it uses the weights of its trainer
+            return self._moving_state(placed.base_of, use, changes)
+        if replica.config.offload == "none":
+            return []
+        on_cpu = self._plan.cluster.device == "cpu"
+        rank = Rank(placed, replica.shape, replica.config, 0, True, on_cpu)
+        return offload(moved_bytes(rank, use, changes=changes), replica)
 
     def _network(self, workers: Sequence[int]) -> Link:
         """Return the link over which workers on different machines exchange."""
@@ -196,7 +230,9 @@ class Costs:
         if spec.verb == "infer":
             return forward(replica, work.share(heaviest))
         cut = self._cuts[node.name]
-        return train(replica, work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs)
+        minibatch, num_updates = work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs
+        first = forward(replica, minibatch) if spec.has_first_pass else []
+        return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
 
     def _num_firings(self, node: ScheduledNode) -> int:
         """Return how often a node of samples or groups runs in a step, once for each of them."""

@@ -158,16 +158,21 @@ def _stage_sends(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -
 def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute: float) -> list[Part]:
     """Return the seconds of FSDP's collectives that computation does not hide.
 
-    Weights are gathered in the forward and in the backward pass, where recomputation uses them too. Gradients
-    are scattered in the backward pass.
+    A layer's weights are gathered in the forward and in the backward pass, where recomputation uses them too.
+    Those outside of layers stay gathered until the backward pass has ended, or in inference after the first
+    micro-batch. Gradients are scattered in the backward pass.
     """
     if replica.traits.sharded_over_data != "everything" or replica.layout.num_copies == 1:
         return []
-    units = _num_units(replica)
-    numel = replica.stage_weights / units
-    gather = all_gather(numel * replica.itemsize, replica.data, replica.hardware).times(
-        num * units * min(num_passes, 2)
-    )
+    units, in_layers = _num_units(replica), 0.0
+    gather = LinkTime()
+    if units > 1:
+        layer = layer_parameters(replica.shape) * replica.itemsize
+        in_layers = layer * (units - 1)
+        gather = all_gather(layer, replica.data, replica.hardware)
+        gather = gather.times(num * (units - 1) * min(num_passes, 2))
+    rest = replica.stage_weights * replica.itemsize - in_layers
+    gather += all_gather(rest, replica.data, replica.hardware).times(num if num_passes > 1 else 1)
     scatter = reduce_scatter(replica.trained_weights / units * GRADIENT_BYTES, replica.data, replica.hardware)
     scatter = scatter.times(num * units if num_passes > 1 else 0)
     visible = _visible(replica, gather.seconds + scatter.seconds, compute)

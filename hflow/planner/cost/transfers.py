@@ -13,6 +13,7 @@ from hflow.planner.cost.roofline import LATENCY, MEMORY, Part
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import WeightRoute
+from hflow.planner.memory.transfer import num_writers
 
 BUCKET_BYTES = 64 << 20
 """Weights are transferred in buckets of about this size."""
@@ -186,6 +187,19 @@ def keep_weights(engine: ReplicaCosts) -> list[Part]:
     return [replace(part, name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
 
 
+def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of copying state between a device and the memory of its host.
+
+    Nothing is computed meanwhile: copies run on the stream of the computation.
+    """
+    if not num_bytes:
+        return []
+    copied = list(_over_pcie(num_bytes, replica))
+    if copied:
+        return [replace(part, name="offloading") for part in copied]
+    return [Part("offloading", 2 * num_bytes / replica.rates.stream, MEMORY)]
+
+
 def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
     """Yield the seconds of copying bytes between a GPU and the memory of its host; nothing on a CPU."""
     if replica.hardware.device.type == "cuda":
@@ -200,9 +214,9 @@ def _on_disk(name: str, num_bytes: float, replica: ReplicaCosts) -> Part:
 def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     """Return the seconds for which a checkpoint stops training.
 
-    The weights are gathered and copied to the memory of the host, by one rank where the data axis shards
-    them, else by all in turn. Each rank copies its optimizer state. Files are written while training
-    continues. Of a model with adapters, these alone are saved, and the merged weights if they are asked for.
+    The weights are gathered and copied to the memory of the host, each rank an equal share. Each rank copies
+    its optimizer state. Files are written while training continues. Of a model with adapters, these alone are
+    saved, by one rank, and the merged weights if they are asked for.
     """
     lora, layout = replica.config.lora, replica.layout
     numel = stage_parameters(replica.shape, layout.pipe) / layout.tensor
@@ -210,8 +224,8 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     saved = numel + trained if lora is not None and lora.save_merged else trained
     gather = all_gather(saved * replica.itemsize, replica.data, replica.hardware)
     whole = trained * layout.tensor * layout.pipe
-    is_whole = replica.traits.sharded_over_data == "everything"
-    copied = saved * layout.tensor * layout.pipe * replica.itemsize / (1 if is_whole else layout.world)
+    num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
+    copied = num_bytes / num_writers(num_bytes, layout.world)
     if replica.config.save_optimizer:
         copied += whole * STATE_BYTES / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]

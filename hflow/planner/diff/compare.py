@@ -110,8 +110,7 @@ def diff_plans(before: Rows, after: Rows) -> PlanDiff:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PlanError(
-            f"this plan was written by another version of hflow, which stores other rows ({reason}). Run "
-            "`hflow plan` again to replace it."
+            f"this plan was written by another version of hflow, which stores other rows ({reason})"
         ) from error
 
 

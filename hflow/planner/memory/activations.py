@@ -44,8 +44,8 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
     """Return the bytes per token that a layer keeps: of rows of D, and of rows that tensor ranks divide.
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
-    k, v, its output and the log of each row's sum. The MLP keeps gate, up, the activated gate and their
-    product. Where layers differ, it is their mean.
+    k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
+    activated gate and their product. Where layers differ, it is their mean.
 
     Args:
         rank: gives the model and dtype.
@@ -54,7 +54,7 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
     """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size, rank.key_value_size
-    attention: float = width * (2 * heads + 2 * kv) + FP32_BYTES * shape.num_heads
+    attention: float = width * (2 * heads + 2 * kv * rank.context) + FP32_BYTES * shape.num_heads
     if pads and not rank.has_varlen_kernel:
         attention = SLOTS_PER_TOKEN * attention + width * heads
     if shape.has_qk_norm:
@@ -99,6 +99,7 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
     in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
     rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
+    rows += 4 * kv * (rank.context - 1)  # keys and values of other ranks, gathered and by sequence
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
     copies = 0 if shape.experts is None else shape.experts.per_token
     in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)

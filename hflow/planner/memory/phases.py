@@ -15,6 +15,7 @@ from hflow.planner.memory.context import MemoryContext, Ranks
 from hflow.planner.memory.engine_load import engine_load, engine_weights
 from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.microbatch import largest_microbatch
+from hflow.planner.memory.offload import Use, in_host_memory, on_device
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.workload import expected_max
@@ -72,7 +73,7 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
     Args:
         context: the plan.
         rank: one of the ranks on the device.
-        phase: `generate`, `wake` or any other name.
+        phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
     items = _resident(context, (rank,), phase, inferred, {rank.replica.name: 0})
@@ -196,14 +197,29 @@ def _resident(
             if (route := context.route_to(rank)) is not None:
                 state += transfer.received_weights(rank, route)
         else:
-            memory = training_backend(rank.replica.backend).memory
-            state = memory.model_state(rank)
-            if name in inferred:
+            memory, use = training_backend(rank.replica.backend).memory, _use(context, rank, phase)
+            state = on_device(rank, memory.model_state(rank), use)
+            if rank.on_cpu:
+                state += in_host_memory(rank)
+            if name in inferred and rank.config.offload != "all":
                 state += memory.kept_after_infer(rank)
             routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
             state += transfer.published_weights(rank, routes, is_waking=phase == WAKE)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
     return items + item(MemoryCategory.RUNTIME, overhead)
+
+
+def _use(context: MemoryContext, rank: Rank, phase: str) -> Use:
+    """Return what a phase needs of a training or inference replica."""
+    if phase == WAKE:
+        return "weights" if context.routes_from(rank) else "nothing"
+    placement = next((p for p in context.plan.placements if p.node == phase), None)
+    if placement is None:
+        return "nothing"
+    if rank.replica.name in placement.replicas:
+        return "everything" if context.verb(phase) in ("train", "save") else "weights"
+    bases = (context.plan.replica(name).base_of for name in placement.replicas)
+    return "weights" if rank.replica.name in bases else "nothing"
 
 
 def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mapping[str, int]) -> Items:

@@ -20,6 +20,7 @@ from hflow.planner.model_shape import (
     trained_shape,
 )
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
+from hflow.types.attention_kernel import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
@@ -96,6 +97,11 @@ class Rank:
         return self.replica.layout.tensor
 
     @property
+    def context(self) -> int:
+        """Number of ranks that divide each sequence."""
+        return self.replica.layout.context
+
+    @property
     def token_share(self) -> int:
         """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
         if self.replica.role == "gen":
@@ -120,7 +126,9 @@ class Rank:
     @property
     def has_varlen_kernel(self) -> bool:
         """Whether attention reads packed sequences directly. Otherwise they are padded in buckets."""
-        return not self.on_cpu and self.width < FP32_BYTES
+        device = "cpu" if self.on_cpu else "cuda"
+        kernel = packed_kernel(device, self.config.compute_dtype, has_flash_attn=False)
+        return kernel is not AttentionKernel.SDPA
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ time. A checkpoint is copied to the memory of the host, which is the device's on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
@@ -22,9 +23,8 @@ BUCKET_BYTES = 64 << 20
 COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
-FILE_BYTES = 2 << 30
-"""Maximum size of a checkpoint's file, unless one tensor is larger (`megatron/hf_export.py`). Where the data
-axis does not shard weights, ranks take turns in copying a file."""
+MIN_FILE_BYTES = 64 << 20
+"""Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
 STATE_BYTES = 3 * FP32_BYTES
 """Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
 
@@ -96,26 +96,53 @@ def save_checkpoint(rank: Rank) -> Items:
     """Return what a rank needs while what training changes is gathered and copied to the host.
 
     It is saved in the compute dtype; a model that only update nodes change, in fp32. On a CPU the copies
-    count too. They are held until they are written, while training continues.
+    count too.
     """
-    width = rank.width if rank.replica.role == "train" else FP32_BYTES
-    is_merged = rank.config.lora is not None and rank.config.lora.save_merged
-    bucket = _gather_bucket(rank, width, rank.shape if is_merged else rank.trained_shape)
-    if not rank.on_cpu:
-        return bucket
-    world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
-    if _shards_weights(rank):
-        merged = num_parameters(rank.shape) if is_merged else 0
-        weights = width * (num + merged) if rank.is_first else 0
+    width, is_merged = _saved_width(rank), _saves_merged(rank)
+    if is_merged or not _shards_weights(rank):
+        bucket = _gather_bucket(rank, width, rank.shape if is_merged else rank.trained_shape)
     else:
-        largest = max(FILE_BYTES, width * largest_tensor(rank.shape))
-        weights = min(width * num, -(-width * num // (largest * world)) * largest)
+        bucket = _collected_pieces(rank, width)
+    return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
+
+
+def checkpoint_copies(rank: Rank) -> Items:
+    """Return a rank's copies of a checkpoint in host memory, which are held until they are written."""
+    width, is_merged = _saved_width(rank), _saves_merged(rank)
+    world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
+    if rank.config.lora is None:
+        weights = _file_share(rank, width)
+    else:
+        adapters = width * num if rank.is_first else 0
+        weights = adapters + (_file_share(rank, width) if is_merged else 0)
     state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
-    return (
-        bucket
-        + item(MemoryCategory.WEIGHTS, weights, "copy of the weights")
-        + item(MemoryCategory.OPTIMIZER, state, "copy of the optimizer's state")
+    return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
+        MemoryCategory.OPTIMIZER, state, "copy of the optimizer's state"
     )
+
+
+def _saved_width(rank: Rank) -> int:
+    """Return the bytes of a number in a checkpoint's files."""
+    return rank.width if rank.replica.role == "train" else FP32_BYTES
+
+
+def _saves_merged(rank: Rank) -> bool:
+    """Return whether the model is saved whole beside its adapters."""
+    return rank.config.lora is not None and rank.config.lora.save_merged
+
+
+def _file_share(rank: Rank, width: int) -> int:
+    """Return the bytes of a model's files that a rank writes: its share, and at most one tensor more."""
+    num_bytes = width * num_parameters(rank.shape)
+    writers = num_writers(num_bytes, rank.replica.layout.world)
+    if writers == 1:
+        return num_bytes if rank.is_first else 0
+    return min(num_bytes, -(-num_bytes // writers) + width * largest_tensor(rank.shape))
+
+
+def num_writers(num_bytes: float, num_ranks: int) -> int:
+    """Return how many ranks write the files of a model of some bytes."""
+    return min(num_ranks, max(1, math.ceil(num_bytes / MIN_FILE_BYTES)))
 
 
 def _slice_buckets(rank: Rank) -> Items:
@@ -161,6 +188,17 @@ def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
         bucket = largest_bucket(shape, width, minimum)
         copy = bucket if rank.on_cpu else width * largest_tensor(shape)
         num_bytes = bucket + (3 if casts else 2) * (bucket // num_parts) + copy
+    return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
+
+
+def _collected_pieces(rank: Rank, width: int) -> Items:
+    """Return the pieces of a tensor that a rank receives from all ranks, and the one that it sends."""
+    largest, world = width * largest_tensor(rank.trained_shape), rank.replica.layout.world
+    if world == 1:
+        num_bytes = largest if width < FP32_BYTES else 0
+    else:
+        pieces = min(BUCKET_BYTES, largest)
+        num_bytes = pieces + pieces // world
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 
 

@@ -32,8 +32,9 @@ def choose_engines(
     for replica in replicas:
         if replica.role == "gen":
             choice = _choice(replica, request)
-            choices.append(choice)
             replica = replace(replica, backend=choice.engine)
+            remark = engine_kind(choice.engine).remark(served_model(replica, request))
+            choices.append(choice if remark is None else replace(choice, why=f"{choice.why}; {remark}"))
         chosen.append(replica)
     return tuple(chosen), tuple(choices)
 

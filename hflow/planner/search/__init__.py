@@ -50,7 +50,8 @@ def search(
 ) -> SearchResult:
     """Choose what a request leaves open, for the shortest step.
 
-    Layouts that can be planned but not run yet are chosen only if nothing else fits.
+    Only if nothing else fits, it tries layouts that divide sequences although they are not long, and then
+    those that can be planned but not run yet.
 
     Args:
         graph: a checked graph.
@@ -69,9 +70,15 @@ def search(
     evaluator = Evaluator(problem)
     found = explore(evaluator, budget)
     warnings: tuple[str, ...] = ()
+    if not found.best and not problem.divides_sequences:
+        problem = SearchProblem(graph, request, request.hardware, divides_sequences=True)
+        evaluator = Evaluator(problem)
+        found = explore(evaluator, budget)
     if not found.best:
         refusal = no_fit(graph, request)
-        problem = SearchProblem(graph, request, request.hardware, allows_planned_only=True)
+        problem = SearchProblem(
+            graph, request, request.hardware, allows_planned_only=True, divides_sequences=True
+        )
         evaluator = Evaluator(problem)
         if refusal.is_too_large:
             found = explore(evaluator, budget)
@@ -115,7 +122,7 @@ def decide_layouts(
 
 def free_settings(models: Iterable[str]) -> frozenset[str]:
     """Return the keys of the configuration that a search may set, besides `placement` and layouts."""
-    names = ("tokens_per_microbatch", "activation_checkpointing", "gen.max_running")
+    names = ("tokens_per_microbatch", "activation_checkpointing", "offload", "gen.max_running")
     return frozenset({"schedule.max_concurrent", *(f"models.{m}.{name}" for m in models for name in names)})
 
 
@@ -136,5 +143,5 @@ def _simulated(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction) -
     pace = evaluator.pace(choice)
     if pace is None:
         return choice.period
-    workload = evaluator.table.workloads[evaluator.table.events.stream.name]
+    workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
     return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload)

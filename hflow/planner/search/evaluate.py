@@ -7,10 +7,12 @@ out are the bytes that the inputs of nodes move between workers, which take mill
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from hflow.planner.backends import engine_kind
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.forecast import Pace
 from hflow.planner.ir import Replica
@@ -107,10 +109,10 @@ class Evaluator:
 
     def group(self, block: tuple[str, ...], options: Sequence[ReplicaOption]) -> GroupChoice | None:
         """Return these options of a block's replicas as one choice, or None if they do not fit."""
-        if not self._agree(options):
+        if not self._agree(options) or self._shares_offloaded(options):
             return None
         fit = self.memory.fit(self.phases(block), options, self.apart(block))
-        if fit.total > self.problem.memory_limit:
+        if fit.total > self.problem.memory_limit or fit.host > self.problem.host_memory_limit:
             return None
         limited = tuple(self.table.limited(o, fit.largest_batches.get(o.name)) for o in options)
         seconds = {name: value for option in limited for name, value in option.seconds.items()}
@@ -194,7 +196,7 @@ class Evaluator:
             problem.base, cluster=problem.cluster, replicas=(src.replica, engine), weights=(route,)
         )
         stream = self.table.events.stream.name
-        costs = Costs(plan, request, problem.hardware, self.table.workloads[stream], ())
+        costs = Costs(plan, request, problem.hardware, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
         return {
             gen.name: sum(part.seconds for part in loading or ()),
@@ -208,18 +210,51 @@ class Evaluator:
                 return False
         return True
 
+    def _shares_offloaded(self, options: Sequence[ReplicaOption]) -> bool:
+        """Return whether an engine would use weights of its trainer in place that are offloaded."""
+        return any(
+            option.config.offload == "all"
+            and option.replica.role == "train"
+            and option.layout.world == 1
+            and option.config.compute_dtype == "fp32"
+            and any(
+                other.replica.model == option.replica.model
+                and other.replica.role == "gen"
+                and other.layout.world == 1
+                and not engine_kind(other.replica.backend).has_own_process
+                for other in options
+            )
+            for option in options
+        )
+
     def _search_group(self, block: tuple[str, ...], devices: Devices) -> GroupChoice | None:
+        """Return the fastest combination of options; offloading is tried where memory makes it slower."""
+        tables = [self.table.options(name, devices) for name in block]
+        if not all(tables):
+            return None
+        fastest = sum(table[0].total for table in tables)
+        first = self.group(block, [table[0] for table in tables])
+        if first is not None and first.total <= fastest:
+            return first
+        found = self._fastest_fit(block, tables)
+        # A faster combination has no option that loses more than all options of this one together.
+        loss = math.inf if found is None else found.total - fastest
+        wider = []
+        for name, table in zip(block, tables, strict=True):
+            options = self.table.options(name, devices, with_offload=True)
+            wider.append([option for option in options if option.total - table[0].total < loss])
+        if all(o.config.offload == self.problem.config(o.name).offload for row in wider for o in row):
+            return found
+        return self._fastest_fit(block, wider) or found
+
+    def _fastest_fit(
+        self, block: tuple[str, ...], tables: Sequence[Sequence[ReplicaOption]]
+    ) -> GroupChoice | None:
         """Try combinations of options in the order of their seconds, until one fits.
 
         What an engine takes depends on the room that is left for its cache, so a combination that fits waits
         until no other one can be faster.
         """
-        tables = [self.table.options(name, devices) for name in block]
-        if not all(tables):
-            return None
-        first = self.group(block, [table[0] for table in tables])
-        if first is not None and first.total <= sum(table[0].total for table in tables):
-            return first
         tables = self._useful(block, self._with_room(block, tables))
         if not all(tables):
             return None

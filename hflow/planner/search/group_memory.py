@@ -17,6 +17,7 @@ from hflow.planner.hardware import GIB
 from hflow.planner.ir import WeightRoute
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import EngineLoad, engine_load
+from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
@@ -34,10 +35,12 @@ class Fit:
     phase: str
     largest_batches: Mapping[str, int]
     """Engine -> sequences of mean length that its cache holds, where the cache does not grow as needed."""
+    host: int = 0
+    """Bytes of offloaded state in the memory of the device's host."""
 
 
-NODE = "node"
-"""Any phase in which engines sleep."""
+NODE = ""
+"""Any phase in which engines sleep and the replica does not run. No node has this name."""
 
 Phases = tuple[tuple[str, frozenset[str]], ...]
 """The phases of a group's step, each with the replicas that have inferred since they trained."""
@@ -48,11 +51,13 @@ class _Profile:
     """What a replica adds to a device, without its cache."""
 
     held: Mapping[tuple[str, bool], int]
-    """(`generate`, `wake` or `node`; whether it inferred since training) -> bytes in phases of others."""
+    """(`generate`, `wake` or `NODE`; whether it inferred since training) -> bytes in phases of others."""
     running: Mapping[tuple[str, bool], int]
     """The same for phases in which it runs, by their name, with the peak of the phase."""
     engine: tuple[Rank, EngineLoad, int] | None
     """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
+    host: int = 0
+    """Bytes of offloaded state in host memory."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,11 @@ class GroupMemory:
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
+        self._peaks: dict[Hashable, int] = {}
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
-            for name in placement.replicas[:1]:
+            used = [*placement.replicas, *(self._plan.replica(name).base_of for name in placement.replicas)]
+            for name in dict.fromkeys(used):
                 self._nodes_of.setdefault(name, []).append(placement.node)
 
     def sizes(self, phases: Phases, option: ReplicaOption, apart: Container[str]) -> tuple[int, ...]:
@@ -123,7 +130,8 @@ class GroupMemory:
             total = used if phase == GENERATE else base + num_bytes
             if total > largest:
                 largest, fullest = total, phase
-        return Fit(largest, fullest, batches)
+        host = sum(self._profile(option, option.replica.model in apart).host for option in options)
+        return Fit(largest, fullest, batches, host)
 
     def _bytes_in(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
         key = phases, option, is_apart
@@ -155,7 +163,7 @@ class GroupMemory:
         """Engine -> mean tokens of a sequence of the stream that it generates first."""
         means: dict[str, float] = {}
         for stream in self._plan.schedule.streams:
-            lengths: Workload = self._table.workloads[stream.name]
+            lengths: Workload = self._problem.workloads[stream.name]
             for replica in stream.replicas:
                 means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
         return means
@@ -173,21 +181,35 @@ class GroupMemory:
         context = self._context(option, is_apart)
         held: dict[tuple[str, bool], int] = {}
         running: dict[tuple[str, bool], int] = {}
-        engine = None
+        engine, host = None, 0
         for rank in self._ranks(option):
+            if option.replica.role != "gen":
+                host = max(host, in_host_memory(rank).total())
             before = self._held(context, rank, option, is_apart)
             for key, total in before.items():
                 held[key] = max(held.get(key, 0), total)
             for node in self._nodes_of.get(option.name, ()):
-                peak = transient_bytes(context, rank, node)
+                peak = self._peak(context, rank, node, is_apart)
+                if option.config.offload != "none":
+                    idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
+                    peak += used - idle
                 for inferred in (False, True):
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
             if option.replica.role == "gen" and rank.stage == 0:
-                load = engine_load(context.plan, rank, self._table.workloads)
+                load = engine_load(context.plan, rank, self._problem.workloads)
                 memory = engine_kind(rank.replica.backend).memory
                 engine = rank, load, memory.decode_step(rank, load).total()
-        return _Profile(held, running, engine)
+        return _Profile(held, running, engine, host)
+
+    def _peak(self, context: MemoryContext, rank: Rank, node: str, is_apart: bool) -> int:
+        """Return what a node needs at its peak, which does not depend on what is offloaded."""
+        config = rank.config
+        settings = config.tokens_per_microbatch, config.activation_checkpointing
+        key = node, rank.replica, *settings, rank.stage, is_apart
+        if key not in self._peaks:
+            self._peaks[key] = transient_bytes(context, rank, node)
+        return self._peaks[key]
 
     def _context(self, option: ReplicaOption, is_apart: bool) -> MemoryContext:
         """Return what the memory of a rank depends on besides the rank itself."""
@@ -213,7 +235,8 @@ class GroupMemory:
 
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """
-        key = (option.name, option.layout, option.config.gen.max_running, rank.stage, is_apart)
+        config = option.config
+        key = (option.name, option.layout, config.gen.max_running, config.offload, rank.stage, is_apart)
         if key not in self._held_by_layout:
             held = {}
             for kind in (GENERATE, WAKE, NODE):

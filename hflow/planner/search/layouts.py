@@ -59,7 +59,7 @@ def _layouts(problem: SearchProblem, name: str, devices: Devices, is_large: bool
         copies = len(devices) // (tensor * pipe)
         near = max(1, per_machine // tensor)
         contexts = [1]
-        if problem.allows_planned_only and role != "gen" and shape is not None:
+        if problem.divides_sequences and role != "gen" and shape is not None:
             contexts += [size for size in (2, 4, 8) if size <= near and copies % size == 0]
         for context in contexts:
             data = min(copies // context, limit)

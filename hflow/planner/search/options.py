@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hflow.config.schema import ModelConfig
+from hflow.config.schema import ModelConfig, Offload
 from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.data.minibatches import heaviest_loads
@@ -23,7 +23,6 @@ from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.workload import sample_lengths
 
 MANY_DEVICES = 32
@@ -74,17 +73,17 @@ class OptionTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         self._base = replace(problem.base, cluster=problem.cluster)
-        self._tables: dict[tuple[str, Devices, bool], tuple[ReplicaOption, ...]] = {}
-        self._changed: dict[tuple[str, int, bool], ModelConfig] = {}
+        self._tables: dict[tuple[str, Devices, bool, bool], tuple[ReplicaOption, ...]] = {}
+        self._changed: dict[tuple[str, int, bool, Offload], ModelConfig] = {}
         self._with_cache: dict[tuple[ReplicaOption, int], ReplicaOption] = {}
+        self._offloading: dict[tuple[Replica, Offload], dict[ScheduledNode, float]] = {}
         self._waking: dict[ReplicaOption, float] = {}
         self._costs: dict[Replica, Costs] = {}
         self._imbalance: dict[tuple[str, int], float] = {}
         self.events = SteadyEvents(problem.base.schedule)
-        self.workloads = dict(stream_workloads(problem.base, problem.request))
 
     def options(
-        self, name: str, devices: Devices, *, with_too_large: bool = False
+        self, name: str, devices: Devices, *, with_too_large: bool = False, with_offload: bool = False
     ) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts.
 
@@ -92,12 +91,20 @@ class OptionTable:
             name: of the replica.
             devices: those of its group.
             with_too_large: also options of which the weights and the optimizer state alone do not fit.
+            with_offload: also options with other values of `offload` than the configured one, if it is free.
         """
-        key = name, devices, with_too_large
+        key = name, devices, with_too_large, with_offload
         if key not in self._tables:
-            choices = self._choices(name, devices)
-            made = [self.option(r, config) for r, config in choices if with_too_large or self._has_room(r)]
-            self._tables[key] = tuple(sorted(_without_larger(made), key=_order))
+            if with_offload:
+                plain = self.options(name, devices, with_too_large=with_too_large)
+                made = [other for option in plain for other in self._offloaded(option)]
+            else:
+                choices = self._choices(name, devices)
+                made = [
+                    self.option(r, config) for r, config in choices if with_too_large or self._has_room(r)
+                ]
+                made = _without_larger(made)
+            self._tables[key] = tuple(sorted(made, key=_order))
         return self._tables[key]
 
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
@@ -131,7 +138,7 @@ class OptionTable:
             models={**request.models, **configs},
         )
         plan = replace(base, replicas=tuple(option.replica for option, _ in chosen), engines=engines)
-        workload = self.workloads[self.events.stream.name]
+        workload = self._problem.workloads[self.events.stream.name]
         return Costs(plan, request, self._problem.hardware, workload, ()).pace()
 
     @cached_property
@@ -139,11 +146,6 @@ class OptionTable:
         """Node without a model -> its seconds."""
         costs = self._make_costs(self._base)
         return {node.name: _seconds(costs.node(node)) for node in self._nodes_of.get("", ())}
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(workload.prompt + workload.max_response for workload in self.workloads.values())
 
     def _choices(self, name: str, devices: Devices) -> Iterator[tuple[Replica, ModelConfig]]:
         for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
@@ -169,24 +171,71 @@ class OptionTable:
             tokens = self._tokens(replica)
         for number in tokens:
             for recomputes in recompute:
-                yield self._with_tokens(replica.model, number, recomputes)
+                yield self._with_tokens(replica.model, number, recomputes, config.offload)
+
+    def _offloaded(self, option: ReplicaOption) -> Iterator[ReplicaOption]:
+        """Yield an option, and the same with other values of `offload`, whose nodes only take longer."""
+        yield option
+        replica, config = option.replica, option.config
+        for offload in self._offloads(replica):
+            if offload == config.offload:
+                continue
+            changed = self._with_tokens(
+                replica.model, config.tokens_per_microbatch, config.activation_checkpointing, offload
+            )
+            seconds, total = dict(option.seconds), option.total
+            for node, added in self._offload_seconds(replica, config.offload, changed).items():
+                seconds[node.name] += added
+                total += added * self._executions(node)
+            yield ReplicaOption(replica, changed, seconds, total)
+
+    def _offload_seconds(
+        self, replica: Replica, before: Offload, config: ModelConfig
+    ) -> Mapping[ScheduledNode, float]:
+        """Return how much longer each node of a replica takes with the `offload` of a configuration."""
+        key = replica, config.offload
+        if key not in self._offloading:
+            costs, nodes = self._costs_of(replica), self._nodes_of.get(replica.name, ())
+            old, new = (
+                costs.with_config(replica.name, replace(config, offload=value))
+                for value in (before, config.offload)
+            )
+            self._offloading[key] = {
+                node: _seconds(new.offloading(node)) - _seconds(old.offloading(node)) for node in nodes
+            }
+        return self._offloading[key]
+
+    def _executions(self, node: ScheduledNode) -> float:
+        """Return how often a node runs in a step; 0 if it runs after the last step only."""
+        if node.after + node.every >= self._base.schedule.num_steps and node.every > 1:
+            return 0.0
+        return self.events.num_executions(node) / node.every
+
+    def _offloads(self, replica: Replica) -> tuple[Offload, ...]:
+        """Return what may be offloaded of a model."""
+        configured = self._problem.request.model(replica.model).offload
+        is_free = self._problem.is_free(f"models.{replica.model}.offload")
+        if not is_free or replica.base_of or self._problem.cluster.device == "cpu":
+            return (configured,)
+        return ("none", "optimizer", "all") if replica.role == "train" else ("none", "all")
 
     def _with_running(self, model: str, number: int) -> ModelConfig:
         """Return a model's configuration with `gen.max_running`."""
-        key = f"{model} gen", number, False
+        key: tuple[str, int, bool, Offload] = f"{model} gen", number, False, "none"
         if key not in self._changed:
             config = self._problem.request.model(model)
             self._changed[key] = replace(config, gen=replace(config.gen, max_running=number))
         return self._changed[key]
 
-    def _with_tokens(self, model: str, number: int, recomputes: bool) -> ModelConfig:
-        """Return a model's configuration with `tokens_per_microbatch` and `activation_checkpointing`."""
-        key = model, number, recomputes
+    def _with_tokens(self, model: str, number: int, recomputes: bool, offload: Offload) -> ModelConfig:
+        """Return a model's configuration with micro-batches, `activation_checkpointing` and `offload`."""
+        key = model, number, recomputes, offload
         if key not in self._changed:
             self._changed[key] = replace(
                 self._problem.request.model(model),
                 tokens_per_microbatch=number,
                 activation_checkpointing=recomputes,
+                offload=offload,
             )
         return self._changed[key]
 
@@ -209,9 +258,9 @@ class OptionTable:
     def _tokens(self, replica: Replica) -> list[int]:
         """Return sizes of micro-batches from the longest sequence to a rank's part of the largest batch."""
         group = self.events.stream.group_size
-        share = -(-self._problem.request.batch * group // replica.layout.data) * self.longest
+        share = -(-self._problem.request.batch * group // replica.layout.data) * self._problem.longest
         configured = self._problem.request.model(replica.model).tokens_per_microbatch
-        numbers = {number for number in TOKENS if number >= self.longest} | {self.longest}
+        numbers = {number for number in TOKENS if number >= self._problem.longest} | {self._problem.longest}
         useful = {number for number in numbers if number < 2 * share}
         if self._is_large:
             useful = set(sorted(useful)[::2])
@@ -261,8 +310,7 @@ class OptionTable:
             seconds[f"{replica.name} source"] = total = _seconds(parts)
         for node in self._nodes_of.get(replica.name, ()):
             seconds[node.name] = _seconds(costs.node(node))
-            if node.after + node.every < self._base.schedule.num_steps or node.every == 1:
-                total += seconds[node.name] * self.events.num_executions(node) / node.every
+            total += seconds[node.name] * self._executions(node)
         return ReplicaOption(replica, config, seconds, total)
 
     def _costs_of(self, replica: Replica) -> Costs:
@@ -280,7 +328,7 @@ class OptionTable:
     def _make_costs(self, plan: Plan, traffic: tuple[EdgeTraffic, ...] = ()) -> Costs:
         request = self._problem.request
         request = replace(request, schedule=replace(request.schedule, max_concurrent=self.in_flight))
-        workload = self.workloads[self.events.stream.name]
+        workload = self._problem.workloads[self.events.stream.name]
         return Costs(replace(plan, engines=()), request, self._problem.hardware, workload, traffic)
 
     def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
@@ -303,7 +351,7 @@ class OptionTable:
         if key not in self._imbalance:
             request, stream = self._problem.request, self.events.stream
             lengths = sample_lengths(
-                self.workloads[stream.name], request.batch * stream.group_size, request.seed
+                self._problem.workloads[stream.name], request.batch * stream.group_size, request.seed
             )
             cut = dict(self._base.cuts).get(node)
             size = root_stream(self._problem.graph, self._problem.graph.node(node)).group
@@ -326,9 +374,10 @@ class OptionTable:
 
 def _without_larger(options: Iterable[ReplicaOption]) -> list[ReplicaOption]:
     """Leave out larger micro-batches that are not faster: they need more memory for nothing."""
-    kept: dict[tuple[Layout, bool, int], list[ReplicaOption]] = {}
+    kept: dict[tuple[Layout, bool, Offload, int], list[ReplicaOption]] = {}
     for option in sorted(options, key=lambda option: option.config.tokens_per_microbatch):
-        key = option.layout, option.config.activation_checkpointing, option.config.gen.max_running
+        config = option.config
+        key = option.layout, config.activation_checkpointing, config.offload, config.gen.max_running
         smaller = kept.setdefault(key, [])
         if all(option.total < other.total * (1 - MIN_DIFFERENCE) for other in smaller):
             smaller.append(option)

@@ -17,7 +17,7 @@ from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.result import with_settings
 
-MEMORY_SETTINGS = ("gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
+MEMORY_SETTINGS = ("offload", "gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
 """Settings of a model that change what it needs of memory, and no result. The first ones cost least."""
 
 

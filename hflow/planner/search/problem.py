@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.graph_queries import root_stream, written_models
-from hflow.planner.hardware import Hardware
+from hflow.planner.hardware import GIB, Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
@@ -19,8 +20,11 @@ from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
 from hflow.planner.placement.replicas import Devices, check_size, device_groups, replica_roles
 from hflow.planner.request import PlanRequest
+from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.structure import plan_structure
 
+LONG_SEQUENCE = 1 << 14
+"""Tokens from which on context ranks are tried at once, and not only where nothing else fits."""
 PLACEMENT = "placement"
 """The key of `PlanRequest.free` with which replicas that the placement does not name are placed freely."""
 
@@ -43,6 +47,8 @@ class SearchProblem:
         hardware: figures of the devices.
         margin: share of a device's memory that a plan leaves free.
         allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
+        divides_sequences: whether to try layouts with context ranks.
+        workloads: root stream -> lengths of its samples.
         base: the plan with every replica on one device, from which everything is read that does not depend on
             devices.
         fixed: groups that the user has named. No two of them share devices.
@@ -61,8 +67,19 @@ class SearchProblem:
         margin: float = MEMORY_MARGIN,
         structure: Plan | None = None,
         allows_planned_only: bool = False,
+        divides_sequences: bool = False,
     ) -> None:
-        """Read a request; `structure` is its plan where its placement is given and the plan is known."""
+        """Read a request.
+
+        Args:
+            graph: a checked graph.
+            request: one with something free.
+            hardware: figures of the devices.
+            margin: share of a device's memory that a plan leaves free.
+            structure: the request's plan, where its placement is given and the plan is known.
+            allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
+            divides_sequences: whether to try context ranks for sequences that are not long, too.
+        """
         self.graph = graph
         self.hardware = hardware
         self.margin = margin
@@ -89,6 +106,8 @@ class SearchProblem:
         self.loose = tuple(name for name in names if name not in taken)
         self.free_devices = tuple(d for d in range(request.cluster.num_devices) if d not in used)
         self.base = self.structure([names])
+        self.workloads = dict(stream_workloads(self.base, self.request))
+        self.divides_sequences = divides_sequences or self.longest >= LONG_SEQUENCE
         self._check_layouts()
 
     @property
@@ -100,6 +119,19 @@ class SearchProblem:
     def memory_limit(self) -> int:
         """Bytes of a device that a plan may use."""
         return round((1 - self.margin) * self.cluster.memory_bytes)
+
+    @property
+    def host_memory_limit(self) -> float:
+        """Bytes of host memory that a plan may use for each device; infinite if the memory is not known."""
+        device = self.hardware.device
+        if device.host_memory_gib is None or device.type == "cpu":
+            return math.inf
+        return (1 - self.margin) * device.host_memory_gib * GIB
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(workload.prompt + workload.max_response for workload in self.workloads.values())
 
     def is_free(self, key: str) -> bool:
         """Return whether the planner may set a key of the configuration."""

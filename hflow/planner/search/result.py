@@ -15,7 +15,7 @@ from hflow.planner.search.problem import PLACEMENT, placement_name
 from hflow.planner.search.reasons import layout_reasons, reason
 
 NUM_CANDIDATES = 10
-MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing")
+MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing", "offload")
 """Settings of the replica that trains or infers; a generation replica has `gen.max_running`."""
 
 Configured = TypeVar("Configured", PlanRequest, RunConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.panel import Panel
@@ -44,9 +44,18 @@ def staleness_line(plan: Plan) -> str:
 
 def engines_line(plan: Plan) -> str:
     """Return the generation engines with the reasons for them, one after the other where they differ."""
+    return _choices_line((choice.replica, f"{choice.engine}: {choice.why}") for choice in plan.engines)
+
+
+def attention_line(plan: Plan) -> str:
+    """Return the attention kernels with the reasons for them, one after the other where they differ."""
+    return _choices_line((choice.replica, f"{choice.kernel}: {choice.why}") for choice in plan.attention)
+
+
+def _choices_line(choices: Iterable[tuple[str, str]]) -> str:
     replicas_of: dict[str, list[str]] = {}
-    for choice in plan.engines:
-        replicas_of.setdefault(f"{choice.engine}: {choice.why}", []).append(choice.replica)
+    for replica, text in choices:
+        replicas_of.setdefault(text, []).append(replica)
     if len(replicas_of) == 1:
         return next(iter(replicas_of))
     return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
@@ -104,6 +113,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
     yield "digest", Text(plan.digest)
     if plan.engines:
         yield "engine", Text(engines_line(plan))
+    if plan.attention:
+        yield "attention", Text(attention_line(plan))
     if batch := largest_batch_line(plan):
         yield "largest batch", Text(batch)
     if plan.unrunnable:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.forecast import MemoryCategory, MemoryItem, PhaseMemory
+from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import DeviceClass, device_classes
@@ -87,10 +87,26 @@ def memory_section(plan: Plan, width: int) -> Section:
     full, brief = _within_budget(device_classes(plan.forecast.memory))
     body: list[RenderableType] = []
     for shown in full:
-        body += [_title(shown, capacity), _bars(shown, capacity, width), _items(shown), Text()]
+        gap = [Text()] if body else []
+        body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
+    if brief or plan.forecast.host:
+        body.append(Text())
     body += [dim(line) for line in _brief(brief, capacity)]
+    body += [dim(line) for line in _host_lines(plan.forecast.host)]
     used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
-    return Section("Memory", NOTE, (legend(used), Text(), *(body if brief else body[:-1])))
+    return Section("Memory", NOTE, (legend(used), Text(), *body))
+
+
+def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:
+    """Yield what is in the memory of machines, largest first."""
+    for row in rows:
+        of_all = "" if row.capacity is None else f" of {bytes_text(row.capacity)}"
+        items = sorted(row.items, key=lambda item: -item.num_bytes)
+        words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items)
+        is_one = len(row.machines) == 1
+        machines, each = ("machine", "") if is_one else ("machines", " each")
+        size = f"{bytes_text(row.total)}{of_all}{each}"
+        yield f"host memory of {machines} {range_text(row.machines)}: {size}: {words}"
 
 
 def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:

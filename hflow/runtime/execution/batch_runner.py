@@ -23,6 +23,7 @@ from hflow.runtime.execution.sample_text_log import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
+    EVALUATION_REFUSED,
     RunEvents,
     StepMetrics,
     average_fields,
@@ -46,6 +47,8 @@ class StepBatch:
     groups: tuple[int, ...]
     """The groups of the samples, in ascending order."""
     group_size: int
+    num_refused: int | None = None
+    """Samples that the evaluation has refused; None: no evaluation of the stream has refused one."""
 
     def members(self) -> dict[int, list[int]]:
         """Return group -> its samples."""
@@ -114,6 +117,8 @@ class BatchRunner:
         not_made_yet = frozenset().union(*self._made_by_batch.values())
         values = {name: mean for name, mean in means.items() if _without_metric(name) not in not_made_yet}
         if is_evaluation:
+            if batch.num_refused is not None:
+                values[EVALUATION_REFUSED.member(batch.stream)] = float(batch.num_refused)
             self._observer.on_evaluation(batch.step, values)
             if batch.stream not in self._roots.values():
                 await self._release(batch)

@@ -156,7 +156,10 @@ def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda 
             f"{directory} is not a complete checkpoint: {MANIFEST}: {error}; use another"
         ) from None
     if number != FORMAT:
-        raise RunError(f"{directory} has format {number}, but this version of hflow reads format {FORMAT}")
+        raise RunError(
+            f"{directory} has format {number!r}, but this version of hflow reads format {FORMAT}; "
+            f"{other_version_fix(directory)}"
+        )
     for name, expected in files.items():
         if not concerns(name):
             continue
@@ -169,6 +172,14 @@ def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda 
                 "use another"
             )
     return step
+
+
+def other_version_fix(directory: Path) -> str:
+    """Return what to do about a checkpoint that another version of hflow wrote."""
+    return (
+        "use the version of hflow that wrote it, or begin another run with "
+        f"models.NAME.path={directory}/NAME models.NAME.resume=true"
+    )
 
 
 def replace_link(link: Path, target: str) -> None:

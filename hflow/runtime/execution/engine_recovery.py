@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.group_placement import GroupPlacer
-from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event
+from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event, Published
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.step_metrics import RunEvents
 from hflow.runtime.execution.trace import CONTROLLER
@@ -68,6 +68,7 @@ class EngineRecovery:
         self._losses: dict[str, _Loss] = {}
         """Replica -> its last loss."""
         self._num_losses: Counter[str] = Counter()
+        """Replica -> losses of which the state machine has learned."""
         self._num_in_progress = 0
         self._num_replacements = 0
         self._last_checkpoint: int | None = None
@@ -109,7 +110,6 @@ class EngineRecovery:
         self._num_in_progress += 1
         self._is_settled.clear()
         self.away.add(worker)
-        self._num_losses[replica] += 1
         self._losses[replica] = _Loss(worker, failure)
         self._enqueue(EngineLost(replica))
         self._observer.on_warning(
@@ -162,34 +162,44 @@ class EngineRecovery:
             for worker in workers
         )
 
-    def check(self, replica: str) -> None:
-        """Check that the run can continue without an engine, when the state machine learns of its loss.
+    def lose(self, replica: str) -> None:
+        """Forget what an engine was asked for and given, when the state machine learns of its loss.
 
         Raises:
             WorkerFailureError: why it was lost, if an evaluation has begun on it meanwhile.
         """
         if not can_lose(self._parts.engines[replica], self._parts):
             raise self._losses[replica].failure
+        self._num_losses[replica] += 1
+        self._workers.forget_weights(replica)
 
-    async def answer(self, replica: str, work: Awaitable[Sequence[Event]]) -> Sequence[Event]:
-        """Return the events that follow from an instruction to an engine.
+    def answer(self, replica: str, work: Awaitable[Sequence[Event]]) -> Awaitable[Sequence[Event]]:
+        """Return the events that follow from an instruction to an engine, or from a publication for it.
 
-        If the engine is lost meanwhile, whether it did what it was asked for does not matter any more.
+        If the engine is lost from now on, whether this was done does not matter any more.
         """
-        num_losses = self._num_losses[replica]
+        return self._answer(replica, self._num_losses[replica], work)
+
+    async def _answer(
+        self, replica: str, num_losses: int, work: Awaitable[Sequence[Event]]
+    ) -> Sequence[Event]:
         events: Sequence[Event] = ()
         try:
             events = await work
-        except WorkerFailureError:
-            if replica not in self._workers.replaceable.values():
-                raise
-            if self._num_losses[replica] == num_losses:
-                await asyncio.sleep(NOTICE_SECONDS)
+        except RunError as error:
+            if isinstance(error, WorkerFailureError) and replica in self._workers.replaceable.values():
+                await self._noticed(replica, num_losses)
             if self._num_losses[replica] == num_losses:
                 raise
         if self._num_losses[replica] == num_losses:
             return events
-        return tuple(event for event in events if not isinstance(event, Awake | Asleep))
+        return tuple(event for event in events if not isinstance(event, Awake | Asleep | Published))
+
+    async def _noticed(self, replica: str, num_losses: int) -> None:
+        """Wait a moment for the state machine to learn of a further loss."""
+        deadline = time.monotonic() + NOTICE_SECONDS
+        while self._num_losses[replica] == num_losses and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ class Executor:
         )
         self._computing: dict[tuple[str, int], tuple[int, ComputeOrder]] = {}
         """Node and key -> its worker and order, while the body runs or waits."""
+        self._refused_in_evaluation: dict[str, int] = {}
+        """Side stream -> samples that its present evaluation has refused; missing: none was ever refused."""
         self._num_steps_done = snapshot.steps if snapshot else 0
         self._reason: str | None = None
         """Why the run ended."""
@@ -197,7 +199,7 @@ class Executor:
             for worker, events in received:
                 for event in events:
                     if isinstance(event, ev.EngineLost):
-                        self._recovery.check(event.replica)
+                        self._recovery.lose(event.replica)
                     elif isinstance(event, ev.EngineBack):
                         self._continue_on(self._recovery.worker_of(event.replica), messages)
                     # What a worker reports is recorded here, so that ledger and state are of one moment.
@@ -223,13 +225,12 @@ class Executor:
     async def _enqueue_result(self, work: Awaitable[Sequence[ev.Event]]) -> None:
         self._enqueue(*await work)
 
-    async def _enqueue_answer(self, replica: str, work: Awaitable[Sequence[ev.Event]]) -> None:
-        """Enqueue what an engine answers, unless it is lost meanwhile."""
-        events = await self._recovery.answer(replica, work)
-        self._enqueue(*events)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
+
+    def _spawn_answer(self, replica: str, work: Awaitable[Sequence[ev.Event]]) -> None:
+        """Enqueue what an engine answers, unless it is lost from now on."""
+        self._spawn(self._enqueue_result(self._recovery.answer(replica, work)))
 
     def _spawn_report(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._spawn(work)
@@ -340,11 +341,11 @@ class Executor:
                 is_save = node.startswith(SAVE_PREFIX)
                 self._spawn(self._run_save(node, step) if is_save else self._run_batch_node(node, step))
             case ev.Publish(replica, version):
-                self._spawn(self._enqueue_result(self._engines.publish(replica, version)))
+                self._spawn_answer(replica, self._engines.publish(replica, version))
             case ev.Wake(replica, version):
-                self._spawn(self._enqueue_answer(replica, self._engines.wake(replica, version)))
+                self._spawn_answer(replica, self._engines.wake(replica, version))
             case ev.Sleep(replica, level):
-                self._spawn(self._enqueue_answer(replica, self._engines.sleep(replica, level)))
+                self._spawn_answer(replica, self._engines.sleep(replica, level))
             case ev.StepDone(step):
                 self._spawn_report(self._close_step(step))
             case ev.TakeCheckpoint(snapshot):
@@ -377,6 +378,9 @@ class Executor:
         self._metrics.add_refused(instruction.reason, len(samples))
         if self._is_trained(stream):
             self._metrics.staleness.forget(samples)
+        else:
+            num_before = self._refused_in_evaluation.get(stream, 0)
+            self._refused_in_evaluation[stream] = num_before + len(samples)
         self._saving.forget(stream, samples)
         self._observer.on_refusal(instruction.node, instruction.reason, instruction.message)
         home = self._placer.home(stream, group)
@@ -397,13 +401,16 @@ class Executor:
     def _form_batch(self, instruction: ev.FormBatch) -> None:
         stream, step, samples = self._streams[instruction.stream], instruction.step, instruction.samples
         is_evaluation = not self._is_trained(stream.name)
+        num_refused = self._refused_in_evaluation.get(stream.name)
         if is_evaluation:
+            if num_refused is not None:
+                self._refused_in_evaluation[stream.name] = 0
             self._cursors[stream.name].restart()
         else:
             self._metrics.add_values(step, self._metrics.staleness.take_batch(samples, step))
         self._placer.bound(stream.name, instruction.groups)
         self._saving.forget(stream.name, samples)
-        batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size)
+        batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size, num_refused)
         self._batches.add_batch(batch)
         summary = self._spawn_report(self._batches.summarize(batch, is_evaluation))
         self._summaries[stream.name, step] = summary

@@ -10,6 +10,7 @@ OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -34,8 +35,16 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, out: str | Path, name: str) -> RunDirectory:
+    def create(cls, out: str | Path, name: str, config: str, plan: str) -> RunDirectory:
         """Make the directory `OUT/NAME/TIME` of a run that starts now.
+
+        It appears with its configuration and plan, so that a run which is killed at once can be resumed.
+
+        Args:
+            out: where runs are.
+            name: of the run.
+            config: content of `config.yaml`.
+            plan: content of `plan.json`.
 
         Raises:
             ConfigError: when `name` contains a slash, or the directory cannot be made.
@@ -45,17 +54,22 @@ class RunDirectory:
         parent = Path(out) / name
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            path = _make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"))
+            return cls(_make_fresh(parent / time.strftime("%Y%m%d-%H%M%S"), config, plan))
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
                 f"cannot make a directory in out={str(out)!r}: {reason}. Set out to a directory that you can "
                 "write to."
             ) from error
-        run = cls(path)
-        run.tensorboard.mkdir()
-        run.checkpoints.mkdir()
-        return run
+
+    def write_plan(self, config: str, plan: str) -> None:
+        """Replace the configuration and the plan.
+
+        Raises:
+            WriteError: when a file cannot be written.
+        """
+        replace_text(self.config, config)
+        replace_text(self.plan, plan)
 
     def link_latest(self) -> None:
         """Make `OUT/NAME/latest` link to this run, which begins now."""
@@ -202,13 +216,28 @@ def _is_metrics_row(row: Any) -> bool:
     )
 
 
-def _make_fresh(path: Path) -> Path:
+def _make_fresh(path: Path, config: str, plan: str) -> Path:
     """Make `path`, or `path-2`, `path-3` ... if runs have started in the same second."""
+    hidden = RunDirectory(path.with_name(f".{path.name}-{os.getpid()}"))
+    shutil.rmtree(hidden.path, ignore_errors=True)  # of a process that was killed here and had the same id
+    hidden.path.mkdir()
+    try:
+        hidden.tensorboard.mkdir()
+        hidden.checkpoints.mkdir()
+        hidden.write_plan(config, plan)
+        return _renamed(hidden.path, path)
+    except BaseException:
+        shutil.rmtree(hidden.path, ignore_errors=True)
+        raise
+
+
+def _renamed(hidden: Path, path: Path) -> Path:
     candidate, number = path, 1
     while True:
         try:
-            candidate.mkdir()
-            return candidate
-        except FileExistsError:
+            return hidden.rename(candidate)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from hflow.errors import RunError
+from hflow.runtime.execution.checkpoint import other_version_fix
 from hflow.runtime.state.snapshot import RunSnapshot, StreamSnapshot
 from hflow.workers.interface import SampleReady
 
@@ -66,14 +69,38 @@ def read_saved_run(directory: Path) -> SavedRun:
     """Read what `SavedRun.write` wrote.
 
     Raises:
-        RunError: when the file is missing or damaged.
+        RunError: when the file is missing or damaged, or another version of hflow wrote it.
     """
     path = directory / STATE_FILE
     try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{path} cannot be read: {reason}; resume from another checkpoint") from None
+        text = path.read_bytes()
+        saved = _ADAPTER.validate_json(text)
+        unknown = _unknown_key(json.loads(text), _ADAPTER.dump_python(saved, mode="json"))
+        problem = f"{unknown}: unknown key" if unknown else ""
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}; resume from another checkpoint") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
+    if problem:
+        raise RunError(
+            f"{path} does not fit this version of hflow: {problem}; {other_version_fix(directory)}"
+        )
+    return saved
+
+
+def _unknown_key(given: Any, known: Any) -> str | None:
+    """Return the first key of JSON values that is not among those that were read from them."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key, value in given.items():
+            if key not in known:
+                return str(key)
+            if unknown := _unknown_key(value, known[key]):
+                return unknown
+    if isinstance(given, list) and isinstance(known, list):
+        pairs = zip(given, known, strict=True)
+        return next((unknown for pair in pairs if (unknown := _unknown_key(*pair))), None)
+    return None
 
 
 _ADAPTER = TypeAdapter(SavedRun)

@@ -54,6 +54,11 @@ REFUSED = declare(
     "samples that a node refused: `keep`, `failed`, `timeout` or `small_group`",
     live="sum",
 )
+EVALUATION_REFUSED = declare(
+    "{stream}/refused",
+    "samples",
+    "samples that were refused in an evaluation, so that no mean counts them; from the first such one on",
+)
 DROPPED = declare(
     "dropped/{reason}",
     "samples",

@@ -14,12 +14,6 @@ class EngineWeights:
     target: int = -1
     """Version that it was given last: `version`, or newer weights that it has not loaded yet."""
 
-    def lose(self, *, is_loading: bool) -> None:
-        """Forget the weights of an engine that has failed. What it was given and had not begun to load stays.
-
-        Args:
-            is_loading: whether it was loading what it was given last.
-        """
-        if is_loading or self.target == self.version:
-            self.target = -1
-        self.version = -1
+    def lose(self) -> None:
+        """Forget the weights of an engine that has failed, and those that it was given."""
+        self.version = self.target = -1

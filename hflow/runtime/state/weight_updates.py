@@ -21,8 +21,9 @@ is loaded. So training is never further ahead of an engine than the version that
 If samples are not to be interrupted, `Sleep` is issued when the last sample has finished.
 
 An engine on its own devices may be lost (`lose_engine`) and come back without weights. It counts as asleep
-meanwhile. Weights that were published for it and that it had not begun to load are loaded then; else the
-newest version is published, as before its first `Wake`. Training waits for it no more than for a slow engine.
+meanwhile. What was published for it may be changes to what it had, or wait for a process that has ended. So
+the newest version is published again, as before its first `Wake`. Training waits for it no more than for a
+slow engine.
 
 `Sleep` says what the engine keeps (`SleepLevel`). An engine on its own devices only pauses. One that shares
 devices drops its weights if it loads new ones when it wakes, and keeps a copy in host memory if it wakes with
@@ -111,8 +112,8 @@ def can_lose(engine: EngineState, parts: StateParts) -> bool:
 def lose_engine(engine: EngineState, parts: StateParts) -> None:
     """Note that the worker of an engine has failed. Nothing that was asked of the engine is confirmed."""
     assert can_lose(engine, parts), f"the run cannot continue without {engine.name}"
-    engine.weights.lose(is_loading=engine.phase is EnginePhase.WAKING)
-    engine.phase, engine.is_lost = EnginePhase.ASLEEP, True
+    engine.weights.lose()
+    engine.phase, engine.is_publishing, engine.is_lost = EnginePhase.ASLEEP, False, True
 
 
 def blocks_writer(engine: EngineState, step: int, parts: StateParts) -> bool:

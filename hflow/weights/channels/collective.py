@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from hflow.errors import RunError
+from hflow.errors import WorkerFailureError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
@@ -79,7 +79,7 @@ class CollectiveChannel(WeightChannel):
         """Keep the bucket until its receivers take it.
 
         Raises:
-            RunError: when an earlier broadcast has failed.
+            WorkerFailureError: when an earlier broadcast has failed.
         """
         if self._server is None:
             self._server = open_store(self._settings.host, self._timeout)
@@ -92,7 +92,7 @@ class CollectiveChannel(WeightChannel):
         """Take part in the bucket's broadcast.
 
         Raises:
-            RunError: when the sender or another receiver does not take part in time.
+            WorkerFailureError: when the sender or another receiver does not take part in time.
         """
         assert isinstance(handle, CollectiveBucket)
         try:
@@ -104,10 +104,17 @@ class CollectiveChannel(WeightChannel):
         """Do nothing: a bucket is dropped when it was broadcast.
 
         Raises:
-            RunError: when a broadcast has failed.
+            WorkerFailureError: when a broadcast has failed.
         """
         for stream in self._streams.values():
             stream.raise_if_failed()
+
+    def forget_receivers(self) -> None:
+        """Drop buckets that were not taken. The next ones have another address, where new groups form.
+
+        Receivers that still wait for a member that has ended fail, as this ends the old address.
+        """
+        self.close()
 
     def close(self) -> None:
         """Drop buckets that were not taken."""
@@ -171,7 +178,7 @@ class _Stream:
         try:
             self._run()
         except (RuntimeError, dist.DistError) as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # its frames hold the group, for which receivers wait
 
     def _run(self) -> None:
         store, group = _connect(self._address, self._timeout), None
@@ -234,9 +241,9 @@ def _run_broadcast(group: Any, payload: Tensor) -> None:
     group.broadcast([payload], options).wait()
 
 
-def _failure(what: str, error: Exception) -> RunError:
+def _failure(what: str, error: Exception) -> WorkerFailureError:
     reason = str(error).strip().splitlines()[0]
-    return RunError(
+    return WorkerFailureError(
         f"{what}: {reason}. A process has ended, or collective_timeout is too short for one bucket"
     )
 

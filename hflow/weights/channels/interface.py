@@ -75,5 +75,8 @@ class WeightChannel(abc.ABC):
     def free(self, handles: Iterable[Any]) -> None:
         """Free buckets that were sent; their receivers have loaded them, or never will."""
 
+    def forget_receivers(self) -> None:  # noqa: B027 - most channels do not know them
+        """Prepare the sending end for new processes in the place of receivers. Nothing sent is pending."""
+
     def close(self) -> None:  # noqa: B027 - most channels hold nothing
         """Free what the channel itself holds. Safe to call twice."""

@@ -128,7 +128,8 @@ class BatchNodeRunner:
 
     def _update(self, program: NodeProgram, task: NodeTask) -> Metrics:
         target, source = self._plan.placement(program.name).replicas
-        update_weights(program, self._backends[target], self._backends[source])
+        with self._backends[target].on_device(changes=True), self._backends[source].on_device():
+            update_weights(program, self._backends[target], self._backends[source])
         return {}
 
     def _gather(self, program: NodeProgram, samples: tuple[int, ...]) -> Batch:
@@ -150,6 +151,8 @@ class BatchNodeRunner:
             options=program.options,
             temperature=self._temperature(program),
             is_first_writer=self._is_first_writer(program),
+            first_pass=None if program.first_pass is None else self._node_call(program.first_pass),
+            seed=self._seed,
         )
 
     def _is_first_writer(self, program: NodeProgram) -> bool:

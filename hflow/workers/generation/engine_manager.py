@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from hflow.backends.interface import ModelBackend
 from hflow.errors import RunError
+from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.checksum import weights_checksum
@@ -43,6 +45,10 @@ class EngineManager:
         on_span: Callable[[Span], None],
     ) -> None:
         self._routes: dict[str, WeightRoute] = {route.dst: route for route in plan.weights}
+        self._reads_in_place = frozenset(
+            replica for replica in drivers if not engine_kind(plan.replica(replica).backend).has_own_process
+        )
+        """Engines in this process, which read what a trainer here holds in place."""
         self._drivers = drivers
         self._backends = backends
         self._sharing = sharing
@@ -67,13 +73,16 @@ class EngineManager:
     def wake(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
     ) -> LoadedWeights | None:
-        """Give an engine the weights of a version, unless it has them, and let it generate.
+        """Give an engine the weights of a version, and let it generate.
+
+        What was sent is loaded also by an engine that has the version: another engine of the replica, which
+        was replaced, may need it as a member of the same broadcast.
 
         Args:
             replica: the engine's.
             version: version of the weights.
             incoming: what was sent to each rank of the engine; None: a replica on this worker has the
-                weights.
+                weights, which are loaded unless the engine has them.
 
         Returns:
             What the engine loaded, if anything.
@@ -82,7 +91,7 @@ class EngineManager:
             RunError: if the engine dropped the weights of this version when it slept.
         """
         driver, level = self._drivers[replica], self._sleep_levels[replica]
-        needs_weights = self.needs_weights(replica, version)
+        needs_weights = incoming is not None or self.needs_weights(replica, version)
         was_stopped = replica not in self._awake_since
         was_asleep = was_stopped and level is not SleepLevel.PAUSE
         if was_asleep:
@@ -132,6 +141,11 @@ class EngineManager:
         has_source = replica in self._routes and replica not in self._sharing
         return SleepLevel.DROP_WEIGHTS if has_source else SleepLevel.KEEP_WEIGHTS
 
+    def _source_on_device(self, replica: str, route: WeightRoute) -> AbstractContextManager[None]:
+        """Have the weights of a trainer here on the device, if the engine reads them in place."""
+        source = self._backends.get(route.src) if replica in self._reads_in_place else None
+        return nullcontext() if source is None else source.on_device()
+
     def _update(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
     ) -> LoadedWeights | None:
@@ -147,7 +161,8 @@ class EngineManager:
         else:
             if incoming is None:
                 incoming = [IncomingWeights.of_tensors(self._backends[route.src].weights)]
-            loaded = driver.load(incoming, version)
+            with self._source_on_device(replica, route):
+                loaded = driver.load(incoming, version)
         self._versions[replica] = version
         args = {"version": version, "pulled_bytes": sum(loaded.num_bytes) if loaded else 0}
         self._on_span(Span(f"weights {replica}", "weights", start, time.time(), args))

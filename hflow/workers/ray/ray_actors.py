@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
@@ -310,17 +311,39 @@ def _as_a_guest() -> Iterator[None]:
     """Let a Ray that this process joins now print no logs of its own, and leave SIGTERM to this process.
 
     hflow reports in a line what ended. Ray's handlers of SIGTERM, one in Python and one in C++, end the
-    process without saving the run.
+    process without saving the run. The one in C++ is there for a moment, so the signal waits on all threads
+    that start here; but not in Ray's daemons, which would inherit that.
     """
     listen, set_handler = ray_worker.listen_error_messages, ray_utils.set_sigterm_handler
+    start_daemon = ray_services.start_ray_process
+
+    def start_daemon_unblocked(*arguments: Any, **settings: Any) -> Any:
+        _unblock(signal.SIGTERM)
+        try:
+            return start_daemon(*arguments, **settings)
+        finally:
+            _block(signal.SIGTERM)
+
     ray_worker.listen_error_messages = lambda worker, threads_stopped: None
     ray_utils.set_sigterm_handler = lambda handler: None
+    ray_services.start_ray_process = start_daemon_unblocked
+    _block(signal.SIGTERM)
     try:
         yield
     finally:
         ray_worker.listen_error_messages, ray_utils.set_sigterm_handler = listen, set_handler
+        ray_services.start_ray_process = start_daemon
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # replaces the one in C++
+        _unblock(signal.SIGTERM)
+
+
+def _block(number: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def _unblock(number: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 @contextmanager

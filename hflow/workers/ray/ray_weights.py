@@ -8,6 +8,7 @@ otherwise its other messages would wait for the trainer's device.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ class _Publication:
     call: WorkerCall
     reports: Mapping[int, Any]
     """Sender -> reference to its `PublishReport`."""
+    num_losses: int
+    """Engines that the replica had lost when it began."""
 
 
 class RayWeights:
@@ -61,6 +64,8 @@ class RayWeights:
         self._published: dict[str, _Publication] = {}
         """Engine replica -> weights that it has not loaded yet."""
         self._versions: dict[str, int] = {}
+        self._num_losses: Counter[str] = Counter()
+        """Engine replica -> how often it has lost an engine."""
 
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
         """Let senders publish; returns each one's span. Messages are sent before anything is awaited."""
@@ -92,22 +97,30 @@ class RayWeights:
         return _weights_loaded(engine, updates, reports[0] if reports else {})
 
     def forget(self, replica: str) -> None:
-        """Note that an engine has no weights. What was published and not loaded yet is kept for it."""
+        """Note that a replica has lost an engine, so that everything it has is to be sent again."""
         self._versions.pop(replica, None)
+        self._published.pop(replica, None)
+        self._num_losses[replica] += 1
 
     def _start_publishing(self, route: WeightRoute, version: int) -> _Publication:
-        source = self._plan.replica(route.src)
-        references = {worker: self._send(worker, "publish", route.dst, version) for worker in source.workers}
+        source, num_losses = self._plan.replica(route.src), self._num_losses[route.dst]
+        references = {
+            worker: self._send(worker, "publish", route.dst, version, num_losses) for worker in source.workers
+        }
         handles, reports = zip(*references.values(), strict=True)
         call = _replica_call(source, "publish", route.dst, version)
-        return _Publication(handles, call, dict(zip(references, reports, strict=True)))
+        return _Publication(handles, call, dict(zip(references, reports, strict=True)), num_losses)
 
     async def _reports(self, publication: _Publication) -> dict[int, PublishReport]:
         reports = await self._wait_all(publication.call, publication.reports)
         return dict(zip(publication.reports, reports, strict=True))
 
     async def _free(self, replica: str, publication: _Publication) -> None:
-        await asyncio.gather(*(self._call(worker, "free_weights", replica) for worker in publication.reports))
+        freeing = (
+            self._call(worker, "free_weights", replica, publication.num_losses)
+            for worker in publication.reports
+        )
+        await asyncio.gather(*freeing)
 
 
 def _weights_loaded(

@@ -217,6 +217,10 @@ class RayWorkers(Workers):
         """Bring engines to a version, with weights that are published now unless they have been."""
         return await self._weights.wake(replica, version)
 
+    def forget_weights(self, replica: str) -> None:
+        """Drop what was published for a generation replica, because it has lost an engine."""
+        self._weights.forget(replica)
+
     async def watch(self) -> None:
         """Probe every worker again and again, until one does not answer."""
         if self._hang_seconds is not None:
@@ -269,7 +273,6 @@ class RayWorkers(Workers):
         restored: Mapping[str, Sequence[int]] = await self._call_once(worker, "restore_log")
         others = (other for other in range(len(self._actors)) if other != worker)
         await asyncio.gather(*(self._call_once(other, "set_peer", worker, actor) for other in others))
-        self._weights.forget(self.replaceable[worker])
         self._rebuilding.discard(worker)
         self._replaced.pop(worker, asyncio.Event()).set()
         return restored

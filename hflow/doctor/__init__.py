@@ -12,9 +12,9 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
+from hflow.doctor.finding import Finding
 from hflow.planner.backends import BACKENDS, ENGINES, Descriptor, engine_kind, training_backend
-
-GIB = 2**30
+from hflow.planner.hardware import GIB
 
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
@@ -37,7 +37,7 @@ OPTIONAL_PARTS = (
     OptionalPart("mlflow", "report.mlflow", ("mlflow", "sqlalchemy", "alembic")),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
-    OptionalPart("flash-attn", "kernels that megatron-core and vLLM use on CUDA", ("flash_attn",)),
+    OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
 )
 
 RAY_PROBE = """
@@ -53,21 +53,6 @@ RAY_TIMEOUT = 90.0
 
 packages_distributions = cache(metadata.packages_distributions)
 """Return which distributions provide each importable package, read once."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    topic: str
-    """`version`, `device`, `backend`, `engine`, `optional` or `ray`."""
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
-    """If not ok: a command, or what the user should know."""
-    required: bool = True
-    """Whether hflow cannot run without it."""
 
 
 def check_machine(start_ray: bool = True) -> Iterator[Finding]:

@@ -1,0 +1,141 @@
+"""Calls of attention kernels. All attention of the backends and of the embedded engine is computed here.
+
+`hflow.types.attention_kernel` chooses the kernel; `num_calls` counts the calls of each.
+
+Axes: S sequences, T packed query tokens, K packed key tokens, L queries and M keys of each padded sequence,
+H heads, G key-value heads (a divisor of H), d head size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hflow.errors import BackendError
+from hflow.types.attention_kernel import AttentionKernel, decode_kernel, flash_attn_version, packed_kernel
+
+num_calls: Counter[AttentionKernel] = Counter()
+"""Calls of each kernel in this process, without the recomputations inside of kernels."""
+
+# cuDNN's kernel, which SDPA prefers on Hopper, spends tens of milliseconds on each new pair of batch size and
+# length, and keeps what it made. Decoding has a new pair at most steps.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """Return the kernel for packed sequences on a device.
+
+    Raises:
+        BackendError: if it is that of flash-attn, and the package was built for another torch.
+    """
+    kernel = packed_kernel(device.type, _DTYPES[dtype], has_flash_attn=flash_attn_version() is not None)
+    if kernel is AttentionKernel.FLASH_ATTN:
+        _flash_attn()
+    return kernel
+
+
+def varlen_attention(
+    kernel: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Compute causal attention within each of S sequences: q `[T, H, d]`, k and v `[K, G, d]` -> `[T, H, d]`.
+
+    The last query of a sequence attends to all of its keys, the one before it to all but the last, and so on.
+
+    Args:
+        kernel: `FLASH_ATTN` or `VARLEN`.
+        q: queries.
+        k: keys.
+        v: values.
+        cumulative: int32 `[S + 1]` both: where the queries, and where the keys of each sequence begin.
+        longest: most queries, and most keys of a sequence.
+        scaling: factor of the scores; None for `d ** -0.5`.
+    """
+    num_calls[kernel] += 1
+    if kernel is AttentionKernel.FLASH_ATTN:
+        flash = _flash_attn()
+        out: Tensor = flash(q, k, v, *cumulative, *longest, softmax_scale=scaling, causal=True)
+        return out
+    assert kernel is AttentionKernel.VARLEN
+    attended = varlen_attn(
+        q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None = None
+) -> Tensor:
+    """Compute attention of sequences of one length.
+
+    Args:
+        q: queries `[S, H, L, d]`.
+        k: keys `[S, G, M, d]`.
+        v: values, as keys.
+        scaling: factor of the scores; None for `d ** -0.5`.
+        mask: additive mask, or one of `torch.nn.attention.bias`; None for causal attention, where L is M.
+
+    Returns:
+        `[S, H, L, d]`.
+    """
+    num_calls[AttentionKernel.SDPA] += 1
+    num_shared = q.shape[1] // k.shape[1]
+    if num_shared > 1 and q.device.type != "cpu" and q.dtype is torch.float32:
+        # No fused kernel has grouped queries in fp32, and the other one stores all scores.
+        k, v = (x.repeat_interleave(num_shared, dim=1) for x in (k, v))
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Compute attention of one query per sequence: q `[S, H, d]`, k and v `[S, G, M, d]` -> `[S, H, d]`.
+
+    Query heads that share keys become rows of one product, so that keys need not be repeated.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: additive, `[S, 1, 1, M]`.
+        scaling: factor of the scores.
+    """
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    if decode_kernel(_DTYPES[q.dtype]) is AttentionKernel.PRODUCTS:
+        num_calls[AttentionKernel.PRODUCTS] += 1
+        scores = torch.matmul(grouped * scaling, k.transpose(2, 3)).add_(mask)
+        out = torch.matmul(scores.softmax(-1), v)
+    else:
+        out = padded_attention(grouped, k, v, scaling, mask)
+    return out.reshape(q.shape)
+
+
+@cache
+def _flash_attn() -> Any:
+    """Return flash-attn's kernel.
+
+    Raises:
+        BackendError: if the package was built for another torch.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"flash-attn {flash_attn_version()} cannot be imported with torch {torch.__version__}: "
+            f"{str(error).splitlines()[0]}. Install a build for this torch, or uninstall flash-attn"
+        ) from None
+    return flash_attn_varlen_func

@@ -1,0 +1,194 @@
+"""Keeps weights and the optimizer's state of a model in host memory while no node uses them.
+
+A tensor that is offloaded stays the same object, and so does everything that shares its storage: views,
+tied weights, the shards of FSDP2 and the buffers of megatron. Only the memory of its storage on the device
+is freed.
+
+Copies run on the current CUDA stream, to and from pinned memory. Kernels that are launched later on that
+stream see the values, so the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from hflow.config.schema import Offload
+
+CHUNK_BYTES = 64 << 20
+"""Host memory is allocated in chunks of this size. torch rounds pinned memory up to a power of two, so that
+allocations of other sizes would waste up to half of it."""
+
+Tensors = Callable[[], Iterable[Tensor]]
+"""Returns tensors that are on the device. It is called before they are offloaded."""
+
+
+class HostOffload:
+    """Moves the state of one model between its device and host memory.
+
+    Args:
+        offload: what is in host memory while nothing uses it.
+        weights: the model's weights.
+        optimizer: what only training and saving use, such as moments and master weights.
+        gradients: buffers of gradients that exist between steps. Their values are not kept.
+    """
+
+    def __init__(
+        self,
+        offload: Offload,
+        weights: Tensors,
+        optimizer: Tensors = tuple,
+        gradients: Tensors = tuple,
+    ) -> None:
+        nothing = _Part(tuple)
+        self._weights = _Part(weights) if offload == "all" else nothing
+        is_training_offloaded = offload in ("optimizer", "all")
+        self._optimizer = _Part(optimizer) if is_training_offloaded else nothing
+        self._gradients = _Part(gradients, keeps_values=False) if is_training_offloaded else nothing
+
+    @contextmanager
+    def on_device(self, *, training: bool = False, changes: bool = False) -> Iterator[None]:
+        """Have the weights on the device while the context is open; contexts may be nested.
+
+        After an error everything stays on the device.
+
+        Args:
+            training: also the optimizer's state and gradients.
+            changes: whether values may change. Those that do not change are not copied back.
+        """
+        with ExitStack() as parts:
+            if training:
+                parts.enter_context(self._gradients.on_device(changes))
+                parts.enter_context(self._optimizer.on_device(changes))
+            parts.enter_context(self._weights.on_device(changes))
+            yield
+
+    def start(self) -> None:
+        """Offload everything, after the model has been built."""
+        for part in (self._weights, self._optimizer, self._gradients):
+            part.unload()
+
+    @property
+    def has_weights_on_device(self) -> bool:
+        """Whether weights can be used."""
+        return self._weights.is_on_device
+
+
+class _Part:
+    """Tensors that are offloaded together.
+
+    Args:
+        tensors: returns them.
+        keeps_values: whether values are copied; otherwise they are undefined when the tensors come back.
+    """
+
+    def __init__(self, tensors: Tensors, keeps_values: bool = True) -> None:
+        self._tensors = tensors
+        self._keeps_values = keeps_values
+        self._offloaded: dict[int, _OffloadedStorage] = {}
+        """Address of a storage object -> the storage, from the first time that it is offloaded."""
+        self._chunks = _Chunks()
+        self._num_users = 0
+        self._has_changed = True
+        self.is_on_device = True
+
+    @contextmanager
+    def on_device(self, changes: bool) -> Iterator[None]:
+        if not self.is_on_device:
+            self._load()
+        self._has_changed |= changes
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+        if not self._num_users:
+            self.unload()
+
+    @torch.no_grad()
+    def unload(self) -> None:
+        """Copy the values that have changed, and free the memory on the device."""
+        storages = {storage._cdata: storage for storage in _storages(self._tensors())}
+        if not storages:
+            return
+        known, self._offloaded = self._offloaded, {}
+        for key, storage in storages.items():
+            self._offloaded[key] = known.get(key) or self._new(storage)
+            if self._keeps_values and (self._has_changed or key not in known):
+                self._offloaded[key].save()
+            storage.resize_(0)
+        self._has_changed = False
+        self.is_on_device = False
+        if any(storage.device.type == "cuda" for storage in storages.values()):
+            torch.cuda.empty_cache()  # an engine in another process may need the memory
+
+    def _new(self, storage: UntypedStorage) -> _OffloadedStorage:
+        num_bytes, is_pinned = storage.nbytes(), storage.device.type == "cuda"
+        pieces = self._chunks.add(num_bytes, is_pinned) if self._keeps_values else ()
+        return _OffloadedStorage(storage, num_bytes, pieces)
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        for offloaded in self._offloaded.values():
+            offloaded.restore()
+        self.is_on_device = True
+
+
+@dataclass(frozen=True)
+class _OffloadedStorage:
+    """The memory of one or more tensors on the device, and the host memory for its values."""
+
+    storage: UntypedStorage
+    num_bytes: int
+    pieces: tuple[Tensor, ...]
+    """Host memory, uint8; empty: the values are not kept."""
+
+    def save(self) -> None:
+        """Copy the values to the host."""
+        for piece, part in self._pairs():
+            piece.copy_(part, non_blocking=True)
+
+    def restore(self) -> None:
+        """Allocate the memory on the device, and copy the values back."""
+        self.storage.resize_(self.num_bytes)
+        for piece, part in self._pairs():
+            part.copy_(piece, non_blocking=True)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pieces, each with the part of the memory on the device that it belongs to."""
+        on_device = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        start = 0
+        for piece in self.pieces:
+            yield piece, on_device[start : start + len(piece)]
+            start += len(piece)
+
+
+class _Chunks:
+    """Host memory that grows by chunks, and is freed with the model."""
+
+    def __init__(self) -> None:
+        self._free: Tensor | None = None
+        """What is left of the last chunk."""
+
+    def add(self, num_bytes: int, is_pinned: bool) -> tuple[Tensor, ...]:
+        """Return pieces of memory that together have some bytes."""
+        pieces: list[Tensor] = []
+        while num_bytes:
+            if self._free is None or not len(self._free):
+                self._free = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+            piece, self._free = self._free[:num_bytes], self._free[num_bytes:]
+            pieces.append(piece)
+            num_bytes -= len(piece)
+        return tuple(pieces)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """Yield the storages of tensors that have any memory; some may come several times."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            yield storage

@@ -1,0 +1,124 @@
+"""Checks of GPUs, their driver and the host's memory, which start nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hflow.doctor.finding import Finding
+from hflow.planner.hardware import GIB
+
+MAX_USED_SHARE = 0.05
+"""Share of a GPU's memory that may be in use before a run starts."""
+MIN_SHARED_GIB = 8
+"""Shared memory that Ray's object store and NCCL need at least."""
+
+_QUERY = "name,driver_version,memory.total,memory.used"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver reports it."""
+
+    name: str
+    driver: str
+    """Version of the driver."""
+    memory_bytes: int
+    used_bytes: int
+    """Memory in use by any process."""
+
+    @property
+    def memory_gib(self) -> float:
+        """Size of its memory."""
+        return self.memory_bytes / GIB
+
+
+def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
+    """Check driver, torch, GPUs and the host for a run on some of a machine's GPUs."""
+    yield _check_torch(gpus)
+    yield from check_devices(gpus, wanted)
+    yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
+    yield check_host_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus)
+
+
+def read_gpus() -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists; none without a driver."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_gpus(result.stdout) if result.returncode == 0 else []
+
+
+def parse_gpus(table: str) -> list[Gpu]:
+    """Return the GPUs in nvidia-smi's table, whose memory is in MiB."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
+    return [
+        Gpu(name, driver, int(total) << 20, int(used) << 20)
+        for name, driver, total, used in rows
+        if total.isdigit() and used.isdigit()
+    ]
+
+
+def check_devices(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
+    """Check that there are enough GPUs, of one kind, with free memory."""
+    if len(gpus) < wanted:
+        found = f"{len(gpus)} of {wanted} GPUs"
+        fix = f"hflow doctor --gpus {len(gpus)}" if gpus else "install NVIDIA's driver, or use a GPU machine"
+        yield Finding("gpu", "count", False, found, fix)
+    else:
+        yield Finding("gpu", "count", True, f"{len(gpus)} GPUs")
+    used = gpus[:wanted]
+    kinds = list(dict.fromkeys((gpu.name, gpu.memory_bytes) for gpu in used))
+    if len(kinds) > 1:
+        detail = "; ".join(
+            f"{name} with {size / GIB:.1f} GiB: "
+            + ", ".join(str(i) for i, gpu in enumerate(used) if (gpu.name, gpu.memory_bytes) == (name, size))
+            for name, size in kinds
+        )
+        fix = "set CUDA_VISIBLE_DEVICES to GPUs of one kind; a plan has one kind of device"
+        yield Finding("gpu", "kinds", False, detail, fix)
+    for index, gpu in enumerate(used):
+        sizes = f"{gpu.used_bytes / GIB:.1f} of {gpu.memory_gib:.1f} GiB in use"
+        is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
+        fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+        yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+
+
+def check_shared_memory(num_bytes: int) -> Finding:
+    """Check the size of /dev/shm, which containers limit."""
+    enough = num_bytes >= MIN_SHARED_GIB * GIB
+    fix = f"make it {MIN_SHARED_GIB} GiB or more: docker run --shm-size, or an emptyDir of medium Memory"
+    return Finding("host", "/dev/shm", enough, f"{num_bytes / GIB:.1f} GiB", fix)
+
+
+def check_host_memory(num_bytes: int, gpus: Sequence[Gpu]) -> Finding:
+    """Check that the host holds what sleeping engines and published weights keep there."""
+    needed = max((gpu.memory_bytes for gpu in gpus), default=0)
+    fix = "use a machine with more memory than one of its GPUs has, or smaller models"
+    return Finding("host", "memory", num_bytes >= needed, f"{num_bytes / GIB:.0f} GiB", fix, required=False)
+
+
+def _check_torch(gpus: Sequence[Gpu]) -> Finding:
+    """Check that torch is built for CUDA and that the driver is new enough for it."""
+    import torch
+
+    version = f"torch {torch.__version__}"
+    if torch.version.cuda is None:
+        fix = "install torch's build for CUDA, which is the default of pip on Linux"
+        return Finding("gpu", "torch", False, f"{version} is a build without CUDA", fix)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    driver = gpus[0].driver if gpus else "none"
+    detail = f"{version} for CUDA {torch.version.cuda}, driver {driver}"
+    if is_available:
+        return Finding("gpu", "torch", True, detail)
+    reason = str(caught[-1].message).splitlines()[0] if caught else "torch finds no device"
+    fix = f"update NVIDIA's driver to one for CUDA {torch.version.cuda}, or install an older build of torch"
+    return Finding("gpu", "torch", False, f"{detail}: {reason}", fix)

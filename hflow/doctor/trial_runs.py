@@ -1,0 +1,157 @@
+"""Small runs on real devices: each is `hflow run` with settings that need one part of hflow.
+
+A run trains a tiny model for two steps and compares log-probs of engine and trainer, so it notices wrong
+results of collectives, weight transports and kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hflow.doctor.finding import Finding
+
+TIMEOUT = 600.0
+"""Seconds that one run may take."""
+MAX_GAP = 0.1
+"""Largest mean difference between the log-probs of engine and trainer, in nats. In bf16 it is about 0.01."""
+
+_EMBEDDED = "models.actor.gen.engine=embedded"
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A run that tries one part of hflow."""
+
+    name: str
+    purpose: str
+    overrides: tuple[str, ...]
+    """Settings. `{n}` is the number of devices, `{half}` half of it."""
+    num_devices: int | None = None
+    """Devices that it runs on; None: all."""
+    min_devices: int = 1
+    multiple: int = 1
+    """Of the devices, as many are used as are a multiple of it."""
+    package: str | None = None
+    """Importable name of a package that it needs."""
+    on_cpu: bool = True
+    """Whether it can run on CPUs too."""
+
+
+TRIAL_RUNS = (
+    TrialRun("one device", "training and generation in turns: kernels, sleep and wake", (_EMBEDDED,), 1),
+    TrialRun(
+        "fsdp",
+        "collectives and FSDP2 over all devices",
+        (_EMBEDDED, "models.actor.layout=d{n}"),
+        min_devices=2,
+    ),
+    TrialRun(
+        "megatron",
+        "tensor parallelism",
+        (_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}t2p1"),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "collective",
+        "new weights by broadcasts from device to device",
+        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=collective"),
+        2,
+        2,
+    ),
+    TrialRun(
+        "store",
+        "new weights through Ray's object store",
+        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=store"),
+        2,
+        2,
+    ),
+    TrialRun(
+        "ipc",
+        "vLLM beside the trainer, new weights in the memory of the GPU",
+        ("models.actor.gen.engine=vllm", "models.actor.gen.transport=ipc"),
+        1,
+        package="vllm",
+        on_cpu=False,
+    ),
+)
+
+
+def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
+    """Yield the result of each run on the GPUs of this machine, or on two CPU processes.
+
+    Args:
+        num_gpus: GPUs to use; 0 for CPUs.
+        memory_gib: memory of one GPU.
+    """
+    for run in TRIAL_RUNS:
+        reason = _obstacle(run, num_gpus)
+        if reason is not None:
+            yield Finding("trial", run.name, False, f"{run.purpose}: not checked, {reason}", required=False)
+        else:
+            yield _try(run, num_gpus, memory_gib)
+
+
+def _obstacle(run: TrialRun, num_gpus: int) -> str | None:
+    if num_gpus == 0 and not run.on_cpu:
+        return "it needs a GPU"
+    if 0 < num_gpus < run.min_devices:
+        return f"it needs {run.min_devices} GPUs"
+    if run.package is not None and find_spec(run.package) is None:
+        return f"{run.package} is not installed"
+    return None
+
+
+def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) -> list[str]:
+    """Return the command of a run, whose results go to the directory `out`."""
+    num = run.num_devices or num_gpus or 2
+    num -= num % run.multiple
+    # The figures of the kind of device only change what the plan estimates.
+    cluster = [f"cluster=cpu-1x{num}"]
+    if num_gpus:
+        cluster = [f"cluster=h100-1x{num}", f"device_memory_gib={memory_gib:.1f}"]
+    settings = [text.format(n=num, half=num // 2) for text in run.overrides]
+    size = ["steps=2", f"batch={8 * num}", "nodes.eval_gen.after=1000", "data.heldout.limit=4"]
+    return [sys.executable, "-m", "hflow", "run", "grpo", "--plain", *size, *cluster, *settings, f"out={out}"]
+
+
+def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
+    with tempfile.TemporaryDirectory(prefix="hflow-doctor-") as out:
+        arguments = command(run, num_gpus, memory_gib, out)
+        started = time.monotonic()
+        try:
+            # In an empty directory, so that no file of the user's takes part.
+            result = subprocess.run(
+                arguments, cwd=out, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            problem: str | None = f"not done after {TIMEOUT:.0f} s"
+        else:
+            lines = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()
+            problem = lines[-1] if result.returncode else None
+        seconds, gap = time.monotonic() - started, 0.0 if problem else _engine_gap(Path(out))
+    detail = problem or f"{seconds:.0f} s, log-probs of engine and trainer differ by {gap:.2g}"
+    is_right = problem is None and gap <= MAX_GAP
+    return Finding("trial", run.name, is_right, f"{run.purpose}: {detail}", _fix(arguments))
+
+
+def _fix(arguments: list[str]) -> str:
+    shown = [part for part in arguments[3:] if not part.startswith("out=")]
+    return "see all of its output: hflow " + " ".join(f"'{part}'" if " " in part else part for part in shown)
+
+
+def _engine_gap(out: Path) -> float:
+    """Return the largest difference of any step in the run's metrics; infinity if it has none."""
+    (metrics,) = out.glob("grpo/latest/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    gaps = [row["actor_train/engine_gap"] for row in rows if "actor_train/engine_gap" in row]
+    return max(gaps, default=float("inf"))

@@ -1,0 +1,314 @@
+"""A pretend accelerator: a device of torch that computes on the CPU, and on which mistakes of CUDA code fail.
+
+Tensors on it have real memory, but torch takes this memory for that of another device. Every operation on
+them comes to this module, which checks the arguments, runs the CPU kernel on the same memory, and moves the
+results to the device. As on CUDA, it is an error
+
+- to mix tensors of the device and of the CPU, except for a CPU scalar in a pointwise operation;
+- to read a tensor as a numpy array without copying it to the CPU first;
+- to use memory that was freed with `UntypedStorage.resize_(0)`.
+
+An operation that would make the host wait for the device is recorded: see `host_syncs`. Copies of memory that
+is not pinned count, as torch waits for them.
+
+There is one such device in a process, without streams or collectives of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+"""Name of the device, as in `torch.device("pretend")`."""
+
+_PACKAGE = str(Path(__file__).parents[2] / "hflow")
+_CPU = torch.device("cpu")
+_DLPACK_EXTENSION = 12
+"""`kDLExtDev` of DLPack, which torch imports as its device for extensions."""
+_SYNCS = {
+    "_local_scalar_dense": "item",
+    "equal": "equal",
+    "nonzero": "nonzero",
+    "masked_select": "masked_select",
+    "unique_consecutive": "unique",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "repeat_interleave": "repeat_interleave without output_size",
+    "bincount": "bincount",
+}
+"""Operations whose result, or its shape, the host has to wait for."""
+
+
+_VIEWS = (
+    "as_strided",
+    "view",
+    "_reshape_alias",
+    "unfold",
+    "alias",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+)
+"""Operations that compute sizes and strides alone."""
+
+
+@dataclass(frozen=True)
+class HostSync:
+    """One wait of the host for the device."""
+
+    kind: str
+    place: str
+    """`file:line` of the innermost frame of hflow; empty in a backward pass, which has none."""
+
+
+_recordings: list[list[HostSync]] = []
+_pinned: set[int] = set()
+"""Addresses of pinned storages."""
+_freed: set[int] = set()
+"""Addresses of storages whose memory is free."""
+
+
+@contextmanager
+def host_syncs() -> Iterator[list[HostSync]]:
+    """Record every wait of the host for the device, on any thread."""
+    recording: list[HostSync] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)
+
+
+def _record(kind: str) -> None:
+    if not _recordings:
+        return
+    frame, place = sys._getframe(1), ""
+    while frame is not None and not place:
+        if (name := frame.f_code.co_filename).startswith(_PACKAGE):
+            place = f"{Path(name).relative_to(Path(_PACKAGE).parent)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    for recording in _recordings:
+        recording.append(HostSync(kind, place))
+
+
+# ------------------------------------------------------------------------------- memory
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _to_device(tensor: Tensor) -> Tensor:
+    """Return a tensor of the device with the memory of a CPU tensor, which it keeps."""
+    if not tensor.numel():  # it has no memory; DLPack would make its strides contiguous
+        tensor = torch.empty(1, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
+    address = _pointer_of(capsule, b"dltensor")
+    ctypes.c_int32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value = _DLPACK_EXTENSION
+    moved: Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return moved
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor with the memory of a tensor of the device. It does not keep the memory."""
+    storage = tensor.untyped_storage()
+    address, size = storage.data_ptr(), storage.nbytes()
+    if address in _freed:
+        raise RuntimeError(f"this memory of the device {NAME} is free")
+    if not size:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = torch._C._construct_storage_from_data_pointer(address, _CPU, size)
+    cpu = torch.empty(0, dtype=tensor.dtype)
+    return cpu.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    """Return a copy in memory that counts as pinned, as long as it exists."""
+    pinned = tensor.clone()
+    address = pinned.untyped_storage().data_ptr()
+    _pinned.add(address)
+    weakref.finalize(pinned, _pinned.discard, address)
+    return pinned
+
+
+_resize_storage = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """Mark memory of the device as free, or as allocated again, where its content is undefined."""
+    if storage.device.type != NAME:
+        return _resize_storage(storage, size)
+    address = storage.data_ptr()
+    if size:
+        _freed.discard(address)
+    else:
+        ctypes.memset(address, 0xFF, storage.nbytes())  # NaN in every float type
+        _freed.add(address)
+    return storage
+
+
+# ------------------------------------------------------------------------------ kernels
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.device.type == NAME
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on the CPU and move its results to the device."""
+    name = op._schema.name.removeprefix("aten::")
+    inputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def to_cpu(x: Any) -> Any:
+        if isinstance(x, torch.device) and x.type == NAME:
+            return torch.device("cpu")
+        if not isinstance(x, Tensor):
+            return x
+        if not _is_here(x):
+            _check_mixed(op, x)
+            return x
+        cpu = _to_cpu(x)
+        inputs[id(cpu)] = cpu, x
+        return cpu
+
+    def to_device(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in inputs:
+            return inputs[id(x)][1]
+        address = x.untyped_storage().data_ptr()
+        for cpu, _ in inputs.values():
+            assert not address or cpu.untyped_storage().data_ptr() != address, f"{op} returns a view"
+        return _to_device(x)
+
+    if _recordings:
+        _record_operation(name, args, kwargs)
+    cpu_args = [
+        torch.tensor(x) if isinstance(x, int | float) and str(given.type) == "Tensor" else _map(to_cpu, x)
+        for x, given in zip(args, op._schema.arguments, strict=False)
+    ]  # torch passes numbers as if they were tensors, which only its own kernels accept
+    result = op(*cpu_args, **{key: _map(to_cpu, value) for key, value in kwargs.items()})
+    for cpu, given in inputs.values():
+        if cpu.shape != given.shape:  # an output that the kernel has resized
+            given.set_(_to_device(cpu))
+    if name == "_local_scalar_dense" or not op._schema.returns:
+        return result
+    return _map(to_device, result)
+
+
+def _map(function: Callable[[Any], Any], values: Any) -> Any:
+    """Apply a function to every value in tuples and lists."""
+    if isinstance(values, tuple | list):
+        return type(values)([_map(function, value) for value in values])
+    return function(values)
+
+
+def _check_mixed(op: Any, tensor: Tensor) -> None:
+    """Refuse a tensor of the CPU as CUDA's kernels do: all but scalars in pointwise operations."""
+    if tensor.dim() > 0 or torch.Tag.pointwise not in op.tags:
+        raise RuntimeError(f"{op} got tensors of the device {NAME} and of {tensor.device}; move them to one")
+
+
+def _record_operation(name: str, args: Any, kwargs: Any) -> None:
+    """Record an operation whose result, or its shape, the host has to wait for."""
+    if name in _SYNCS and kwargs.get("output_size") is None:
+        _record(_SYNCS[name])
+    if name in ("index", "index_put", "_index_put_impl_") and any(
+        x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    ):
+        _record("a boolean index")
+
+
+def _on_cpu_keys(op: Any) -> Any:
+    """Return a kernel that runs the CPU's one, which only computes with sizes and strides."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keys, *args, **kwargs)
+
+    return kernel
+
+
+def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+    return _to_device(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+    return _to_device(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if not _is_here(target):
+        _record("copy to the host")
+    elif not _is_here(source) and not (non_blocking and source.untyped_storage().data_ptr() in _pinned):
+        _record("copy to the device that is not pinned and non_blocking")
+    (_to_cpu(target) if _is_here(target) else target).copy_(_to_cpu(source) if _is_here(source) else source)
+    return target
+
+
+class _Module:
+    """The device's module, `torch.pretend`."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: random numbers are the CPU generator's."""
+
+
+_libraries: list[torch.library.Library] = []
+
+
+@contextmanager
+def installed() -> Iterator[str]:
+    """Make the device known to torch, for the rest of the process; yield its name.
+
+    Modules that move to the device keep their parameter objects meanwhile, as on CUDA.
+    """
+    _install()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield NAME
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _install() -> None:
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend(NAME, _Module())
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(_run, "PrivateUse1")
+    kernels = torch.library.Library("aten", "IMPL")
+    made = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy}
+    for name, kernel in made.items():
+        kernels.impl(name, kernel, "PrivateUse1")
+    for name in _VIEWS:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        kernels.impl(name, _on_cpu_keys(op), "PrivateUse1")
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _pin  # type: ignore[method-assign,assignment]
+    _libraries.extend((fallback, kernels))

@@ -1,0 +1,225 @@
+"""The backends, the engine and a whole run on a pretend accelerator, where mistakes with devices fail."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pretend_device
+import pytest
+import torch
+import torch_kit as kit
+from pretend_device import HostSync, host_syncs
+
+from hflow.backends import attention_kernels
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.interface import ModelSettings, SamplingParams, TrainShard
+from hflow.config.schema import LoraConfig
+from hflow.launch.compile import compile_recipe
+from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.types.sleep_level import SleepLevel
+from hflow.weights.incoming import IncomingWeights
+
+ROOT = Path(__file__).parents[2]
+BATCH = kit.make_batch([5, 9, 3, 3])
+ONE_LAYER = kit.ARCHITECTURE | {"num_hidden_layers": 1}
+PROMPTS = [[1, 5, 6], list(range(3, 31)) * 2, [7]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    with pretend_device.installed() as name:
+        yield name
+
+
+# ------------------------------------------------------------------------------- the device itself
+def test_tensors_of_two_devices_do_not_mix(device):
+    there, here = torch.ones(3, device=device), torch.ones(3)
+    for mix in (lambda: there + here, lambda: torch.cat((there, here)), lambda: there[torch.tensor([0])]):
+        with pytest.raises(RuntimeError, match="device"):
+            mix()
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    torch.testing.assert_close((there + torch.tensor(1.0)).cpu(), here + 1)  # a scalar is no mistake
+
+
+def test_gradients_and_views_are_those_of_the_cpu(device):
+    weight = torch.randn(4, 3)
+    gradients = []
+    for where in ("cpu", device):
+        x = weight.to(where).detach().requires_grad_()
+        torch.nn.functional.softmax(x[1:].t() @ x[1:], dim=0).square().sum().backward()
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(*gradients)
+    x = weight.to(device)
+    x[1:, 0] = 0
+    assert (x.cpu()[1:, 0] == 0).all()
+
+
+def test_what_the_host_waits_for_is_recorded(device):
+    x = torch.arange(3.0, device=device)
+    with host_syncs() as syncs:
+        x.sum().item()
+        x.tolist()
+        x[x > 1]
+        x.repeat_interleave(torch.tensor([1, 2, 3]).pin_memory().to(device, non_blocking=True))
+        torch.tensor([1.0], device=device)
+    kinds = [sync.kind for sync in syncs]
+    expected = ["item", "copy to the host", "a boolean index", "repeat_interleave", "not pinned"]
+    assert all(any(kind.startswith(name) or name in kind for kind in kinds) for name in expected), kinds
+    with host_syncs() as syncs:
+        (x + torch.ones(3).pin_memory().to(device, non_blocking=True)).cumsum(0)
+    assert not syncs
+
+
+def test_freed_memory_cannot_be_read(device):
+    x = torch.ones(3, device=device)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="free"):
+        x + 1
+    x.untyped_storage().resize_(12)
+    assert x.isnan().all()
+
+
+# ---------------------------------------------------------------------------------------- training
+def trained(device, name, **changes):
+    """Train on two micro-batches, which is a step of one update, or two if the call has two epochs."""
+    model = kit.model(device=device, tokens_per_microbatch=20, architecture=ONE_LAYER, **changes)
+    call = kit.VALUE if name == "value" else kit.CALLS[name]
+    with host_syncs() as syncs:
+        metrics = model.train(call, [TrainShard((BATCH,))], 5)
+    return model, metrics, Counter(sync.kind for sync in syncs)
+
+
+@pytest.mark.parametrize("name", ["mask", "seq-mean", "group-mean"])
+def test_a_train_step_is_that_of_the_cpu_and_waits_once_per_update(device, name):
+    here, wanted, _ = trained("cpu", name)
+    there, got, syncs = trained(device, name)
+    assert got == pytest.approx(wanted, abs=1e-4)
+    weights = kit.weights(there)
+    for key, tensor in here.weights():
+        torch.testing.assert_close(weights[key].cpu(), tensor, atol=1e-5, rtol=0)
+    num_updates = kit.CALLS[name].options.get("epochs", 1)
+    assert syncs == {"item": num_updates, "copy to the host": 1}  # norms of gradients; metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("token-mean", {"lora": LoraConfig(r=4, alpha=8)}),
+        ("value", {"head": "value", "dtype": "bf16", "activation_checkpointing": True}),
+    ],
+)
+def test_a_trained_model_is_saved_and_infers(device, name, changes, tmp_path):
+    _, wanted, _ = trained("cpu", name, **changes)
+    model, got, _ = trained(device, name, **changes)
+    assert got["loss"] == pytest.approx(wanted["loss"], abs=1e-2 if "dtype" in changes else 1e-4)
+    model.save_shards(str(tmp_path))()
+    other = kit.model(architecture=ONE_LAYER, **changes)
+    other.load_shards(str(tmp_path))
+    for key, tensor in model.weights():
+        torch.testing.assert_close(tensor.cpu(), kit.weights(other)[key])
+    if name != "value":
+        results = [m.infer(kit.LOGPROBS, [BATCH])[0].columns["result"].values for m in (model, other)]
+        torch.testing.assert_close(*map(torch.from_numpy, results), atol=1e-5, rtol=0)
+
+
+def test_grouped_queries_in_fp32_have_repeated_keys(device):
+    q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    wanted = attention_kernels.padded_attention(q, k, v, None)
+    got = attention_kernels.padded_attention(*(x.to(device) for x in (q, k, v)), None)
+    torch.testing.assert_close(got.cpu(), wanted)
+
+
+# -------------------------------------------------------------------------------------- generation
+def generate(engine):
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(i, prompt, SamplingParams(max_tokens=4 + i, seed=i, top_p=0.9 if i else 1.0))
+    results, num_steps = {}, 0
+    while engine.num_unfinished:
+        results.update(engine.step())
+        num_steps += 1
+    return {i: result.ids for i, result in results.items()}, num_steps
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "olmo2"])
+def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_type):
+    settings = ModelSettings("actor", architecture=ONE_LAYER | {"model_type": model_type}, seed=3)
+    wanted, _ = generate(EmbeddedEngine(settings))
+    engine = EmbeddedEngine(dataclasses.replace(settings, device=device))
+    with host_syncs() as syncs:
+        got, num_steps = generate(engine)
+    assert got == wanted
+    assert len(syncs) == num_steps, syncs
+
+
+def test_an_engine_sleeps_wakes_and_loads(device):
+    settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
+    engine = EmbeddedEngine(settings)
+    wanted, _ = generate(engine)
+    engine.sleep(SleepLevel.KEEP_WEIGHTS)
+    with pytest.raises(RuntimeError, match="free"):
+        next(engine._module.parameters()).sum()
+    engine.wake_weights()
+    engine.wake_cache()
+    assert generate(engine)[0] == wanted
+    engine.sleep(SleepLevel.DROP_WEIGHTS)
+    engine.wake_weights()
+    other = EmbeddedEngine(dataclasses.replace(settings, seed=4))
+    engine.load_weights([IncomingWeights.of_tensors(lambda: other._module.named_parameters())], 1)
+    engine.wake_cache()
+    assert generate(engine)[0] == generate(other)[0]
+
+
+# ------------------------------------------------------------------------------------- a whole run
+OUTSIDE_OF_HOT_LOOPS = {
+    "hflow/backends/common/host_copy.py": "saving",
+    "hflow/backends/embedded_engine/dense_decoder.py": "building",
+    "hflow/backends/embedded_engine/module.py": "building",
+    "hflow/backends/torch_model/fsdp.py": "building",
+    "hflow/weights/checksum.py": "checksums of new weights, one transfer for each bucket and each load",
+}
+"""Files in which the host waits for the device, and when."""
+
+
+def test_a_run_waits_once_per_decode_step_and_update(device, tmp_path, monkeypatch):
+    """GRPO with generation on a device of its own, so that weights are published and loaded."""
+    num_steps = 0
+
+    def counted(engine, step=EmbeddedEngine.step):
+        nonlocal num_steps
+        num_steps += engine.num_unfinished > 0
+        return step(engine)
+
+    monkeypatch.setattr(EmbeddedEngine, "step", counted)
+    overrides = [
+        "steps=2",
+        "batch=2",
+        "workers=inproc",
+        "cluster=cpu-1x2",
+        "models.actor.architecture.num_hidden_layers=1",
+        "nodes.actor_gen.max_tokens=2",
+        "nodes.eval_gen.after=1000",
+        "data.train.limit=16",
+        "data.heldout.limit=1",
+        f"out={tmp_path}",
+    ]
+    compiled = compile_recipe(ROOT / "recipes" / "grpo_async.py", overrides)
+    cluster = dataclasses.replace(compiled.plan.cluster, device=device)
+    compiled = dataclasses.replace(compiled, plan=dataclasses.replace(compiled.plan, cluster=cluster))
+    with host_syncs() as syncs:
+        summary = run_compiled(compiled, False, RunEnvironment(is_quiet=True))
+    assert (summary.reason, summary.steps) == ("done", 2)
+    in_hot_loops = Counter(
+        (file(sync), sync.kind) for sync in syncs if file(sync) not in OUTSIDE_OF_HOT_LOOPS
+    )
+    num_updates = 2 * 2
+    assert in_hot_loops == {
+        ("hflow/backends/embedded_engine/engine.py", "copy to the host"): num_steps,
+        ("hflow/backends/torch_model/optimizer.py", "item"): num_updates,
+        ("hflow/backends/common/metrics.py", "copy to the host"): 2,  # once per step
+        ("hflow/data/unpack_returns.py", "copy to the host"): 2,  # log-probs, once per micro-batch
+    }
+
+
+def file(sync: HostSync) -> str:
+    return sync.place.partition(":")[0]
