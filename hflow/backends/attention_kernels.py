@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ num_calls: Counter[AttentionKernel] = Counter()
 # cuDNN's kernel, which SDPA prefers on Hopper, spends tens of milliseconds on each new pair of batch size and
 # length, and keeps what it made. Decoding has a new pair at most steps.
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+_VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether torch's kernel takes fewer key heads than query heads, as it does from torch 2.12 on."""
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -70,9 +74,12 @@ def varlen_attention(
         out: Tensor = flash(q, k, v, *cumulative, *longest, softmax_scale=scaling, causal=True)
         return out
     assert kernel is AttentionKernel.VARLEN
-    attended = varlen_attn(
-        q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
-    )
+    if _VARLEN_GROUPS_QUERIES:
+        grouped = {"enable_gqa": True}
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = {}
+    attended = varlen_attn(q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(attended, Tensor)
     return attended
 
