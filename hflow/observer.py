@@ -42,7 +42,10 @@ class Observer:
         """Receive the metrics of an evaluation after `step` completed steps."""
 
     def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receive the texts of some samples of a batch or an evaluation, as in `samples/step-N.jsonl`."""
+        """Receive the texts of some samples of a batch or an evaluation, or of refused samples.
+
+        Rows are those of `samples/step-N.jsonl`; refused ones have the node as `refused_by`.
+        """
 
     def on_refusal(self, node: str, reason: str, message: str) -> None:
         """Receive a sample that a node refused: `keep`, `failed`, ..., and the error of its body, if any."""

@@ -253,8 +253,8 @@ class ReportConfig:
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
     `[time/*,actor_train/grad_norm]`; null: the losses and the scores of samples."""
     samples: Int = Field(default=8, ge=0, le=1000)
-    """Samples of each batch and evaluation whose text is kept, in `samples/step-N.jsonl` and in TensorBoard;
-    0: none."""
+    """Samples of each batch and evaluation, and refused ones of each step, whose text is kept, in
+    `samples/step-N.jsonl` and in TensorBoard; 0: none."""
     wandb: str | None = None
     """Project of Weights & Biases that the run is logged to, as PROJECT or ENTITY/PROJECT; null: none."""
     mlflow: str | None = None

@@ -111,9 +111,12 @@ class RunObserver:
             self._tell("on_samples", number, rows)
         if self._samples is not None and rows:
             write_samples(self._samples, number, rows)
-            for stream in dict.fromkeys(row["stream"] for row in rows):
-                texts = [sample_markdown(row) for row in rows if row["stream"] == stream]
-                self._log.write_text(number, f"samples/{stream}", "\n\n---\n\n".join(texts))
+            by_tag: dict[str, list[str]] = {}
+            for row in rows:
+                tag = f"refused/{row['stream']}" if "refused_by" in row else f"samples/{row['stream']}"
+                by_tag.setdefault(tag, []).append(sample_markdown(row))
+            for tag, texts in by_tag.items():
+                self._log.write_text(number, tag, "\n\n---\n\n".join(texts))
 
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         """Show the first failure of each kind; all are counted in the metrics."""

@@ -14,8 +14,8 @@ from hflow.report.formatting import plural
 NOT_TRAINED = "not trained"
 KEY = "report.samples"
 """The key of the configuration that says how many texts are kept."""
-NOT_KEPT = "none that was refused or dropped"
-"""Samples without a text: texts are read when a batch is formed, and these are in none."""
+KEPT = "the text of N of each batch, and of N that nodes refused in each step"
+"""Which texts are kept. A sample that was dropped or never trained is in no batch, and no node refused it."""
 
 
 def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -25,7 +25,7 @@ def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         rows: one for each of its trajectories, see `sample_text_files.SampleRow`; none if none was kept.
     """
     if not rows:
-        return Text(f"its text was not kept: {KEY}=N keeps N of each batch, {NOT_KEPT}", style="dim")
+        return Text(f"its text was not kept: {KEY}=N keeps {KEPT}", style="dim")
     return Group(*(part for row in rows for part in _turns(row, with_stream=len(rows) > 1)))
 
 
@@ -49,7 +49,7 @@ def render_samples_with_text(
     some = "" if len(samples) == num_with_text else f"the first {len(samples)} of "
     told = (
         f"{some}{plural(num_with_text, 'sample')} with text, of {plural(total, 'sample')} in all; {KEY}=N "
-        f"keeps the text of N of each batch, at random, {NOT_KEPT}"
+        f"keeps {KEPT}"
     )
     return Group(*parts, Text(told, style="dim"))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -95,8 +97,10 @@ def check(summary: RunSummary, steps: int) -> Path:
 def check_texts(summary: RunSummary, story: SampleHistory) -> None:
     """Every batch has eight samples and every evaluation six, so the texts of all were kept."""
     run = str(summary.directory)
-    steps = {path.name: path.read_text() for path in (summary.directory / "samples").iterdir()}
-    assert {name: text.count("\n") for name, text in steps.items()} == {
+    files = (summary.directory / "samples").iterdir()
+    steps = {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
+    refused = [row for rows in steps.values() for row in rows if "refused_by" in row]
+    assert {name: sum("refused_by" not in row for row in rows) for name, rows in steps.items()} == {
         "step-0.jsonl": 6,
         "step-1.jsonl": 8,
         "step-2.jsonl": 14,
@@ -111,9 +115,24 @@ def check_texts(summary: RunSummary, story: SampleHistory) -> None:
         assert (answer["role"], answer["trained"]) == ("assistant", True)
         # The model's vocabulary is larger than the tokenizer's: some tokens have no text.
         assert 0 <= len(re.findall(r"<\w+>|.", answer["text"])) <= sample["tokens"]
+    check_refused_texts(summary, refused)
     (row,) = launch.why_texts(run, story)
     assert row["values"]["reward"] == story.sample["reward"]
     assert row["values"]["advantages"] == pytest.approx(0, abs=2)
+
+
+def check_refused_texts(summary: RunSummary, refused: list[dict[str, Any]]) -> None:
+    """Each is one of its group, and what the ledger says of it is what refused it."""
+    assert {row["refused_by"] for row in refused} == {"score", "is_chosen"}
+    assert len({(row["root"], row["group"]) for row in refused}) == len(refused)
+    found = launch.samples_with_text(str(summary.directory), "end = 'refused'").to_json()
+    assert {(row["stream"], row["id"], row["node"]) for row in found} == {
+        (row["root"], row["id"], row["refused_by"]) for row in refused
+    }
+    assert all(("reward" in row["values"]) == (row["refused_by"] == "is_chosen") for row in refused)
+    for row in found:
+        failed_digit = row["texts"]["actor_gen"][0]["text"][len("<bos>") + 1] in "37"
+        assert failed_digit == (row["node"] == "score")
 
 
 def test_an_evaluation_counts_the_samples_that_its_mean_lacks(tmp_path: Path):
@@ -183,11 +202,14 @@ def test_a_run_over_ray_has_a_ledger_too(tmp_path: Path, two_processes: RayActor
 
 def test_a_run_with_too_many_refusals_leaves_a_consistent_ledger(tmp_path: Path):
     with pytest.raises(RunError, match="groups were refused"):
-        picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0", "report.samples=0")
+        picky(tmp_path, *INPROC, "steps=3", "schedule.max_refused_per_step=0")
     (ledger,) = (tmp_path / "runs").glob("picky/2*/ledger.sqlite")
     assert audit(ledger) == []
     assert count(ledger, "end is null") == 0
     assert count(ledger, "end = 'unused' and reason = 'failed'") > 0
+    texts = launch.samples_with_text(str(ledger.parent), "stream = 'actor_gen'").to_json()
+    assert {text["end"] for text in texts} == {"refused"}, "one can read why no batch was formed"
+    shutil.rmtree(ledger.parent / "samples")
     with pytest.raises(
         ConfigError, match=r"has no texts of samples .*; run the recipe with report.samples=8"
     ):

@@ -108,9 +108,13 @@ def test_rows_of_a_step_are_replaced_not_added(tmp_path: Path) -> None:
         ("train", 3),
         ("train", 9),
     ]
+    write_samples(directory, 2, [{**row("train", 4), "refused_by": "score"}])
+    write_samples(directory, 2, [row("train", 3)])
+    write_samples(directory, 2, [{**row("train", 5), "refused_by": "score"}])
+    assert [r["id"] for r in read_samples(directory)] == [7, 3, 5, 9], "refused ones replace refused ones"
     assert [json.loads(line)["id"] for line in (directory / "step-10.jsonl").read_text().splitlines()] == [9]
     drop_samples_after(directory, 2)
-    assert [r["id"] for r in read_samples(directory)] == [7, 3]
+    assert [r["id"] for r in read_samples(directory)] == [7, 3, 5]
     (directory / "step-2.jsonl").write_text('{"id": 1}\n')
     with pytest.raises(ConfigError, match=r"step-2.jsonl is damaged: .*; delete it"):
         read_samples(directory)
@@ -133,7 +137,8 @@ def test_what_is_not_trained_is_marked() -> None:
     both = printed(render_texts([row("alice", 1), row("bob", 1, root="alice")]))
     assert both.index("  alice\n") < both.index("  bob\n")
     assert printed(render_texts([])) == (
-        "its text was not kept: report.samples=N keeps N of each batch, none that was refused or dropped\n"
+        "its text was not kept: report.samples=N keeps the text of N of each batch, and of N that nodes\n"
+        "refused in each step\n"
     )
 
 

@@ -87,7 +87,7 @@ class BatchRunner:
         self._metrics = metrics
         self._node_execution = node_execution
         self._sample_release = release
-        self._texts = SampleTextLog(workers, observer, num_texts)
+        self.texts = SampleTextLog(workers, observer, num_texts)
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
@@ -105,14 +105,14 @@ class BatchRunner:
     def add_batch(self, batch: StepBatch) -> None:
         """Keep a batch until its step is done."""
         self._batches[batch.stream, batch.step] = batch
-        self._texts.add_batch(batch)
+        self.texts.add_batch(batch)
 
     async def summarize(self, batch: StepBatch, is_evaluation: bool) -> None:
         """Average the numeric fields of a batch. An evaluation without batch nodes ends here."""
         samples_of = self.locations[batch.stream].by_home(batch.samples)
         means, _ = await asyncio.gather(
             self._average(batch.stream, samples_of.items()),
-            self._texts.read(batch, self.locations[batch.stream]),
+            self.texts.read(batch, self.locations[batch.stream]),
         )
         not_made_yet = frozenset().union(*self._made_by_batch.values())
         values = {name: mean for name, mean in means.items() if _without_metric(name) not in not_made_yet}
@@ -158,7 +158,7 @@ class BatchRunner:
         if not fields:
             return
         samples_of = self.locations[batch.stream].drop_fields(fields, batch.samples)
-        await self._texts.wait_until_read(batch)
+        await self.texts.wait_until_read(batch)
         await asyncio.gather(
             *(
                 self._sample_release.release(worker, samples, batch.stream, fields)
@@ -171,6 +171,7 @@ class BatchRunner:
         self._done.pop(step, None)
         for batch in [batch for (_, at), batch in self._batches.items() if at == step]:
             await self._release(batch)
+        self.texts.report_refused(step)
 
     async def _summarize_outputs(self, node: str, step: int, results: Sequence[NodeResult]) -> None:
         """Average what a batch node gave to samples.
@@ -212,7 +213,7 @@ class BatchRunner:
     async def _release(self, batch: StepBatch) -> None:
         locations = self.locations[batch.stream]
         is_trained = batch.stream not in self._side_streams
-        await self._texts.finish(batch, locations, is_trained=is_trained)
+        await self.texts.finish(batch, locations, is_trained=is_trained)
         samples_of = locations.workers_of(batch.samples)
         locations.forget(batch.samples)
         del self._batches[batch.stream, batch.step]

@@ -182,6 +182,7 @@ class Executor:
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
             raise _first_exception(group) from None
         assert self._reason is not None
+        self._batches.texts.report_refused(self._num_steps_done)
         if self._has_failed:
             raise RunError(self._reason)
         return RunOutcome(self._reason, self._num_steps_done)
@@ -385,11 +386,13 @@ class Executor:
         self._observer.on_refusal(instruction.node, instruction.reason, instruction.message)
         home = self._placer.home(stream, group)
         self._placer.refused(stream, group, len(samples))
-        self._spawn(self._free_samples(home, stream, samples))
+        self._spawn(self._free_refused(instruction, home))
 
-    async def _free_samples(self, home: int, stream: str, samples: tuple[int, ...]) -> None:
+    async def _free_refused(self, refusal: ev.Refuse, home: int) -> None:
         """Free the data of refused samples on their home worker and on workers with copies."""
+        stream, samples = refusal.stream, refusal.samples
         await self._streaming.wait_until_unused(stream, samples)
+        await self._batches.texts.read_refused(refusal, home)
         locations = self._batches.locations[stream]
         samples_of = {**locations.workers_of(samples), home: samples}
         locations.forget(samples)

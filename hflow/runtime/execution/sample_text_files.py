@@ -1,7 +1,7 @@
 """The files `samples/step-N.jsonl` of a run's directory: the texts of a few samples of each batch.
 
 N is the number of completed steps, as in `metrics.jsonl` and in the names of checkpoints: the batch of step k
-is in `step-(k + 1).jsonl`, with the evaluation of version k + 1.
+is in `step-(k + 1).jsonl`, with the evaluation of version k + 1 and with what was refused during step k.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from hflow.errors import ConfigError
 SampleRow = Mapping[str, Any]
 """A line: `root`, `stream`, `id`, `group` and `step` of the sample as in the ledger, the `turns` of its text
 (`role`, `text`, `trained`), and its numbers, such as the reward, as `values`. A sample with several
-trajectories has a row for each; `root` is the stream whose ids the ledger uses."""
+trajectories has a row for each; `root` is the stream whose ids the ledger uses. A refused sample has
+`refused_by`, the node, too."""
 
 
 def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> None:
-    """Write rows to the file of `number` completed steps. Earlier rows of the same streams are replaced."""
+    """Write rows to the file of `number` completed steps.
+
+    Earlier rows of the same streams are replaced: refused ones by refused ones, and the others by the others.
+    """
     directory.mkdir(exist_ok=True)
     path = directory / f"step-{number}.jsonl"
-    streams = {row["stream"] for row in rows}
-    kept = [row for row in _read(path) if row["stream"] not in streams] if path.is_file() else []
+    replaced = {_kind(row) for row in rows}
+    kept = [row for row in _read(path) if _kind(row) not in replaced] if path.is_file() else []
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*kept, *rows))
     unfinished = path.with_suffix(".new")
     unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -55,6 +59,10 @@ def drop_samples_after(directory: Path, number: int) -> None:
     for path in list(directory.glob("step-*.jsonl")):
         if _number(path) > number:
             path.unlink()
+
+
+def _kind(row: SampleRow) -> tuple[str, bool]:
+    return row["stream"], "refused_by" in row
 
 
 def _number(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""`SampleTextLog`: the texts of a few samples of each batch, for the run's directory.
+"""`SampleTextLog`: the texts of a few samples of each batch, and of a few that nodes refused.
 
 Invariant: the tokens of a chosen sample stay on the workers until its text is read, and its numbers until
 they are read.
@@ -12,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hflow.planner.data.data_locations import DataLocations
+from hflow.runtime.events import Refusal, Refuse
 from hflow.runtime.execution.step_metrics import RunEvents
 from hflow.workers.interface import SampleText, Workers
 
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 class SampleTextLog:
     """Reads the texts of samples when their batch is formed, and their numbers when it is done.
 
+    Of each group, or sample, that a node refused it reads one text, before the data is freed.
+
     Args:
         workers: hold the samples.
         observer: receives the rows.
-        num_samples: samples of each batch; 0: none.
+        num_samples: samples of each batch, and most refused ones of each step; 0: none.
     """
 
     def __init__(self, workers: Workers, observer: RunEvents, num_samples: int) -> None:
@@ -33,6 +36,9 @@ class SampleTextLog:
         self._observer = observer
         self._num_samples = num_samples
         self._texts: dict[tuple[str, int], asyncio.Future[list[SampleText]]] = {}
+        self._num_refused = 0
+        """Refused samples of this step that are read or were read."""
+        self._refused: list[tuple[SampleText, Refuse, Mapping[str, float]]] = []
 
     def add_batch(self, batch: StepBatch) -> None:
         """Expect that the texts of a batch are read."""
@@ -74,11 +80,38 @@ class SampleTextLog:
         for part in parts:
             for sample, numbers in part.items():
                 values[sample].update(numbers)
-        rows = [_row(text, batch, values[text.sample]) for text in texts]
+        rows = [_row(text, batch.stream, batch.step, values[text.sample]) for text in texts]
         self._observer.on_samples(batch.step + is_trained, sorted(rows, key=lambda row: row["id"]))
 
+    async def read_refused(self, refusal: Refuse, worker: int) -> None:
+        """Read the text and the numbers of one of the samples that a node refused.
 
-def _row(text: SampleText, batch: StepBatch, values: Mapping[str, float]) -> dict[str, Any]:
+        Args:
+            refusal: of samples whose data has not been freed.
+            worker: their home.
+        """
+        is_told = refusal.reason in (Refusal.KEEP, Refusal.FAILED, Refusal.TIMEOUT)
+        if not is_told or self._num_refused >= self._num_samples:
+            return
+        self._num_refused += 1
+        sample = refusal.samples[:1]
+        texts, values = await asyncio.gather(
+            self._workers.sample_texts(worker, refusal.stream, sample),
+            self._workers.sample_values(worker, refusal.stream, sample),
+        )
+        self._refused += [(text, refusal, values.get(text.sample, {})) for text in texts]
+
+    def report_refused(self, step: int) -> None:
+        """Report the rows of what was refused since the last call, when a step is done or the run ends."""
+        refused, self._refused, self._num_refused = self._refused, [], 0
+        rows = [
+            {**_row(text, refusal.stream, step, values), "refused_by": refusal.node}
+            for text, refusal, values in refused
+        ]
+        self._observer.on_samples(step + 1, sorted(rows, key=lambda row: (row["root"], row["id"])))
+
+
+def _row(text: SampleText, root: str, step: int, values: Mapping[str, float]) -> dict[str, Any]:
     turns: Sequence[Mapping[str, Any]] = [
         {
             "role": turn.role,
@@ -89,11 +122,11 @@ def _row(text: SampleText, batch: StepBatch, values: Mapping[str, float]) -> dic
         for turn in text.turns
     ]
     return {
-        "root": batch.stream,
+        "root": root,
         "stream": text.stream,
         "id": text.sample,
         "group": text.group,
-        "step": batch.step,
+        "step": step,
         "turns": turns,
         "values": dict(sorted(values.items())),
     }
