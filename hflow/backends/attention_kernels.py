@@ -74,11 +74,11 @@ def varlen_attention(
         out: Tensor = flash(q, k, v, *cumulative, *longest, softmax_scale=scaling, causal=True)
         return out
     assert kernel is AttentionKernel.VARLEN
+    grouped: dict[str, Any] = {}
     if _VARLEN_GROUPS_QUERIES:
-        grouped = {"enable_gqa": True}
+        grouped["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        grouped = {}
     attended = varlen_attn(q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(attended, Tensor)
     return attended
