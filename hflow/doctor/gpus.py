@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hflow.doctor.finding import Finding
 from hflow.planner.hardware import GIB
+from hflow.workers.real_devices import cuda_problem
 
 MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
@@ -108,17 +108,13 @@ def _check_torch(gpus: Sequence[Gpu]) -> Finding:
     """Check that torch is built for CUDA and that the driver is new enough for it."""
     import torch
 
-    version = f"torch {torch.__version__}"
+    problem = cuda_problem()
     if torch.version.cuda is None:
         fix = "install torch's build for CUDA, which is the default of pip on Linux"
-        return Finding("gpu", "torch", False, f"{version} is a build without CUDA", fix)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        is_available = torch.cuda.is_available()
+        return Finding("gpu", "torch", False, problem, fix)
     driver = gpus[0].driver if gpus else "none"
-    detail = f"{version} for CUDA {torch.version.cuda}, driver {driver}"
-    if is_available:
+    detail = f"torch {torch.__version__} for CUDA {torch.version.cuda}, driver {driver}"
+    if not problem:
         return Finding("gpu", "torch", True, detail)
-    reason = str(caught[-1].message).splitlines()[0] if caught else "torch finds no device"
     fix = f"update NVIDIA's driver to one for CUDA {torch.version.cuda}, or install an older build of torch"
-    return Finding("gpu", "torch", False, f"{detail}: {reason}", fix)
+    return Finding("gpu", "torch", False, f"{detail}: {problem}", fix)

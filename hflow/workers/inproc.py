@@ -25,7 +25,7 @@ from hflow.workers.interface import (
     publish_span,
 )
 from hflow.workers.messages import MESSAGES
-from hflow.workers.process_setup import visible_devices
+from hflow.workers.real_devices import check_devices, find_devices
 from hflow.workers.worker import Worker
 
 T = TypeVar("T")
@@ -57,7 +57,9 @@ class InprocWorkers(Workers):
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
-        self._worker = await _on(self._device, lambda: Worker(setup, hosted, devices=visible_devices()))
+        found = find_devices()
+        check_devices(setup.plan.cluster, [found], found.versions)
+        self._worker = await _on(self._device, lambda: Worker(setup, hosted, devices=found.names))
         self._pulling = frozenset(route.dst for route in setup.plan.weights if route.how == "pull")
         for replica, _ in setup.plan.schedule.publishers:
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")

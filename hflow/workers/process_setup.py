@@ -21,16 +21,6 @@ def device_environment(plan: Plan, worker: int) -> dict[str, str]:
     return variables
 
 
-def visible_devices() -> tuple[str, ...]:
-    """Return the CUDA devices of this process, as other processes name them in CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(names.split(",") if names else map(str, range(torch.cuda.device_count())))
-
-
 _ALLOWED_CORES = sorted(os.sched_getaffinity(0))
 """Cores that this process could use when it started."""
 

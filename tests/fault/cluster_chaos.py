@@ -73,7 +73,7 @@ def _lose_two(
     lines = log.read_text().splitlines()
     print(f"ended after {time.monotonic() - begin:.1f} s with exit code {code}:", *lines[-3:], sep="\n  ")
     problems = []
-    if code != 2 or not any("cannot hold 2 workers" in line for line in lines[-3:]):
+    if code != 2 or not any("needs 2 machines with 1 CPU each" in line for line in lines[-3:]):
         problems.append(f"exit code {code}: {lines[-3:]}")
     if not (hint := re.search(r"hflow run --resume (\S+)", "\n".join(lines[-3:]))):
         return [*problems, "no line says how to continue"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -97,3 +98,36 @@ assert received == [signal.SIGTERM] and not is_blocked()
 
 def test_sigterm_reaches_a_run_while_ray_connects() -> None:
     subprocess.run([sys.executable, "-c", SIGTERM_WHILE_RAY_CONNECTS], check=True)
+
+
+@pytest.mark.ray
+def test_workers_are_placed_on_the_machines_of_the_plan(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several raylets with declared GPUs: a head without any, one too small, and two that differ."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from hflow.workers.ray.ray_actors import RayActors, reserve
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    try:
+        for gpus, cpus in ((1, 4), (2, 4), (3, 2)):
+            cluster.add_node(num_gpus=gpus, num_cpus=cpus)
+        cluster.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with pytest.raises(RunError, match=r"needs 3 machines with 2 GPUs .*\(3 GPUs, 2 CPUs\)"):
+            reserve(ClusterSpec("h100-3x2", "cuda", 3, 2, 1 << 30))
+        actors = RayActors(ClusterSpec("h100-2x2", "cuda", 2, 2, 1 << 30))
+        actors.start()
+        try:
+            places = ray.get([actor.place.remote() for actor in actors.actors(4)])
+            node_of = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}
+            assert [node_of[node] for node, _ in places] == [3, 3, 2, 2]
+            assert all("torch" in dict(found.versions) for _, found in places)
+            assert all(found.names == () and found.problem for _, found in places), "no GPU is there"
+        finally:
+            asyncio.run(actors.close())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

@@ -11,11 +11,9 @@ import plan_graphs as graphs
 import pytest
 from model_configs import model_config
 
-from hflow.errors import RunError
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_setup import device_environment
-from hflow.workers.ray.ray_actors import Reservation, order_by_machine
-from hflow.workers.ray.ray_workers import check_engine_machines
+from hflow.workers.ray.ray_actors import Reservation
 
 ALLOCATING = """
 import resource
@@ -61,24 +59,9 @@ def test_other_workers_have_the_default_number_of_queues(cluster: str, layout: s
 
 def test_the_environment_is_in_the_actors_options() -> None:
     bundles = SimpleNamespace(id=None)
-    reservation = Reservation(bundles, (0,), num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
+    reservation = Reservation(bundles, num_cpus=1, num_gpus=1, owns_ray=False)  # type: ignore[arg-type]
     assert reservation.options(0, ONE_QUEUE)["runtime_env"] == {"env_vars": ONE_QUEUE}
     assert "runtime_env" not in reservation.options(0, {})
-
-
-def test_neighbouring_workers_share_a_machine() -> None:
-    assert order_by_machine({0: "b", 1: "a", 2: "b", 3: "a"}) == (0, 2, 1, 3)
-    assert order_by_machine({2: "a", 0: "a", 1: "a"}) == (0, 1, 2)
-
-
-def test_tensor_ranks_of_an_engine_are_on_one_machine() -> None:
-    """Ray may place workers otherwise than the plan assumes."""
-    models = {"actor": model_config(layout="d4", gen_layout="d2t2", engine="vllm")}
-    plan = compile_plan(graphs.grpo(), graphs.request("h100-1x4", models=models))
-    assert plan.replica("actor@gen").heads == (0, 2)
-    check_engine_machines(plan, ["a", "a", "b", "b"])
-    with pytest.raises(RunError, match=r"Ray placed workers 2, 3 on several machines"):
-        check_engine_machines(plan, ["a", "a", "a", "b"])
 
 
 def test_freed_memory_is_used_again_without_page_faults() -> None:

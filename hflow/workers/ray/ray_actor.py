@@ -21,6 +21,7 @@ from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
     from hflow.workers.process_groups import ProcessRank
+    from hflow.workers.real_devices import ProcessDevices
     from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
 
 
@@ -39,12 +40,12 @@ class WorkerProcess:
             leave_process_groups,
             open_rendezvous,
         )
-        from hflow.workers.process_setup import visible_devices
+        from hflow.workers.real_devices import find_devices
 
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
         self._leave_process_groups = leave_process_groups
-        self._visible_devices = visible_devices
+        self._find_devices = find_devices
         self._index = index
         self._probe = StackProbe(collective_counts)
 
@@ -52,9 +53,9 @@ class WorkerProcess:
         """Return the `host:port`, on this worker's machine, where the next run's workers connect."""
         return self._open_rendezvous(ray.util.get_node_ip_address())
 
-    def place(self) -> tuple[str, tuple[str, ...]]:
-        """Return the machine of this process, and the names of its CUDA devices there."""
-        return ray.get_runtime_context().get_node_id(), self._visible_devices()
+    def place(self) -> tuple[str, ProcessDevices]:
+        """Return the machine of this process, and what it finds there."""
+        return ray.get_runtime_context().get_node_id(), self._find_devices()
 
     def build(
         self,

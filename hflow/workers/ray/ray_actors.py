@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,13 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.services import get_ray_address_from_environment
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import ClusterSpec
 from hflow.workers.process_guard import children
+from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines
 from hflow.workers.ray.ray_actor import RayWorker
 
 CLOSE_SECONDS = 10.0
@@ -42,6 +38,10 @@ GCS_POLL_SECONDS = 1.0
 """Time between two looks at the process of Ray's GCS."""
 RESERVE_SECONDS = 60.0
 """Longest wait for the resources of a run."""
+RESERVE_POLL_SECONDS = 1.0
+"""Time between two looks at what is free."""
+PLACE_SECONDS = 15.0
+"""Longest wait for a reservation of what was free a moment ago."""
 
 
 class RayActors:
@@ -140,8 +140,7 @@ class Reservation:
     """Ray resources for every device of the plan's cluster."""
 
     bundles: PlacementGroup
-    order: tuple[int, ...]
-    """Worker -> its bundle, so that neighbouring workers share a machine, as the plan assumes."""
+    """One for each worker, on the machines that the plan assumes."""
     num_cpus: int
     """CPUs of one worker; Ray sets OMP_NUM_THREADS to it."""
     num_gpus: int
@@ -150,8 +149,7 @@ class Reservation:
 
     def options(self, worker: int, environment: Mapping[str, str]) -> dict[str, object]:
         """Return actor options that place a worker on its bundle, with its environment variables."""
-        bundle = self.order[worker]
-        strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=worker)
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -199,31 +197,25 @@ def reserve(cluster: ClusterSpec) -> Reservation:
 
 def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
     num_gpus = int(cluster.device == "cuda")
-    num_cpus = max(1, int(ray.available_resources().get("CPU", 0)) // cluster.num_devices)
-    bundle = {"CPU": float(num_cpus), **({"GPU": 1.0} if num_gpus else {})}
-    bundles = placement_group([bundle] * cluster.num_devices, strategy="PACK")
-    total = _resources(bundle)
-    can_fit = all(total[name] >= amount * cluster.num_devices for name, amount in bundle.items())
-    if not can_fit or not bundles.wait(RESERVE_SECONDS):
-        total = _resources(bundle)  # Ray may have learned meanwhile that a machine is lost
-        raise RunError(
-            f"the Ray cluster cannot hold {cluster.num_devices} workers with {bundle} each: "
-            f"it has {total} in total. Use a smaller cluster, or stop other runs on it"
-        )
-    machines = placement_group_table(bundles)["bundles_to_node_id"]
-    return Reservation(bundles, order_by_machine(machines), num_cpus, num_gpus, owns_ray)
-
-
-def _resources(names: Iterable[str]) -> dict[str, float]:
-    """Return how much the Ray cluster has of some resources."""
-    resources = ray.cluster_resources()
-    return {name: resources.get(name, 0.0) for name in names}
-
-
-def order_by_machine(machines: Mapping[int, str]) -> tuple[int, ...]:
-    """Return bundles machine by machine, given the machine of each. Ray places bundles in any order."""
-    distinct = list(dict.fromkeys(machines[bundle] for bundle in sorted(machines)))
-    return tuple(sorted(machines, key=lambda bundle: (distinct.index(machines[bundle]), bundle)))
+    deadline = time.monotonic() + RESERVE_SECONDS
+    while True:
+        try:
+            choose_machines(cluster, all_machines())
+        except RunError as error:
+            raise RunError(f"{error}. Set a smaller cluster, or add machines") from None
+        try:
+            chosen = choose_machines(cluster, free_machines())
+        except RunError as error:
+            if time.monotonic() > deadline:
+                raise RunError(f"{error} free. Stop what else runs there, or set a smaller cluster") from None
+        else:
+            bundle = {"CPU": float(chosen.cpus_per_worker), **({"GPU": 1.0} if num_gpus else {})}
+            nodes = [{NODE_ID: node} for node in chosen.nodes for _ in range(cluster.devices_per_node)]
+            bundles = placement_group([bundle] * cluster.num_devices, bundle_label_selector=nodes)
+            if bundles.wait(PLACE_SECONDS):
+                return Reservation(bundles, chosen.cpus_per_worker, num_gpus, owns_ray)
+            remove_placement_group(bundles)  # another run was faster, or a machine is lost
+        time.sleep(RESERVE_POLL_SECONDS)
 
 
 def _address(cluster: ClusterSpec) -> str | None:

@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from hflow.errors import HflowError, RunError, WorkerFailureError
-from hflow.planner.backends import engine_kind
+from hflow.errors import HflowError, WorkerFailureError
 from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Plan, Replica
+from hflow.planner.ir import Replica
 from hflow.planner.replaceable import replaceable_workers
-from hflow.planner.routing import tensor_ranks
 from hflow.recipe_files import pack
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
@@ -39,6 +37,7 @@ from hflow.workers.pickling import pickle_with_bodies
 from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
+from hflow.workers.real_devices import check_devices, package_versions
 from hflow.workers.storage.sample_transfer import pulls_of
 
 PROBE_SECONDS = 10.0
@@ -47,28 +46,6 @@ PROBES_PER_LIMIT = 4
 """How often a worker is probed in the time after which it counts as failed."""
 TICK_SECONDS = 1.0
 """The most that one wait counts towards that time, however long it was: the controller may be stopped too."""
-
-
-def check_engine_machines(plan: Plan, machines: Sequence[str]) -> None:
-    """Check that the tensor ranks of each engine in a process of its own are on one machine.
-
-    Args:
-        plan: with the engines.
-        machines: worker -> its machine, which Ray has chosen.
-
-    Raises:
-        RunError: naming an engine whose ranks are apart.
-    """
-    for replica in plan.replicas:
-        if replica.role == "gen" and engine_kind(replica.backend).has_own_process:
-            for head in replica.heads:
-                ranks = tensor_ranks(replica, head)
-                if len({machines[worker] for worker in ranks}) > 1:
-                    raise RunError(
-                        f"Ray placed workers {', '.join(map(str, ranks))} on several machines, but they are "
-                        f"the tensor ranks of one engine of {replica.name}; use machines with as many free "
-                        f"devices as the cluster names, or set a smaller models.{replica.model}.gen.layout"
-                    )
 
 
 @dataclass(eq=False)
@@ -169,11 +146,12 @@ class RayWorkers(Workers):
         # Wait until every process has started, so that none times out in `build` while another imports torch.
         places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
         machines = [machine for machine, _ in places]
-        check_engine_machines(setup.plan, machines)
+        found = [devices for _, devices in places]
+        check_devices(setup.plan.cluster, found, package_versions())
         is_spread = any(machine != _this_machine() for machine in machines)
         files = pack(setup.recipe_directory) if is_spread else None
         report_progress(build_phase(setup.plan))
-        devices = [names[0] for _, names in places if names]
+        devices = [process.names[0] for process in found if process.names]
         self._build = _BuildArguments(setup.recipe_directory, files, pickled, self._actors, devices)
         members = collective_workers(setup.plan.replicas)
         address = await self._call(members[0], "rendezvous") if len(members) > 1 else ""
