@@ -46,8 +46,13 @@ def trains_own_samples(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssig
 def unbound_notes(
     node: Node, spec: RecipeSpec, assignment: StreamAssignment, fields: FieldTable
 ) -> Iterator[str]:
-    """Yield one line for each unbound parameter, with the field that has the most similar name."""
-    names = [name for scope in _scopes(node.spec, spec, assignment, fields) for name in scope]
+    """Yield one line for each unbound parameter, with the field that has the most similar name.
+
+    Fields that the node reads already are not suggested: they are where they belong.
+    """
+    taken = {name for read in node.reads for name in (read.field, read.parameter)}
+    scopes = _scopes(node.spec, spec, assignment, fields)
+    names = [name for scope in scopes for name in scope if name not in taken]
     for parameter in node.spec.parameters:
         if parameter.name in node.unbound:
             yield f"{node.name}({parameter.name}) keeps its default{nearest(parameter.field, names)}"

@@ -77,7 +77,8 @@ def _node(graph: Graph, node: Node, after_batch: bool) -> Iterator[str]:
     title = f"{spec.name}  {spec.kind_name}({', '.join(spec.models)})"
     yield f"  {title} {_when(node, after_batch)} on {node.stream}"
     if node.reads:
-        yield f"      reads    {', '.join(_read(node, read) for read in node.reads)}"
+        # An option may read a field that a parameter reads too.
+        yield f"      reads    {', '.join(dict.fromkeys(_read(node, read) for read in node.reads))}"
     for name, kind in spec.provided:
         if kind == FIRST_PASS:
             yield f"      first    {name}, on each whole minibatch"
@@ -97,7 +98,8 @@ def _when(node: Node, after_batch: bool) -> str:
 
 
 def _read(node: Node, read: Read) -> str:
-    name = read.parameter if read.parameter == read.field else f"{read.parameter}={read.field}"
+    parameter = read.parameter.removeprefix("@")
+    name = parameter if parameter == read.field else f"{parameter}={read.field}"
     joined = f" of {read.stream}" if read.stream != node.stream else ""
     repeated = f" (repeated from {UNIT_NAMES[read.source_unit]})" if read.source_unit is not read.unit else ""
     return f"{name}{joined}{repeated}"

@@ -83,7 +83,9 @@ def _headline(sample: Mapping[str, Any]) -> Text:
         else f" at {'version' if end == 'evaluated' else 'step'} {sample['step']}"
     )
     reward = "" if sample["reward"] is None else f", reward {sample['reward']:.4g}"
-    return Text.assemble((f"{sample['stream']}/{sample['id']}", "bold"), f": {end}{at}{reward}")
+    by = f" by {sample['node']} ({sample['reason']})" if end == "refused" else ""
+    message = f": {sample['message']}" if end == "refused" and sample["message"] else ""
+    return Text.assemble((f"{sample['stream']}/{sample['id']}", "bold"), f": {end}{by}{at}{reward}{message}")
 
 
 def _indented(text: str) -> str:

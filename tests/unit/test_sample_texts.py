@@ -142,6 +142,18 @@ def test_what_is_not_trained_is_marked() -> None:
     )
 
 
+def test_a_refused_sample_names_its_node_and_reason() -> None:
+    sample = {"stream": "train", "id": 1, "end": "refused", "step": 2, "reward": None, "node": "score"}
+    failed = {**sample, "reason": "failed", "message": "ValueError: no number"}
+    filtered = {**sample, "reason": "keep", "message": None, "reward": -1.0}
+    for values, headline in (
+        (failed, "train/1: refused by score (failed) at step 2: ValueError: no number"),
+        (filtered, "train/1: refused by score (keep) at step 2, reward -1"),
+    ):
+        text = printed(render_samples_with_text([values], {("train", 1): [row("train", 1)]}, 1, 1))
+        assert text.splitlines()[0] == headline
+
+
 def test_samples_are_printed_with_how_many_have_no_text() -> None:
     sample = {"stream": "train", "id": 1, "end": "trained", "step": 0, "reward": 0.0}
     text = printed(render_samples_with_text([sample], {("train", 1): [row("train", 1)]}, 3, 1200))
