@@ -9,7 +9,7 @@ from hflow.dsl import apply_overrides, load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.edges import max_lag, nodes_after_batch, same_step_order
 from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
-from hflow.graph.render import stages
+from hflow.graph.render import render_text, stages
 from hflow.types import Unit
 
 GOOD = Path(__file__).parents[1] / "graphs" / "good"
@@ -171,6 +171,16 @@ def test_unbound_parameters_are_noted_without_fields_that_the_node_reads():
         "actor_train(ref_logprobs) keeps its default",
         "actor_train(behav_weights) keeps its default",
     )
+
+
+def test_a_field_that_a_parameter_and_an_option_read_is_printed_once():
+    (line,) = (
+        line
+        for line in render_text(graph_of("dapo")).splitlines()
+        if "prox_logprobs" in line and "reads" in line
+    )
+    assert line.count(" behav_logprobs,") == 1
+    assert "@" not in line
 
 
 def test_the_same_file_gives_the_same_graph():
