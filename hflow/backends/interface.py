@@ -144,6 +144,8 @@ class RankPosition:
     tensor: int = 1
     pipe: int = 1
     context: int = 1
+    expert: int = 1
+    """Number of neighbouring data and context ranks that divide the experts of a layer."""
 
 
 def _ignore(samples: Sequence[int]) -> None:

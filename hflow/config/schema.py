@@ -165,8 +165,13 @@ class ModelConfig:
         """`dtype` where it is decided, else fp32."""
         return self.dtype or "fp32"
 
-    def uses_sequence_parallel(self, on_cpu: bool) -> bool:
-        """Return whether the tensor ranks of a training replica share the tokens between their matrices."""
+    def uses_sequence_parallel(self, on_cpu: bool, has_experts: bool) -> bool:
+        """Return whether the tensor ranks of a training replica share the tokens between their matrices.
+
+        They do in models with experts, as each sends its own tokens to them.
+        """
+        if has_experts:
+            return True
         return not on_cpu if self.sequence_parallel is None else self.sequence_parallel
 
 

@@ -1,6 +1,6 @@
 """Reads a `ModelShape` from a Hugging Face `config.json`.
 
-The tensors of `FAMILIES` are known one by one, so every backend and engine can divide them. Of
+The tensors of `FAMILIES` are known one by one, so every backend can divide them. Of
 `PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but they run only where a
 backend takes any model of transformers, without dividing tensors.
 """
@@ -33,9 +33,22 @@ FAMILIES: Mapping[str, Mapping[str, int | None]] = {
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
-"""`model_type`s whose checkpoints have the tensors that `tensors` lists, with transformers' defaults for keys
-that a config lacks. None: as many key-value heads as heads; D / H for the head size."""
+"""`model_type`s whose checkpoints have the tensors that `tensors` lists (those of experts one by one), with
+transformers' defaults for keys that a config lacks. None: as many key-value heads as heads; D / H for the
+head size."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
@@ -57,7 +70,9 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
         text = config.get("text_config")
         inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
         return read_shape(inner, head)
-    if family in FAMILIES:
+    if family == "qwen3_moe":
+        shape = _qwen3_moe(family, config)
+    elif family in FAMILIES:
         shape = _dense_shape(family, config, FAMILIES[family])
     elif family in PLANNED_FAMILIES:
         shape = PLANNED_FAMILIES[family](family, config)
@@ -68,7 +83,7 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
 
 
 def can_run(shape: ModelShape) -> bool:
-    """Return whether the tensors of this family are known, so that every backend and engine runs it."""
+    """Return whether the tensors of this family are known, so that every backend runs it."""
     return shape.family in FAMILIES
 
 
@@ -122,17 +137,19 @@ def _mixtral(family: str, config: Config) -> ModelShape:
 
 
 def _qwen3_moe(family: str, config: Config) -> ModelShape:
-    shape = _dense_shape(family, config, _NO_DEFAULTS)
+    if "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
+    defaults = FAMILIES[family]
+    shape, sizes = _dense_shape(family, config, defaults), _sizes(family, config, defaults)
     has_bias = bool(config.get("attention_bias", False))
     dense = config.get("mlp_only_layers") or []
     first = len(dense)
     if list(dense) != list(range(first)):
         raise PlanError(f"architecture {family!r}: mlp_only_layers is {dense}; only first layers are known")
-    # transformers 5 writes num_local_experts.
     experts = Experts(
-        num=_size(family, {"num_experts": config.get("num_local_experts"), **config}, "num_experts"),
-        per_token=_size(family, config, "num_experts_per_tok"),
-        intermediate=_size(family, config, "moe_intermediate_size"),
+        num=sizes["num_experts"],
+        per_token=sizes["num_experts_per_tok"],
+        intermediate=sizes["moe_intermediate_size"],
         first=first,
         step=_size(family, config, "decoder_sparse_step", 1),
     )
@@ -220,7 +237,6 @@ def _gemma(family: str, config: Config) -> ModelShape:
 
 PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,

@@ -66,6 +66,8 @@ class BackendTraits:
     """Whether it divides the layers over pipeline stages as well."""
     has_context_axis: bool = False
     """Whether it divides the tokens of each sequence over context ranks."""
+    has_expert_axis: bool = False
+    """Whether it divides the experts of a layer over data and context ranks."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""
@@ -306,6 +308,11 @@ def model_parallel_backend() -> str:
 def context_backend() -> str:
     """Return the name of the first training backend with a context axis."""
     return next(name for name in BACKENDS if traits(name).has_context_axis)
+
+
+def expert_backend() -> str:
+    """Return the name of the first training backend with an expert axis."""
+    return next(name for name in BACKENDS if traits(name).has_expert_axis)
 
 
 def adapter_backend() -> str:

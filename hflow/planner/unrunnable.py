@@ -15,6 +15,7 @@ from hflow.planner.backends import (
     backend_of_any_family,
     context_backend,
     engine_kind,
+    expert_backend,
     model_parallel_backend,
     training_backend,
     traits,
@@ -93,10 +94,11 @@ def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
             f"{replica.name} has layout {layout}, but {replica.backend} has no context ranks. Remove "
             f"c{layout.context} from the layout, or set models.{replica.model}.backend={context_backend()}."
         )
-    if layout.expert > 1:
+    if layout.expert > 1 and not traits(replica.backend).has_expert_axis:
+        instead = f", or set models.{replica.model}.backend={expert_backend()}" * (replica.role != "gen")
         yield (
-            f"{replica.name} has layout {layout}, but {replica.backend} cannot run expert parallelism yet. "
-            f"Remove e{layout.expert} from the layout."
+            f"{replica.name} has layout {layout}, but {replica.backend} does not divide experts. Remove "
+            f"e{layout.expert} from the layout{instead}."
         )
     if traits(replica.backend).is_model_parallel:
         if layout.pipe > 1 and not traits(replica.backend).has_pipeline_axis:

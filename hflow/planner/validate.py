@@ -41,6 +41,12 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
             )
+        shape = request.shapes.get(name)
+        if config.sequence_parallel is False and shape is not None and shape.experts is not None:
+            raise PlanError(
+                f"models.{name}.sequence_parallel is false, but each tensor rank of a model with experts "
+                "sends its own tokens to them, which is sequence parallelism; remove it"
+            )
         _check_lora(graph, name, request)
         _check_offload(graph, name, config.offload)
     for stream in root_streams(graph):

@@ -536,7 +536,9 @@ def build_backends(
         if replica.role != "gen" and not replica.base_of:
             settings, layout = setup.models[replica.model], replica.layout
             group = process_groups.group(replica) if process_groups else None
-            position = RankPosition(group, layout.data, layout.tensor, layout.pipe, layout.context)
+            position = RankPosition(
+                group, layout.data, layout.tensor, layout.pipe, layout.context, layout.expert
+            )
             backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
             if settings.resume:
                 backend.load_shards(settings.shards)

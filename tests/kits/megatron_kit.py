@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.torch_model.heads import ScalarHead, head_prefix, save_head
@@ -44,6 +45,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 LLAMA = QWEN2 | {"model_type": "llama", "attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
 MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
@@ -94,6 +103,29 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     [
         (FIRST, Case("bf16 t2", (1, 2, 1), QWEN2, {"dtype": "bf16"} | SP)),
         (SECOND, Case("value t2 without sp", (1, 2, 1), QWEN2, {"head": "value"} | NO_SP)),
+    ],
+    [
+        (FIRST, Case("experts t2", (1, 2, 1), QWEN3_MOE)),
+        (
+            SECOND,
+            Case(
+                "experts after a dense layer p2 recomputed",
+                (1, 1, 2),
+                QWEN3_MOE | UNTIED | {"mlp_only_layers": [0], "norm_topk_prob": False},
+                RECOMPUTED,
+            ),
+        ),
+    ],
+    [
+        (
+            FIRST,
+            Case(
+                "one expert per token t2 bf16",
+                (1, 2, 1),
+                QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+                {"dtype": "bf16"},
+            ),
+        )
     ],
     [(ALL, Case("qwen2 t2p2", (1, 2, 2), QWEN2, SP))],
     [
@@ -217,10 +249,11 @@ def expected(name: str) -> Expected:
         outputs.append(torch.cat(parts))
         loss = loss + (outputs[-1] * output_weights(pack, case.head)).sum()
     loss.backward()
+    family = case.architecture["model_type"]
     return Expected(
         [output.detach() for output in outputs],
-        {n: weight.grad.float() for n, weight in named.items()},
-        {n: weight.detach() for n, weight in named.items()},
+        dict(stacked_views(family, ((n, weight.grad.float()) for n, weight in named.items()))),
+        dict(stacked_views(family, ((n, weight.detach()) for n, weight in named.items()))),
     )
 
 

@@ -44,7 +44,8 @@ def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None
 
 def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronModel:
     settings = dataclasses.replace(kit.SETTINGS, **twins.settings(twin, path / "checkpoint") | changes)
-    return MegatronModel(settings, RankPosition(group, twin.data, twin.tensor, twin.pipe, twin.context))
+    position = RankPosition(group, twin.data, twin.tensor, twin.pipe, twin.context, twin.expert)
+    return MegatronModel(settings, position)
 
 
 def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
@@ -124,7 +125,7 @@ def train_alone(path: Path) -> None:
     nothing = twins.batch().with_columns({"loss_mask": mask})
     metrics = backend.train(call, [TrainShard((nothing, nothing.take([])))], 3)
     assert backend._optimizer is not None
-    first, _ = backend._optimizer._inner.state_dict()["optimizer"]["param_groups"]
+    first, _ = backend._optimizer._parts[0].state_dict()["optimizer"]["param_groups"]
     is_same = all(torch.equal(weights[name], x) for name, x in backend.weights())
     torch.save((metrics, first["step"], is_same), path / "nothing.pt")
 

@@ -41,8 +41,18 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "kl-cov": (kit.TWO_PASS["kl-cov"], {}),
     "critic": (kit.VALUE, {"head": "value"}),
     "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
+    "experts": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
+    "critic with experts": (kit.VALUE, {"head": "value"}),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
+EXPERTS = kit.ARCHITECTURE | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+"""The model of nodes with experts."""
 
 SP, NO_SP = {"sequence_parallel": True}, {"sequence_parallel": False}
 RECOMPUTED = {"activation_checkpointing": True}
@@ -61,10 +71,11 @@ class Twin:
     budget: int = 30
     """Tokens of a micro-batch."""
     context: int = 1
+    expert: int = 1
 
     @property
     def name(self) -> str:
-        sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}"
+        sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}"
         layout = f"{self.node} {sizes} of {self.budget} tokens"
         return " ".join([layout, *(f"{key}={value}" for key, value in self.settings.items())])
 
@@ -129,6 +140,14 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("critic", pipe=2, context=2, settings=NO_SP)},
     {ALL: Twin("sft", data=2, context=2)},
     {ALL: Twin("ppo", tensor=4, settings=SP)},  # each of two key-value heads on two ranks
+    {
+        FIRST: Twin("experts", data=2, expert=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("experts", tensor=2),
+    },
+    {FIRST: Twin("experts", data=2, expert=2, settings=BF16), SECOND: Twin("experts", data=2)},
+    {ALL: Twin("experts", data=2, tensor=2, expert=2)},
+    {ALL: Twin("experts", data=2, pipe=2, expert=2, settings=RECOMPUTED)},
+    {ALL: Twin("critic with experts", data=2, context=2, expert=2)},
 ]
 """What the ranks compute, one round after the other."""
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
@@ -156,14 +175,25 @@ def shards(data: int, d: int) -> list[TrainShard]:
 def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
     """Return the changes of the twin's model to the kit's."""
     _, head = NODES[twin.node]
-    source = {"path": str(_of_head(checkpoint, head.get("head", "lm"))), "architecture": None}
+    source = {"path": str(_start(twin.node, checkpoint)), "architecture": None}
     return source | head | {"tokens_per_microbatch": twin.budget} | twin.settings
 
 
-def _of_head(checkpoint: Path, head: str) -> Path:
-    """Return the checkpoint with a head: a reward model, if it was saved, has a layout of its own."""
-    own = checkpoint / head
+def _start(node: str, checkpoint: Path) -> Path:
+    """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
+    own = checkpoint / ("experts" if "experts" in node else NODES[node][1].get("head", "lm"))
     return own if own.is_dir() else checkpoint
+
+
+def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a node starts from."""
+    return kit.weights(kit.model(path=str(_start(node, checkpoint)), architecture=None, **NODES[node][1]))
+
+
+def save_checkpoint(path: Path) -> None:
+    """Save the models that nodes start from."""
+    kit.model().save(str(path))()
+    kit.model(architecture=EXPERTS).save(str(path / "experts"))()
 
 
 @dataclass(frozen=True)
@@ -178,8 +208,7 @@ class Trained:
 def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
     """Return the results of one process with all samples."""
     call, head = NODES[node]
-    path = _of_head(checkpoint, head.get("head", "lm"))
-    backend = kit.model(path=str(path), architecture=None, dtype=dtype, **head)
+    backend = kit.model(path=str(_start(node, checkpoint)), architecture=None, dtype=dtype, **head)
     metrics = [backend.train(call, shards(1, 0), step) for step in STEPS]
     return Trained(metrics, kit.weights(backend))
 
@@ -250,6 +279,7 @@ INFER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {FIRST: Twin("sft", context=2, budget=20), SECOND: Twin("score", context=2, budget=1000)},
     {ALL: Twin("sft", tensor=2, context=2, settings=SP, budget=1000)},
     {ALL: Twin("critic", pipe=2, context=2)},
+    {ALL: Twin("experts", data=2, tensor=2, expert=2, budget=20)},
 ]
 INFER_TWINS = {twin.name: twin for turn in INFER_ROUNDS for twin in turn.values()}
 
@@ -261,9 +291,9 @@ def infer_shards(data: int, d: int) -> list[Batch]:
 
 
 @functools.cache
-def inferred(head: str, checkpoint: Path) -> dict[str, dict[str, Any]]:
+def inferred(node: str, checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Return the results of one process with all samples, by call and field."""
-    path = _of_head(checkpoint, head)
+    path, head = _start(node, checkpoint), NODES[node][1].get("head", "lm")
     backend = kit.model(path=str(path), architecture=None, head=head, trainable=False)
     return {name: backend.infer(call, [batch()])[0] for name, call in CALLS[head].items()}
 

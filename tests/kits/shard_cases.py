@@ -38,6 +38,12 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
     }
 
 
+EXPERTS = {
+    "torch d2": Side("torch", twins.Twin("experts", data=2), twins.FIRST),
+    "megatron d2e2": Side("megatron", twins.Twin("experts", data=2, expert=2), twins.FIRST),
+    "megatron t2": Side("megatron", twins.Twin("experts", tensor=2), twins.SECOND),
+    "megatron d2c2e2": Side("megatron", twins.Twin("experts", data=2, context=2, expert=2), twins.ALL),
+}
 PPO, CRITIC, HALF = sides("ppo"), sides("critic"), sides("ppo", dtype="bf16")
 PAIRS = [
     ("torch d1", "torch d2"),
@@ -59,7 +65,13 @@ PAIRS = [
 """Who writes, and who reads it."""
 CRITIC_PAIRS = [("megatron p2", "torch d1"), ("torch d2", "megatron t2"), ("megatron d2", "megatron p2")]
 HALF_PAIRS = [("megatron d2", "torch d2"), ("torch d2", "megatron t2"), ("megatron t2", "megatron d2")]
-EXCHANGES = [(PPO, PAIRS), (CRITIC, CRITIC_PAIRS), (HALF, HALF_PAIRS)]
+EXPERT_PAIRS = [
+    ("torch d2", "megatron d2e2"),
+    ("megatron d2e2", "megatron t2"),
+    ("megatron t2", "megatron d2c2e2"),
+    ("megatron d2c2e2", "torch d2"),
+]
+EXCHANGES = [(PPO, PAIRS), (CRITIC, CRITIC_PAIRS), (EXPERTS, EXPERT_PAIRS), (HALF, HALF_PAIRS)]
 
 
 def written(side: Side) -> str:

@@ -363,9 +363,9 @@ def test_a_model_that_is_only_planned_has_the_published_numbers_of_parameters(na
 
 
 def test_a_model_that_is_only_planned_is_not_run():
-    large = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
+    large = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
     compiled = compile_recipe(GRPO, [*large, "cluster=h100-4x8", "models.actor.gen.engine=vllm"])
-    message = "models.actor is of family qwen3_moe, which can be planned with megatron but not run yet. Set "
+    message = "models.actor is of family mixtral, which can be planned with megatron but not run yet. Set "
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compiled)
 

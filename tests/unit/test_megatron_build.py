@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -71,6 +72,17 @@ def test_layouts_that_split_unevenly_are_rejected(tensor, pipe, message):
     check_split(sizes, 4, 3)
     with pytest.raises(BackendError, match=message):
         check_split(sizes, tensor, pipe)
+
+
+def test_experts_that_split_unevenly_are_rejected():
+    options = {key: value for key, value in kit.QWEN3_MOE.items() if key != "model_type"}
+    sizes = read_dims(AutoConfig.for_model("qwen3_moe", **options), "lm")
+    check_split(sizes, 2, 1, expert=4)
+    with pytest.raises(BackendError, match="6 expert ranks cannot share 4 experts; use 2"):
+        check_split(sizes, 1, 1, expert=6)
+    uneven = dataclasses.replace(sizes, experts=dataclasses.replace(sizes.experts, intermediate=25))
+    with pytest.raises(BackendError, match="4 heads, 2 key-value heads and 25 MLP rows; use 1"):
+        check_split(uneven, 2, 1)
 
 
 def test_key_value_heads_that_cannot_be_split_or_copied_are_rejected():

@@ -20,8 +20,8 @@ from hflow.types import Unit
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("infer")
     # The checkpoint is a critic's as well.
-    for head in ("value", "lm"):
-        kit.model(head=head).save(str(path / "checkpoint"))()
+    kit.model(head="value").save(str(path / "checkpoint"))()
+    twins.save_checkpoint(path / "checkpoint")
     kit.model(head="score").save(str(path / "checkpoint" / "score"))()
     ranks.start(twins.infer, (str(path),), 4)
     return path
@@ -30,8 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", twins.INFER_TWINS)
 def test_equals_one_process(directory, name):
     twin = twins.INFER_TWINS[name]
-    _, settings = twins.NODES[twin.node]
-    wanted = twins.inferred(settings.get("head", "lm"), directory / "checkpoint")
+    wanted = twins.inferred(twin.node, directory / "checkpoint")
     for rank in range(twin.num_ranks):
         results = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
         assert results.keys() == wanted.keys()

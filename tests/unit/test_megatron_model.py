@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.planner.layout import Layout, RankOrder
 
 
@@ -102,7 +103,8 @@ def test_saved_models_load_in_transformers(directory, name):
     assert set(report["missing_keys"]) <= spare
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
-    found = loaded.state_dict() | saved_head(case, path)
+    stored = stacked_views(case.architecture["model_type"], loaded.state_dict().items())
+    found = dict(stored) | saved_head(case, path)
     assert all(torch.equal(found[tensor], x.float()) for tensor, x in wanted.items())
     files = sorted(path.glob("model-*.safetensors"))
     index = json.loads((path / "model.safetensors.index.json").read_text())

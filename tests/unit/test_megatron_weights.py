@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from hflow.backends.megatron.hf_mapping import (
     padded_vocab_size,
     rank_parameters,
 )
-from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
+from hflow.backends.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
 from hflow.planner.architectures import read_shape
@@ -66,7 +67,7 @@ def around(one: Box, other: Box) -> Box:
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
+LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,15 +80,17 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1"]
         kit.QWEN3 | {"num_hidden_layers": 7, "num_key_value_heads": 4},
         kit.LLAMA | {"num_hidden_layers": 5, "mlp_bias": True, "vocab_size": 1000},
         kit.MISTRAL | {"num_hidden_layers": 6},
+        kit.QWEN3_MOE | {"num_hidden_layers": 5, "mlp_only_layers": [0]},
     ],
 )
 def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout):
     """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
-    for t in range(grid.tensor):
-        for p in range(grid.pipe):
-            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (0, t, p, 0))}
-            assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe)) == planned
+    for stage in range(grid.pipe):
+        for d, t, p, c in grid.stage_coords(stage):
+            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c))}
+            expert = grid.expert_index(d, c)
+            assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe, expert, grid.expert)) == planned
 
 
 def test_the_vocabulary_is_padded_as_planned():
@@ -111,20 +114,24 @@ def test_the_first_stages_have_one_layer_more():
 
 
 def test_tensors_are_those_of_the_plan():
-    for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, kit.MISTRAL):
+    others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2})
+    for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, *others):
         planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
         assert backbone_shapes(dims_of(architecture)) == planned
 
 
 @st.composite
-def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
-    """Draw dimensions, and numbers of tensor ranks and stages that divide them."""
+def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int, int]:
+    """Draw dimensions, and numbers of tensor ranks, stages and expert ranks that divide them."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
+    expert, num_layers = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 5))
+    layers = draw(st.frozensets(st.integers(0, num_layers - 1)))
+    experts = ExpertDims(expert * draw(st.integers(1, 2)), 1, tensor * draw(st.integers(1, 2)), False, layers)
     kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
     queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
     head = draw(st.sampled_from(["lm", "value", "score"]))
     dims = ModelDims(
-        num_layers=draw(st.integers(1, 5)),
+        num_layers=num_layers,
         hidden=6,
         intermediate=tensor * draw(st.integers(1, 4)),
         num_heads=kv * queries,
@@ -137,25 +144,26 @@ def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int]:
         has_mlp_bias=draw(st.booleans()),
         has_qk_norm=draw(st.booleans()),
         head=head,
+        experts=experts,
     )
-    return dims, tensor, draw(st.integers(1, dims.num_layers))
+    return dims, tensor, draw(st.integers(1, dims.num_layers)), expert
 
 
 @given(divided())
 def test_ranks_read_every_entry_and_only_their_own(drawn):
     """Without copies, each entry is read once, and parameters are filled except for padding."""
-    dims, tensor, pipe = drawn
-    check_split(dims, tensor, pipe)
+    dims, tensor, pipe, expert = drawn
+    check_split(dims, tensor, pipe, expert)
     counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(dims).items()}
-    for t in range(tensor):
-        for p in range(pipe):
-            for row in rank_parameters(dims, ShardPosition(t, tensor, p, pipe)):
-                spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
-                assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
-                for part in row.parts:
-                    is_whole = part.length == part.shape[part.axis]
-                    if part.tensor in counts and not row.is_copy and not (is_whole and t > 0):
-                        counts[part.tensor][tuple(slice(*span) for span in part.box)] += 1
+    for t, p, e in itertools.product(range(tensor), range(pipe), range(expert)):
+        for row in rank_parameters(dims, ShardPosition(t, tensor, p, pipe, e, expert)):
+            spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
+            assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
+            for part in row.parts:
+                is_whole = part.length == part.shape[part.axis]
+                is_copy = row.is_copy or (is_whole and t > 0) or (e > 0 and not row.is_expert)
+                if part.tensor in counts and not is_copy:
+                    counts[part.tensor][tuple(slice(*span) for span in part.box)] += 1
     assert all((count == 1).all() for count in counts.values())
 
 

@@ -54,6 +54,7 @@ from hflow.planner.model_shape import (
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
 from hflow.planner.weights.sharding import mean_copies
+from hflow.report.plan_text.header import experts_line
 from hflow.shipped import shipped_directory
 
 MIXED = ModelShape(
@@ -332,24 +333,50 @@ def test_layouts_that_cannot_be(replica, message):
     assert str(refusal.value) == message
 
 
-def test_plans_with_expert_ranks_are_not_run():
-    keys = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
-    keys += ["cluster=h100-4x8", "models.actor.gen.engine=vllm", "models.actor.layout=d4t4c2e8"]
-    plan = compile_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py", keys).plan
-    assert "actor@train has layout d4t4p1c2e8" in plan.unrunnable[1]
-    assert plan.unrunnable[1].endswith("Remove e8 from the layout.")
+LARGE = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "cluster=h100-4x8"]
+GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
+
+
+def test_expert_ranks_run_where_a_backend_has_them():
+    """vLLM stores experts in the order of its kernels, in which new weights cannot be checked yet."""
+    engine = [*LARGE, "models.actor.gen.engine=vllm", "models.actor.gen.layout=d4t8"]
+    trainer = ["models.actor.backend=megatron", "models.actor.layout=d4t4c2e8"]
+    plan = compile_recipe(GRPO, [*engine, *trainer]).plan
     assert plan.replica("actor@train").heads == (0, 8, 16, 24)
+    (reason,) = plan.unrunnable
+    assert reason.startswith("actor@gen: vllm reorders the weights of experts for its kernels")
+    assert reason.endswith("Set models.actor.gen.engine=embedded.")
+    assert compile_recipe(GRPO, [*engine, "models.actor.layout=d32e8"]).plan.unrunnable[0] == (
+        "actor@train has layout d32t1p1e8, but torch does not divide experts. Remove e8 from the layout, or "
+        "set models.actor.backend=megatron."
+    )
 
 
-def test_a_plan_file_of_experts_is_not_run(tmp_path: Path):
-    keys = ["model@models.actor=qwen3-30b-a3b", "models.actor.path=null", "models.actor.backend=megatron"]
+def test_the_plan_says_that_no_loss_balances_experts():
+    plan = compile_recipe(GRPO, [*LARGE, "models.actor.backend=megatron"]).plan
+    assert experts_line(plan) == (
+        "actor: 8 of 128 for each token. No loss balances them: router_aux_loss_coef of a config is not used"
+    )
+    assert experts_line(compile_recipe(GRPO, []).plan) == ""
+
+
+def test_tensor_ranks_share_tokens_in_models_with_experts():
+    keys = [*LARGE, "models.actor.backend=megatron", "models.actor.sequence_parallel=false"]
+    with pytest.raises(PlanError, match="which is sequence parallelism; remove it"):
+        compile_recipe(GRPO, keys)
+    for shape, share in ((MIXED, 2), (SMALL, 1)):
+        replica = Replica("m", "m", "train", "megatron", Layout(2, 2), "all", (), ())
+        assert Rank(replica, shape, model_config(), 0, True, True).token_share == share
+
+
+def test_a_plan_file_of_a_family_that_is_only_planned_is_not_run(tmp_path: Path):
+    keys = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
     keys += ["cluster=h100-4x8", "placement=actor=all:d8t4e8 actor.gen=all:d8t4"]
-    recipe = Path(__file__).parents[2] / "recipes" / "grpo.py"
     file = tmp_path / "lock.json"
-    file.write_text(plan_file_text(compile_recipe(recipe, keys)))
+    file.write_text(plan_file_text(compile_recipe(GRPO, keys)))
     with pytest.raises(NotYetError) as refusal:
         run_compiled(compile_plan_file(file), False, RunEnvironment())
     assert str(refusal.value) == (
-        "models.actor is of family qwen3_moe, which can be planned with megatron but not run yet. Set "
-        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3."
+        "models.actor is of family mixtral, which can be planned with megatron but not run yet. Set "
+        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3, qwen3_moe."
     )

@@ -164,11 +164,11 @@ def test_fields_of_other_families_do_not_change_the_rows_of_a_plan():
     assert mixed["experts"]["num"] == 6
 
 
-@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size", "hidden_size"])
+@pytest.mark.parametrize("key", ["num_local_experts", "intermediate_size", "hidden_size"])
 def test_families_that_are_only_planned_have_no_defaults(key):
-    sizes = {name: size for name, size in {**MIXED, "num_experts": 6}.items() if name != key}
-    with pytest.raises(PlanError, match=f"architecture 'qwen3_moe': {key} is (None|0); it must be a whole"):
-        read_shape({"model_type": "qwen3_moe", **sizes})
+    sizes = {name: size for name, size in {**MIXED, "num_local_experts": 6}.items() if name != key}
+    with pytest.raises(PlanError, match=f"architecture 'mixtral': {key} is (None|0); it must be a whole"):
+        read_shape({"model_type": "mixtral", **sizes})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import megatron_twin_ranks as twin_ranks
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from hflow.backends.common.sharded_checkpoint import INDEX, entry_name
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
-from hflow.types.tensor_slices import slices_within
+from hflow.types.tensor_slices import slices_within, whole_box
 
 prepare("cpu")
 
@@ -31,14 +32,14 @@ from hflow.backends.megatron.shards import boxes_of_range  # noqa: E402
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards")
-    kit.model().save(str(path / "checkpoint"))()
+    twins.save_checkpoint(path / "checkpoint")
     ranks.start(cases.exchange, (str(path),), 4)
     return path
 
 
 @pytest.mark.parametrize(
     ("sides", "writer", "reader"),
-    [(sides, *pair) for sides, pairs in cases.EXCHANGES[:2] for pair in pairs],
+    [(sides, *pair) for sides, pairs in cases.EXCHANGES[:3] for pair in pairs],
     ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).twin.node,
 )
 def test_training_continues_exactly(directory, sides, writer, reader):
@@ -77,9 +78,8 @@ def test_weights_that_are_stepped_in_fp32_go_through_bf16_unchanged(directory, w
     assert any(not torch.equal(values, values.bfloat16().float()) for values in before.values())
 
 
-@pytest.mark.parametrize("name", cases.PPO)
-def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
-    side = cases.PPO[name]
+@pytest.mark.parametrize("side", [*cases.PPO.values(), *cases.EXPERTS.values()], ids=lambda side: side.name)
+def test_every_entry_is_written_once_and_by_all_ranks(directory, side):
     path = directory / cases.written(side)
     index = json.loads((path / INDEX).read_text())
     files = {}
@@ -101,14 +101,15 @@ def test_every_entry_is_written_once_and_by_all_ranks(directory, name):
     assert len(norms) > len(side.ranks) // 2  # tensor ranks that hold the same take turns
 
 
-@given(st.integers(1, 5), st.integers(1, 7), st.data())
-def test_a_range_is_split_into_boxes(rows, width, data):
-    start = data.draw(st.integers(0, rows * width))
-    stop = data.draw(st.integers(start, rows * width))
-    whole = np.arange(rows * width).reshape(rows, width)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_a_range_is_split_into_boxes(shape, data):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    whole = np.arange(size).reshape(shape)
     boxes = list(boxes_of_range(whole.shape, start, stop))
-    parts = [whole[slices_within(box, ((0, rows), (0, width)))].reshape(-1) for box in boxes]
-    assert len(boxes) <= 3
+    parts = [whole[slices_within(box, whole_box(whole.shape))].reshape(-1) for box in boxes]
+    assert len(boxes) <= 2 * len(shape) - 1
     assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))
 
 

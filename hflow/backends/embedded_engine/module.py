@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hflow.backends.common.adapter import adapter_weights, add_adapter
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.device import local_device
 from hflow.backends.embedded_engine.attention import ATTENTION
 from hflow.backends.hf_config import read_config, translate_errors
@@ -135,8 +136,14 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 def changing_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module that training changes, by HF name: adapters, if there are any."""
-    return dict(adapter_weights(module) or module.state_dict(keep_vars=True))
+    """Return the tensors of a module that training changes, by HF name: adapters, if there are any.
+
+    Those of experts are views under hflow's names (`common.expert_tensors`).
+    """
+    if adapters := adapter_weights(module):
+        return dict(adapters)
+    config: Any = module.config
+    return dict(stacked_views(config.model_type, module.state_dict(keep_vars=True).items()))
 
 
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hflow.backends.common.checks import check_tensors
+from hflow.backends.common.expert_tensors import file_shapes, read_stacked
 from hflow.backends.common.weight_files import open_weight_files
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
@@ -36,7 +37,7 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
     if settings.path is None:
         model, head = build_model(settings)
         drawn = dict(named_weights(model, head, settings.head, model.dtype))
-        yield lambda part: _block(drawn[part.tensor], part)
+        yield lambda part: drawn[part.tensor][_slices(part)]
         return
     path = Path(settings.path)
     head_tensors = _head_tensors(settings, dims)
@@ -46,8 +47,8 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
 
         def read(part: TensorPart) -> Tensor:
             if part.tensor in head_tensors:
-                return _block(head_tensors[part.tensor], part)
-            return _block(tensors[part.tensor], part)
+                return head_tensors[part.tensor][_slices(part)]
+            return read_stacked(tensors, part.tensor, _slices(part))
 
         yield read
 
@@ -76,7 +77,7 @@ def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]
 
 def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
     """Check that a checkpoint has exactly the model's tensors. An unused output matrix may be there."""
-    expected = {name: list(shape) for name, shape in backbone_shapes(dims).items()}
+    expected = {name: list(shape) for name, shape in file_shapes(backbone_shapes(dims)).items()}
     stored = {name: slice_.get_shape() for name, slice_ in tensors.items()}
     unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, dims)}
     misshapen = {name for name in stored.keys() & expected.keys() if stored[name] != expected[name]}
@@ -90,6 +91,5 @@ def _is_ignored(name: str, dims: ModelDims) -> bool:
     return has_score or (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
 
 
-def _block(tensor: Any, part: TensorPart) -> Tensor:
-    block: Tensor = tensor[tuple(slice(*span) for span in part.box)]
-    return block
+def _slices(part: TensorPart) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in part.box)

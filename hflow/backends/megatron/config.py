@@ -10,17 +10,21 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedAttention
+from hflow.backends.megatron.experts import GroupedExperts, Router
 from hflow.backends.megatron.hf_mapping import stage_layers
 from hflow.backends.megatron.layers import RepeatedQkv, RMSNorm
-from hflow.backends.megatron.model_dims import ModelDims
+from hflow.backends.megatron.model_dims import ExpertDims, ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
 
 _FIXED_OPTIONS: Mapping[str, Any] = {
@@ -30,7 +34,7 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "add_bias_linear": False,  # `block_spec` adds the biases that a model has
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    # Micro-batches differ in length. Megatron then requires this dispatcher, although there are no experts.
+    # Micro-batches differ in length. Megatron then requires this dispatcher, also without experts.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
@@ -64,6 +68,7 @@ def transformer_config(
     """
     return TransformerConfig(
         **_FIXED_OPTIONS,
+        **({} if dims.experts is None else _expert_options(dims.experts)),
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
         num_layers=dims.num_layers,
@@ -81,7 +86,9 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipe,
         pipeline_model_parallel_layout=_StageLayers(dims.num_layers, parallel.pipe, parallel.p),
-        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings),
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, dims),
         # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
         batch_p2p_comm=settings.device == "cuda",
         init_method=_skip_init,
@@ -92,6 +99,24 @@ def transformer_config(
 
 def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubmodules:
     """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
+    copies = None
+    if dims.num_kv_heads < parallel.tensor:
+        copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
+    dense = mixed = _layer_spec(dims, copies)
+    if dims.experts is not None:
+        mixed = _with_experts(_layer_spec(dims, copies), dims.experts)
+    layers = range(*stage_layers(dims.num_layers, parallel.pipe)[parallel.p])
+    specs = [mixed if dims.has_experts(layer) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _layer_spec(dims: ModelDims, copies: ProcessGroup | None) -> ModuleSpec:
+    """Return the submodules of a layer with one MLP.
+
+    Args:
+        dims: of the model.
+        copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
+    """
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=dims.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
@@ -99,16 +124,30 @@ def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubm
     attention.core_attention = PackedAttention
     if dims.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if dims.num_kv_heads < parallel.tensor:
-        copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
+    if copies is not None:
         attention.linear_qkv = partial(RepeatedQkv, copies=copies)
     if dims.has_out_bias:
         attention.linear_proj = _biased(RowParallelLinear)
     if dims.has_mlp_bias:
         modules.mlp.submodules.linear_fc1 = _biased(ColumnParallelLinear)
         modules.mlp.submodules.linear_fc2 = _biased(RowParallelLinear)
-    first, last = stage_layers(dims.num_layers, parallel.pipe)[parallel.p]
-    return TransformerBlockSubmodules(layer_specs=[layer] * (last - first), layer_norm=RMSNorm)
+    return layer
+
+
+def _expert_options(experts: ExpertDims) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": True,  # megatron requires it for one expert per token
+    }
+
+
+def _with_experts(layer: ModuleSpec, experts: ExpertDims) -> ModuleSpec:
+    """Return the layer with experts in place of its MLP."""
+    parts = MoESubmodules(experts=GroupedExperts, router=partial(Router, experts))
+    layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=parts)
+    return layer
 
 
 class _StageLayers(PipelineParallelLayerLayout):  # type: ignore[misc]  # megatron has no types
@@ -137,8 +176,13 @@ def _biased(linear: type) -> type:
     return Biased
 
 
-def _uses_sequence_parallel(settings: ModelSettings) -> bool:
-    """Return whether a reduce-scatter and an all-gather replace each all-reduce."""
+def _uses_sequence_parallel(settings: ModelSettings, dims: ModelDims) -> bool:
+    """Return whether a reduce-scatter and an all-gather replace each all-reduce.
+
+    Each tensor rank sends its own tokens to experts, so models with experts always use it.
+    """
+    if dims.experts is not None:
+        return True
     if settings.sequence_parallel is None:
         return settings.device == "cuda"
     return settings.sequence_parallel

@@ -177,9 +177,45 @@ def _silence_warning(module: ModuleType) -> None:
     module.linear_with_grad_accumulation_and_async_allreduce.warned = True
 
 
+def _gather_unequal_parts(module: ModuleType) -> None:
+    """Gather parts of different sizes by an exchange, as gloo gathers equal ones only."""
+    namespace: Any = module
+    gather = namespace._gather_along_first_dim
+
+    def gather_parts(
+        part: torch.Tensor,
+        group: Any,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            gathered: torch.Tensor = gather(part, group, output_split_sizes, use_global_buffer)
+            return gathered
+        whole = part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        copies = torch.cat([part] * group.size())
+        torch.distributed.all_to_all_single(
+            whole, copies, output_split_sizes, [len(part)] * group.size(), group=group
+        )
+        return whole
+
+    namespace._gather_along_first_dim = gather_parts
+
+
+def _count_in_lists(module: ModuleType) -> None:
+    """Return numbers of tokens as numpy arrays where the original does so for tensors of a GPU only."""
+    namespace: Any = module
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    namespace.maybe_move_tensor_to_cpu = moved
+
+
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _run_eagerly,
     "megatron.core.tensor_parallel.random": _keep_cpu_states,
     "megatron.core.tensor_parallel.layers": _silence_warning,
+    "megatron.core.tensor_parallel.mappings": _gather_unequal_parts,
+    "megatron.core.transformer.moe.moe_utils": _count_in_lists,
 }
 """Module name -> change to make after the module is loaded."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
+from hflow.backends.common.expert_tensors import file_names, file_tensors
 from hflow.backends.common.hf_files import FILE_BYTES, Copies, FileDivision, check_is_shared, write_files
 from hflow.backends.common.host_copy import host_copy
 from hflow.backends.megatron.hf_mapping import backbone_shapes
@@ -47,7 +48,7 @@ def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> W
 
     for name, tensor in named_weights(stage, receiver_of=receiver_of):
         if name in files.file_of:
-            copies.setdefault(files.file_of[name], {})[name] = host_copy(tensor)
+            copies.setdefault(files.file_of[name], {}).update(file_tensors({name: host_copy(tensor)}))
         else:
             head[name.removeprefix(head_prefix(stage.head))] = host_copy(tensor)
 
@@ -58,7 +59,12 @@ def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> W
             paths.append(head_file(directory))
         if rank == 0:
             saved_config(stage.hf_config, stage.head, stage.dtype).save_pretrained(directory)
-            paths += [directory / CONFIG_NAME, *files.write_index(directory)]
+            stored_in = {
+                file_name: file
+                for name, file in files.file_of.items()
+                for file_name in file_names(name, shapes[name][0])
+            }
+            paths += [directory / CONFIG_NAME, *files.write_index(directory, stored_in)]
         return paths
 
     return write

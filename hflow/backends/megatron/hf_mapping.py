@@ -3,7 +3,8 @@
 All reading and writing of weights uses this mapping: loading reads a rank's blocks, export assembles the
 blocks of all ranks. It follows from the model's dimensions and the rank's position alone, so every rank knows
 what every other rank holds. Pipeline stages have whole layers, the first stages one more if they do not
-divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary.
+divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary. Expert ranks split the
+experts, which hflow stacks in one tensor for each of their matrices (`backends/common/expert_tensors.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A block of a checkpoint tensor, whole on all axes but one, and its position in a parameter."""
+    """A block of a checkpoint tensor, and its position in a parameter.
+
+    It is whole on all axes but one. A block of stacked experts is a part of the first axis too.
+    """
 
     tensor: str
     shape: tuple[int, ...]
@@ -34,6 +38,8 @@ class TensorPart:
     """The block's range on that axis of the tensor."""
     offset: int
     """The block's start on that axis of the parameter."""
+    experts: Span | None = None
+    """The block's range on the first axis of stacked experts, which is the parameter's whole first axis."""
 
     @property
     def length(self) -> int:
@@ -44,7 +50,15 @@ class TensorPart:
     def box(self) -> tuple[Span, ...]:
         """The block's range on every axis of the tensor."""
         whole = [(0, size) for size in self.shape]
-        return (*whole[: self.axis], self.span, *whole[self.axis + 1 :])
+        box = [*whole[: self.axis], self.span, *whole[self.axis + 1 :]]
+        return tuple(box if self.experts is None else (self.experts, *box[1:]))
+
+    @property
+    def shift(self) -> tuple[int, ...]:
+        """What to add to a place in the parameter, on every axis, to get the place in the tensor."""
+        starts = [0] * len(self.shape)
+        starts[self.axis] = self.span[0] - self.offset
+        return tuple(starts if self.experts is None else (self.experts[0], *starts[1:]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class MappedParameter:
     is_copy: bool = False
     """Whether another rank holds the original of these weights. Copies are tied output matrices on the last
     stage, and key-value heads that several tensor ranks hold."""
+    is_expert: bool = False
+    """Whether expert ranks have different parts of it."""
 
     @property
     def has_padding(self) -> bool:
@@ -67,12 +83,14 @@ class MappedParameter:
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """A rank's tensor index and pipeline stage, which determine its weights."""
+    """A rank's tensor index, pipeline stage and expert index, which determine its weights."""
 
     tensor: int = 0
     num_tensor: int = 1
     stage: int = 0
     num_stages: int = 1
+    expert: int = 0
+    num_expert: int = 1
 
     def local_span(self, units: int) -> Span:
         """Return this tensor rank's range of units that are split equally."""
@@ -113,7 +131,7 @@ def _stage_parameters(dims: ModelDims, position: ShardPosition) -> Iterator[Mapp
     first, last = stage_layers(dims.num_layers, position.num_stages)[position.stage]
     for layer in range(first, last):
         yield from _layer_parameters(
-            dims, position, f"decoder.layers.{layer - first}.", f"model.layers.{layer}."
+            dims, position, f"decoder.layers.{layer - first}.", f"model.layers.{layer}.", layer
         )
     if position.stage < position.num_stages - 1:
         return
@@ -130,9 +148,9 @@ def _stage_parameters(dims: ModelDims, position: ShardPosition) -> Iterator[Mapp
 
 
 def _layer_parameters(
-    dims: ModelDims, position: ShardPosition, ours: str, theirs: str
+    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, layer: int
 ) -> Iterator[MappedParameter]:
-    heads, attention, mlp = dims.num_heads * dims.head_dim, f"{ours}self_attention.", f"{ours}mlp."
+    heads, attention = dims.num_heads * dims.head_dim, f"{ours}self_attention."
     yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (dims.hidden,))
     yield from _qkv(
         dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (dims.hidden,)
@@ -150,13 +168,39 @@ def _layer_parameters(
         yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (dims.hidden,))
     norm = f"{theirs}post_attention_layernorm.weight"
     yield _whole(f"{ours}pre_mlp_layernorm.weight", norm, (dims.hidden,))
-    yield _gate_up(dims, position, f"{mlp}linear_fc1.", f"{theirs}mlp.", "weight", (dims.hidden,))
+    if dims.has_experts(layer):
+        yield from _experts(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
+    else:
+        yield from _mlp(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _mlp(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
+    yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "weight", (dims.hidden,))
     if dims.has_mlp_bias:
-        yield _gate_up(dims, position, f"{mlp}linear_fc1.", f"{theirs}mlp.", "bias", ())
-    down = f"{theirs}mlp.down_proj."
-    yield _columns(f"{mlp}linear_fc2.weight", f"{down}weight", dims, dims.intermediate, position)
+        yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "bias", ())
+    down = f"{theirs}down_proj."
+    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", dims, dims.intermediate, position)
     if dims.has_mlp_bias:
-        yield _whole(f"{mlp}linear_fc2.bias", f"{down}bias", (dims.hidden,))
+        yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (dims.hidden,))
+
+
+def _experts(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
+    """Map the router, and the stacked matrices of this rank's experts, whose rows tensor ranks split."""
+    experts, hidden = dims.experts, dims.hidden
+    assert experts is not None
+    yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
+    size = experts.num // position.num_expert
+    local = (position.expert * size, (position.expert + 1) * size)
+    span = position.local_span(experts.intermediate)
+    rows = span[1] - span[0]
+    wide, tall = (experts.num, experts.intermediate, hidden), (experts.num, hidden, experts.intermediate)
+    gate_up = tuple(
+        TensorPart(f"{theirs}experts.{name}_proj.weight", wide, 1, span, offset, local)
+        for name, offset in (("gate", 0), ("up", rows))
+    )
+    down = TensorPart(f"{theirs}experts.down_proj.weight", tall, 2, span, 0, local)
+    yield MappedParameter(f"{ours}experts.gate_up", (size, 2 * rows, hidden), gate_up, is_expert=True)
+    yield MappedParameter(f"{ours}experts.down", (size, hidden, rows), (down,), is_expert=True)
 
 
 def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:

@@ -7,6 +7,7 @@ checkpoints, so that no precision is lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +29,25 @@ class MasterWeight:
     stop: int
 
 
-def updated_ranges(stage: Stage, optimizer: Any) -> dict[str, MasterWeight]:
+def updated_ranges(stage: Stage, optimizers: Sequence[Any]) -> dict[str, MasterWeight]:
     """Return what this rank updates, by parameter name. Parameters that it does not update are left out.
 
     Args:
         stage: this rank's.
-        optimizer: megatron's distributed optimizer of the stage.
+        optimizers: megatron's distributed optimizers of the stage, which update different parameters.
     """
-    fp32_shards = {
-        weight: shard
-        for weights, shards in zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
-        for weight, shard in zip(weights, shards, strict=True)
-    }
     ranges = {}
-    for name, weight in stage.module.named_parameters():
-        shard: Tensor | None = fp32_shards.get(weight, getattr(weight, "main_param", None))
-        if shard is not None:
-            span = optimizer._get_model_param_range_map(weight)["param"]
-            ranges[name] = MasterWeight(shard, span.start, span.end)
+    for optimizer in optimizers:
+        fp32_shards = {
+            weight: shard
+            for weights, shards in zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
+            for weight, shard in zip(weights, shards, strict=True)
+        }
+        for name, weight in stage.module.named_parameters():
+            shard: Tensor | None = fp32_shards.get(weight, getattr(weight, "main_param", None))
+            if shard is not None and weight in optimizer.model_param_gbuf_map:
+                span = optimizer._get_model_param_range_map(weight)["param"]
+                ranges[name] = MasterWeight(shard, span.start, span.end)
     return ranges
 
 

@@ -137,7 +137,7 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     hf_config = read_config(settings)
     with translate_errors(settings.name):
         dims = read_dims(hf_config, settings.head)
-        check_split(dims, parallel.tensor, parallel.pipe)
+        check_split(dims, parallel.tensor, parallel.pipe, parallel.expert)
         stage = _uninitialized_stage(settings, hf_config, dims, parallel)
         with open_weights(settings, dims) as read:
             load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from hflow.backends.common.expert_tensors import EXPERT_FAMILIES
 from hflow.errors import BackendError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERT_FAMILIES)
 """Values of `model_type` whose layers megatron's GPT model can compute."""
 
 _ROPES = ("default", "linear", "llama3")
 """Rotary embeddings with one vector of frequencies for all sequence lengths."""
+
+
+@dataclass(frozen=True)
+class ExpertDims:
+    """Dimensions of the layers whose MLP is a mixture of experts."""
+
+    num: int
+    per_token: int
+    """How many of them compute with each token."""
+    intermediate: int
+    normalizes: bool
+    """Whether the weights of a token's experts add up to 1. Otherwise they are probabilities among all."""
+    layers: frozenset[int]
+    """The layers that have experts. Others have one MLP."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,11 @@ class ModelDims:
     has_qk_norm: bool
     head: str
     """`lm`, `value` or `score`."""
+    experts: ExpertDims | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's MLP is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
 
 
 def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
@@ -44,7 +65,7 @@ def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
     """
     _check_architecture(config)
     family = config.model_type
-    biased = family in ("llama", "qwen3") and bool(config.attention_bias)
+    biased = family in ("llama", "qwen3", *EXPERT_FAMILIES) and bool(config.attention_bias)
     return ModelDims(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -57,8 +78,25 @@ def read_dims(config: PreTrainedConfig, head: str) -> ModelDims:
         has_qkv_bias=family == "qwen2" or biased,
         has_out_bias=biased,
         has_mlp_bias=family == "llama" and bool(config.mlp_bias),
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in ("qwen3", *EXPERT_FAMILIES),
         head=head,
+        experts=_read_experts(config) if family in EXPERT_FAMILIES else None,
+    )
+
+
+def _read_experts(config: PreTrainedConfig) -> ExpertDims:
+    """Return the experts of a Qwen3 MoE model.
+
+    The layers are those that transformers builds with experts (`Qwen3MoeDecoderLayer`).
+    """
+    dense, step = set(config.mlp_only_layers or ()), config.decoder_sparse_step
+    layers = [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
+    return ExpertDims(
+        num=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        intermediate=config.moe_intermediate_size,
+        normalizes=bool(config.norm_topk_prob),
+        layers=frozenset(layers),
     )
 
 
@@ -89,7 +127,7 @@ def _check_architecture(config: PreTrainedConfig) -> None:
         )
 
 
-def check_split(dims: ModelDims, tensor: int, pipe: int) -> None:
+def check_split(dims: ModelDims, tensor: int, pipe: int, expert: int = 1) -> None:
     """Check that a layout splits the model evenly.
 
     Raises:
@@ -99,12 +137,17 @@ def check_split(dims: ModelDims, tensor: int, pipe: int) -> None:
         raise BackendError(
             f"{dims.num_layers} layers cannot fill {pipe} pipeline stages; use at most {dims.num_layers}"
         )
+    num_experts = 1 if dims.experts is None else dims.experts.num
+    if num_experts % expert:
+        raise BackendError(
+            f"{expert} expert ranks cannot share {num_experts} experts; use {math.gcd(num_experts, expert)}"
+        )
     if not _can_split(dims, tensor):
         possible = [n for n in range(1, dims.num_heads + 1) if _can_split(dims, n)]
         nearest = min(possible, key=lambda n: (abs(n - tensor), n))
         raise BackendError(
             f"{tensor} tensor ranks cannot share {dims.num_heads} heads, {dims.num_kv_heads} key-value "
-            f"heads and {dims.intermediate} MLP rows; use {nearest}"
+            f"heads and {' or '.join(map(str, _mlp_rows(dims)))} MLP rows; use {nearest}"
         )
 
 
@@ -112,6 +155,15 @@ def _can_split(dims: ModelDims, tensor: int) -> bool:
     kv = dims.num_kv_heads
     return (
         dims.num_heads % tensor == 0
-        and dims.intermediate % tensor == 0
+        and all(rows % tensor == 0 for rows in _mlp_rows(dims))
         and (kv % tensor == 0 or tensor % kv == 0)
     )
+
+
+def _mlp_rows(dims: ModelDims) -> list[int]:
+    """Return the rows of each kind of MLP that the model's layers have."""
+    experts = dims.experts
+    if experts is None:
+        return [dims.intermediate]
+    dense = [dims.intermediate] if len(experts.layers) < dims.num_layers else []
+    return [*dense, experts.intermediate]

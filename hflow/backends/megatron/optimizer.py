@@ -12,9 +12,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hflow.backends.common.learning_rate import learning_rate
 from hflow.backends.interface import ModelSettings
@@ -39,8 +41,10 @@ class MegatronOptimizer:
         self._optim, self._num_updates = model.optim, model.num_updates
         self.module = _wrap_for_gradient_sums(stage)
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
-        self._inner = _distributed_optimizer(stage, self.module, model.optim)
-        self.ranges = updated_ranges(stage, self._inner)
+        self._parts = _distributed_optimizers(stage, self.module, model.optim)
+        """Optimizers of the weights that all data ranks have, and of the experts that expert ranks divide."""
+        self._all_ranks = stage.parallel.group
+        self.ranges = updated_ranges(stage, self._parts)
         """Parameter name -> the range that this rank updates."""
         self.master_weights = separate_master_weights(stage, self.ranges)
         """The ranges that are stored separately, where the model computes in half precision."""
@@ -55,7 +59,8 @@ class MegatronOptimizer:
     def zero_grad(self) -> None:
         """Set all gradients to 0, before the first backward pass of a minibatch."""
         self.module.zero_grad_buffer()
-        self._inner.zero_grad()
+        for part in self._parts:
+            part.zero_grad()
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -64,17 +69,23 @@ class MegatronOptimizer:
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient, copies counted once; a collective over the replica."""
-        self._inner.prepare_grads()
-        norm: float = self._inner.get_grad_norm()
+        gradients: list[Tensor] = []
+        for part in self._parts:
+            part.prepare_grads()
+            gradients += part.get_main_grads_for_grad_norm()
+        norm: float = get_grad_norm_fp32(gradients, grad_stats_parallel_group=self._all_ranks)
         return norm
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update, and gather the weights; a collective."""
-        if self._optim.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self._inner.get_parameters(), self._optim.clip_grad, norm)
-        for group in self._inner.param_groups:
-            group["lr"] = self.lr
-        self._inner.step_with_ready_grads()
+        for part in self._parts:
+            if self._optim.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._optim.clip_grad, norm)
+            for group in part.param_groups:
+                group["lr"] = self.lr
+            # That of the class below gathers the weights of all parts, which is done once, after the last.
+            MixedPrecisionOptimizer.step_with_ready_grads(part)
+        self.module.start_param_sync()
         self.num_steps += 1
 
     def skip(self) -> None:
@@ -83,23 +94,28 @@ class MegatronOptimizer:
 
     def moments(self, name: str) -> tuple[Tensor, Tensor]:
         """Return Adam's averages of what this rank updates of a parameter, flattened."""
-        (mean,), (square,) = self._inner.optimizer.moments([self.ranges[name].shard])
+        shard = self.ranges[name].shard
+        (part,) = (part for part in self._parts if any(x is shard for x in part.get_parameters()))
+        (mean,), (square,) = part.optimizer.moments([shard])
         return mean, square
 
     def states(self) -> list[Tensor]:
         """Return separate master weights, and the moments that exist: none before the first step."""
         masters = [master.shard for master in self.master_weights.values()]
-        return [*masters, *(x for state in self._inner.optimizer.state.values() for x in state.values())]
+        states = (state for part in self._parts for state in part.optimizer.state.values())
+        return [*masters, *(x for state in states for x in state.values())]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of gradients, whose values count within a minibatch only."""
-        return [buffer.grad_data for buffer in self.module.buffers]
+        buffers = (*self.module.buffers, *self.module.expert_parallel_buffers)
+        return [buffer.grad_data for buffer in buffers]
 
     def resume(self, num_steps: int) -> None:
         """Set the number of steps made, after the moments of that many steps have been loaded."""
         self.num_steps = num_steps
-        for group in self._inner.param_groups:
-            group["step"] = num_steps
+        for part in self._parts:
+            for group in part.param_groups:
+                group["step"] = num_steps
 
 
 def _wrap_for_gradient_sums(stage: Stage) -> Any:
@@ -118,11 +134,39 @@ def _finalize_gradients(
     finalize_model_grads(list(model), None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
-@torch.no_grad()  # it updates views of the weights, which would not be leaves
-def _distributed_optimizer(stage: Stage, module: Any, optim: OptimConfig) -> Any:
+def _distributed_optimizers(stage: Stage, module: Any, optim: OptimConfig) -> list[Any]:
+    """Return the optimizer of the weights that all data ranks have, and that of divided experts, if any."""
     groups = stage.parallel.groups
+    kinds = [
+        (module.buffers, groups.intra_dp_cp, groups.mp),
+        (module.expert_parallel_buffers, groups.intra_expt_dp, groups.tp_ep_pp),
+    ]
+    return [_distributed_optimizer(stage, module, optim, *kind) for kind in kinds if kind[0]]
+
+
+@torch.no_grad()  # it updates views of the weights, which would not be leaves
+def _distributed_optimizer(
+    stage: Stage,
+    module: Any,
+    optim: OptimConfig,
+    buffers: Sequence[Any],
+    copies: ProcessGroup,
+    others: ProcessGroup,
+) -> Any:
+    """Return the optimizer of the weights in some buffers.
+
+    Args:
+        stage: this rank's.
+        module: its wrapper that sums gradients.
+        optim: settings.
+        buffers: of the wrapper.
+        copies: the ranks that have the same weights, which divide their optimizer state.
+        others: the ranks that have the other weights of a copy of the model.
+    """
+    groups = stage.parallel.groups
+    weights = [weight for buffer in buffers for weight in buffer.params]
     adam = GroupAdamW(
-        _param_groups(stage.module, optim.weight_decay),
+        _param_groups(stage.module, weights, optim.weight_decay),
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
@@ -143,23 +187,25 @@ def _distributed_optimizer(stage: Stage, module: Any, optim: OptimConfig) -> Any
         grad_scaler=None,
         init_state_fn=None,
         model_chunks=[module],
-        per_model_buffers={0: module.buffers},
-        data_parallel_group=groups.intra_dp_cp,
+        per_model_buffers={0: buffers},
+        data_parallel_group=copies,
         data_parallel_group_gloo=None,
-        data_parallel_group_idx=groups.mp.rank(),
+        data_parallel_group_idx=others.rank(),
         distributed_optimizer_instance_id=0,
     )
-    optimizer.grad_stats_parallel_group = groups.intra_dist_opt
     optimizer.tp_group = groups.tp
     return optimizer
 
 
-def _param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return groups with and without weight decay, and the keys by which megatron matches groups."""
+def _param_groups(
+    module: nn.Module, weights: Sequence[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return some weights of a module in groups with and without decay, with megatron's keys of groups."""
+    chosen = {id(weight) for weight in weights}
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for weight in module.parameters():
-        if weight.requires_grad:
+        if id(weight) in chosen:
             (matrices if weight.dim() >= 2 else vectors).append(weight)
     common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
     return [

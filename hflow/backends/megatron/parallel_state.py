@@ -1,4 +1,4 @@
-"""A replica's data, tensor, pipeline and context axes, with a process group for each.
+"""A replica's data, tensor, pipeline, context and expert axes, with a process group for each.
 
 Megatron's global `parallel_state` stays uninitialised. Groups are passed to what needs them, so replicas of
 different layouts can exist in one process.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -54,6 +54,8 @@ class ParallelState:
     """Sizes of the axes, this rank's coordinates, and its groups."""
 
     sizes: Axes
+    expert: int
+    """Number of neighbouring data and context ranks that divide the experts of a layer."""
     coords: Axes
     group: ProcessGroup
     """All ranks of the replica, ordered as in `Axes.rank`."""
@@ -72,22 +74,27 @@ class ParallelState:
         on the layout.
         """
         group, sizes = position.group, Axes(position.data, position.tensor, position.pipe, position.context)
+        expert = position.expert
         if group is None:
-            group, sizes = _single_rank_group(), Axes(1, 1, 1, 1)
+            group, sizes, expert = _single_rank_group(), Axes(1, 1, 1, 1), 1
         assert math.prod(sizes) == group.size(), f"{position} has {group.size()} ranks"
         _known_states[:] = [state for state in _known_states if state.group in _existing_groups()]
         for state in _known_states:
-            if state.group is group and state.sizes == sizes:
+            if state.group is group and (state.sizes, state.expert) == (sizes, expert):
                 return state
         made, coords = _Groups(group), sizes.coords(group.rank())
-        state = cls(sizes, coords, group, *_collection(made, sizes, coords), made)
+        state = cls(sizes, expert, coords, group, *_collection(made, sizes, expert, coords), made)
         _known_states.append(state)
         return state
 
     @property
     def shard_position(self) -> ShardPosition:
         """The coordinates that determine which weights this rank holds."""
-        return ShardPosition(self.t, self.tensor, self.p, self.pipe)
+        return self.shard_position_of(self.p, self.e, self.t)
+
+    def shard_position_of(self, stage: int, expert: int, tensor: int) -> ShardPosition:
+        """Return the position of the ranks of a pipeline stage with an expert and a tensor index."""
+        return ShardPosition(tensor, self.tensor, stage, self.pipe, expert, self.expert)
 
     @property
     def rank(self) -> int:
@@ -125,15 +132,26 @@ class ParallelState:
         return self.coords.pipe
 
     @property
-    def is_first_copy(self) -> bool:
-        """Whether this is the first of the ranks with the same weights."""
-        return self.coords.data == self.coords.context == 0
+    def copy(self) -> int:
+        """Index of this rank among those with the same tensor shard of a stage."""
+        return self.coords.data * self.context + self.coords.context
 
     @property
-    def ranks_of_copy(self) -> list[int]:
-        """The ranks that hold one copy of the model together with this one."""
+    def e(self) -> int:
+        """Expert index of this rank: which part of each layer's experts it has."""
+        return self.copy % self.expert
+
+    def is_first_copy(self, *, of_experts: bool) -> bool:
+        """Return whether this is the first of the ranks with the same weights, or with the same experts."""
+        return self.copy < self.expert if of_experts else self.copy == 0
+
+    def ranks_of_copy(self, *, of_experts: bool) -> list[int]:
+        """Return the ranks that hold one copy of the model together with this one, or of its experts."""
         stages, shards = range(self.pipe), range(self.tensor)
-        return [self.sizes.rank(self.coords._replace(pipe=p, tensor=t)) for p in stages for t in shards]
+        first = self.copy - self.e if of_experts else self.copy
+        copies = range(first, first + self.expert) if of_experts else (first,)
+        places = [divmod(copy, self.context) for copy in copies]
+        return [self.sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards]
 
     @property
     def is_first_stage(self) -> bool:
@@ -199,10 +217,12 @@ class _Groups:
             self.make_unused()
 
 
-def _collection(made: _Groups, sizes: Axes, coords: Axes) -> tuple[ProcessGroupCollection, ProcessGroup]:
+def _collection(
+    made: _Groups, sizes: Axes, expert: int, coords: Axes
+) -> tuple[ProcessGroupCollection, ProcessGroup]:
     """Return the groups under megatron's names, and the group of this rank's data index.
 
-    There is no expert parallelism.
+    Tensor ranks divide the rows of experts as they divide those of an MLP.
     """
 
     def group(data: bool = False, tensor: bool = False, pipe: bool = False, context: bool = False) -> Any:
@@ -211,8 +231,20 @@ def _collection(made: _Groups, sizes: Axes, coords: Axes) -> tuple[ProcessGroupC
         indices = [range(n) if is_free else [i] for n, i, is_free in zip(sizes, coords, free, strict=True)]
         return made.of(sorted(sizes.rank(Axes(*at)) for at in itertools.product(*indices)))
 
+    block, index = divmod(coords.data * sizes.context + coords.context, expert)
+
+    def expert_group(peers: Iterable[int], tensor: bool = False, pipe: bool = False) -> Any:
+        """Return the group of the ranks with these copy indices that differ from this one in some axes."""
+        shards = range(sizes.tensor) if tensor else [coords.tensor]
+        stages = range(sizes.pipe) if pipe else [coords.pipe]
+        places = [divmod(copy, sizes.context) for copy in peers]
+        ranks = (sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards)
+        return made.of(sorted(ranks))
+
+    neighbours = range(block * expert, (block + 1) * expert)
+    same_experts = range(index, sizes.data * sizes.context, expert)
     tp, dp, copies = group(tensor=True), group(data=True), group(data=True, context=True)
-    pp, cp, alone = group(pipe=True), group(context=True), group()
+    pp, cp = group(pipe=True), group(context=True)
     ends = None
     if coords.pipe in (0, sizes.pipe - 1):
         ends = made.of([sizes.rank(coords._replace(pipe=p)) for p in sorted({0, sizes.pipe - 1})])
@@ -231,12 +263,12 @@ def _collection(made: _Groups, sizes: Axes, coords: Axes) -> tuple[ProcessGroupC
         tp_cp=group(tensor=True, context=True),
         tp_dp_cp=group(data=True, tensor=True, context=True),
         cp=cp,
-        ep=alone,
-        expt_tp=alone,
-        expt_dp=alone,
-        intra_expt_dp=alone,
-        tp_ep=alone,
-        tp_ep_pp=alone,
+        ep=expert_group(neighbours),
+        expt_tp=tp,
+        expt_dp=expert_group(same_experts),
+        intra_expt_dp=expert_group(same_experts),
+        tp_ep=expert_group(neighbours, tensor=True),
+        tp_ep_pp=expert_group(neighbours, tensor=True, pipe=True),
     )
     return collection, group(tensor=True, pipe=True, context=True)
 

@@ -2,11 +2,12 @@
 
 The distributed optimizer gives each data rank a range of every flattened parameter. A range of a matrix is
 part of a row, whole rows, and part of a row: at most three boxes, which the mapping to HF tensors splits
-further. Every rank therefore reads and writes only its own state.
+further. A range of stacked experts is at most five. Every rank therefore reads and writes only its own state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -51,17 +52,21 @@ def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directo
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of a vector or matrix that a range of its flattened entries consists of, in order."""
+    """Yield the boxes of a tensor that a range of its flattened entries consists of, in order."""
     if len(shape) == 1:
         yield ((start, stop),)
         return
-    _, width = shape
+    inner = shape[1:]
+    width = math.prod(inner)
     while start < stop:
-        row, column = divmod(start, width)
-        num_rows = 1 if column else max(1, (stop - start) // width)
-        end = min(stop, (row + num_rows) * width)
-        last = width if num_rows > 1 else column + end - start
-        yield ((row, row + num_rows), (column, last))
+        row, first = divmod(start, width)
+        num_rows = 0 if first else (stop - start) // width
+        if num_rows:
+            yield ((row, row + num_rows), *whole_box(inner))
+            start += num_rows * width
+            continue
+        end = min(stop, (row + 1) * width)
+        yield from (((row, row + 1), *box) for box in boxes_of_range(inner, first, first + end - start))
         start = end
 
 
@@ -73,7 +78,7 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
     """Return the parameters that this rank writes. Tensor ranks with the same blocks take turns."""
     parallel = stage.parallel
     by_rank = [
-        rank_parameters(stage.dims, ShardPosition(t, parallel.tensor, parallel.p, parallel.pipe))
+        rank_parameters(stage.dims, parallel.shard_position_of(parallel.p, parallel.e, t))
         for t in range(parallel.tensor)
     ]
     written = []
@@ -88,9 +93,10 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
 
 def _frozen_states(stage: Stage, parameters: list[MappedParameter]) -> Iterator[BlockState]:
     """Yield the weights of a frozen model on the first of the ranks that have the same."""
-    names = {parameter.name for parameter in parameters} if stage.parallel.is_first_copy else set()
+    names = {parameter.name for parameter in parameters}
     for parameter in stage.parameters:
-        if parameter.name in names:
+        is_first = stage.parallel.is_first_copy(of_experts=parameter.is_expert)
+        if is_first and parameter.name in names:
             weight = stage.module.get_parameter(parameter.name).detach().float()
             values = {WEIGHT: weight.view(parameter.shape)}
             yield from _split_box(parameter, whole_box(parameter.shape), values)
@@ -120,8 +126,7 @@ def _split_box(parameter: MappedParameter, box: Box, values: Mapping[str, Tensor
         overlap = intersect(_box_of_part(part, parameter), box) if part.length else None
         if overlap is not None:
             selected = {kind: x[slices_within(overlap, box)] for kind, x in values.items()}
-            shift = part.span[0] - part.offset
-            yield BlockState(part.tensor, part.shape, _shifted(overlap, part.axis, shift), selected)
+            yield BlockState(part.tensor, part.shape, _shifted(overlap, part.shift), selected)
 
 
 def _box_of_part(part: TensorPart, parameter: MappedParameter) -> Box:
@@ -130,6 +135,5 @@ def _box_of_part(part: TensorPart, parameter: MappedParameter) -> Box:
     return (*box[: part.axis], (part.offset, part.offset + part.length), *box[part.axis + 1 :])
 
 
-def _shifted(box: Box, axis: int, by: int) -> Box:
-    start, stop = box[axis]
-    return (*box[:axis], (start + by, stop + by), *box[axis + 1 :])
+def _shifted(box: Box, by: tuple[int, ...]) -> Box:
+    return tuple((start + shift, stop + shift) for (start, stop), shift in zip(box, by, strict=True))

@@ -1,6 +1,7 @@
 """A stage's weights as whole tensors under their HF names, gathered a bucket at a time.
 
-A bucket of parameters is sent from its stage to all stages and then gathered over the tensor ranks. Every
+A bucket of parameters is sent from its stage to all stages and then gathered over the tensor ranks, and a
+bucket of experts over tensor and expert ranks. Every
 receiver assembles the same tensors. No rank holds the whole model: besides its shard, a receiver holds one
 bucket, or one tensor if that is larger.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, rank_parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter, rank_parameters
 from hflow.backends.megatron.model import Stage
 from hflow.types.tensor_slices import Block
 
@@ -22,8 +23,8 @@ BUCKET_BYTES = 64 << 20
 """Maximum size of a rank's part of a bucket. A larger parameter is a bucket of its own, sent in pieces."""
 
 Named = tuple[str, Tensor]
-ByTensorRank = tuple[MappedParameter, ...]
-"""One parameter as each tensor rank holds it."""
+ByShard = tuple[MappedParameter, ...]
+"""One parameter as each tensor rank of a stage holds it, or each tensor rank of each expert index."""
 
 
 def held_blocks(stage: Stage, values: Mapping[str, Tensor] | None = None) -> Iterator[Block]:
@@ -48,7 +49,7 @@ def named_weights(
     values: Mapping[str, Tensor] | None = None,
     receiver_of: Callable[[str], int] | None = None,
 ) -> Iterator[Named]:
-    """Yield tensors of the model, whole; a collective over the ranks of a data index.
+    """Yield tensors of the model, whole; a collective over the ranks of a data index, or of expert ranks.
 
     Tied weights have their first name, a scalar head's weights `value_head.*` or `score.weight`. A tensor may
     share storage with the model, so copy what is to be kept.
@@ -75,31 +76,35 @@ def named_weights(
                         yield name, tensor
 
 
-def _receivers(
-    stage: Stage, bucket: Sequence[ByTensorRank], receiver_of: Callable[[str], int] | None
-) -> set[int]:
+def _receivers(stage: Stage, bucket: Sequence[ByShard], receiver_of: Callable[[str], int] | None) -> set[int]:
     """Return the ranks of this rank's copy of the model that need a tensor of a bucket."""
-    copy = set(stage.parallel.ranks_of_copy)
+    copy = set(stage.parallel.ranks_of_copy(of_experts=bucket[0][0].is_expert))
     if receiver_of is None:
         return copy
     names = {part.tensor for versions in bucket for parameter in versions for part in parameter.parts}
     return copy & {receiver_of(name) for name in names}
 
 
-def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByTensorRank]]:
-    """Yield the parameters of a pipeline stage in buckets, without copies of another stage's parameters."""
+def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByShard]]:
+    """Yield the parameters of a pipeline stage in buckets, without copies of another stage's parameters.
+
+    Experts have buckets of their own.
+    """
     parallel = stage.parallel
     by_rank = [
-        rank_parameters(stage.dims, ShardPosition(t, parallel.tensor, p, parallel.pipe))
+        rank_parameters(stage.dims, parallel.shard_position_of(p, e, t))
+        for e in range(parallel.expert)
         for t in range(parallel.tensor)
     ]
-    bucket: list[ByTensorRank] = []
+    bucket: list[ByShard] = []
     num_bytes = 0
-    for versions in zip(*by_rank, strict=True):
+    for of_all in zip(*by_rank, strict=True):
+        versions = of_all if of_all[0].is_expert else of_all[: parallel.tensor]
         if all(parameter.is_copy for parameter in versions):
             continue
         size = math.prod(versions[0].shape) * dtype.itemsize
-        if bucket and num_bytes + size > BUCKET_BYTES:
+        is_other_kind = bucket and bucket[0][0].is_expert != versions[0].is_expert
+        if bucket and (is_other_kind or num_bytes + size > BUCKET_BYTES):
             yield bucket
             bucket, num_bytes = [], 0
         bucket.append(versions)
@@ -111,12 +116,12 @@ def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByTensor
 def _gather_bucket(
     stage: Stage,
     p: int,
-    bucket: Sequence[ByTensorRank],
+    bucket: Sequence[ByShard],
     values: Mapping[str, Tensor],
     dtype: torch.dtype,
     is_receiver: bool,
 ) -> list[Tensor]:
-    """Return for each parameter of stage `p` in the bucket the tensor ranks' shards, `[tensor, *shape]`.
+    """Return for each parameter of stage `p` in the bucket its shards, `[shards, *shape]`.
 
     The bucket is sent in pieces, so that only receivers hold more than a piece. Empty on other ranks.
     """
@@ -126,30 +131,32 @@ def _gather_bucket(
     local_tensors = (
         [values[versions[0].name].detach().reshape(-1) for versions in bucket] if parallel.p == p else []
     )
-    if parallel.tensor * parallel.pipe == 1:
+    group = parallel.groups.tp_ep if bucket[0][0].is_expert else parallel.groups.tp
+    num_shards = group.size()
+    if num_shards * parallel.pipe == 1:
         return [flat.to(dtype).view(1, *shape) for flat, shape in zip(local_tensors, shapes, strict=True)]
     flat = (
         local_tensors[0] if len(local_tensors) == 1 else torch.cat(local_tensors) if local_tensors else None
     )
-    received = torch.empty(parallel.tensor, total if is_receiver else 0, dtype=dtype, device=stage.device)
+    received = torch.empty(num_shards, total if is_receiver else 0, dtype=dtype, device=stage.device)
     for start in range(0, total, piece_size):
         stop = min(start + piece_size, total)
-        pieces = received[:, start:stop] if is_receiver else received.new_empty(parallel.tensor, stop - start)
-        my_piece = pieces[parallel.t]
+        pieces = received[:, start:stop] if is_receiver else received.new_empty(num_shards, stop - start)
+        my_piece = pieces[group.rank()]
         if flat is not None:
             my_piece.copy_(flat[start:stop])
         if parallel.pipe > 1:
             dist.broadcast(my_piece, group=parallel.groups.pp, group_src=p)
-        if parallel.tensor > 1:
-            dist.all_gather(list(pieces), my_piece, group=parallel.groups.tp)
+        if num_shards > 1:
+            dist.all_gather(list(pieces), my_piece, group=group)
     if not is_receiver:
         return []
     shards = received.split(lengths, dim=1)
     return [x.unflatten(1, shape) for x, shape in zip(shards, shapes, strict=True)]
 
 
-def _assemble(versions: ByTensorRank, shards: Tensor) -> Iterator[Named]:
-    """Yield the HF tensors that one parameter consists of, from its shards `[tensor, *shape]`."""
+def _assemble(versions: ByShard, shards: Tensor) -> Iterator[Named]:
+    """Yield the HF tensors that one parameter consists of, from its shards `[shards, *shape]`."""
     (first, *others) = versions[0].parts
     if not others and first.shape == versions[0].shape:
         yield first.tensor, shards[0]
@@ -163,16 +170,17 @@ def _assemble(versions: ByTensorRank, shards: Tensor) -> Iterator[Named]:
             if part.tensor not in whole:
                 whole[part.tensor] = shard.new_empty(part.shape)
             block = shard.narrow(part.axis, part.offset, part.length)
-            whole[part.tensor].narrow(part.axis, part.span[0], part.length).copy_(block)
+            whole[part.tensor][tuple(slice(*span) for span in part.box)] = block
     yield from whole.items()
 
 
-def _are_consecutive_rows(versions: ByTensorRank) -> bool:
+def _are_consecutive_rows(versions: ByShard) -> bool:
     """Return whether the ranks' rows, concatenated, are the HF tensor, with any padding at the end."""
     size = versions[0].shape[0]
     return all(
         len(parameter.parts) == 1
         and (part := parameter.parts[0]).axis == 0
+        and part.experts is None
         and part.span[0] == min(t * size, part.shape[0])
         for t, parameter in enumerate(versions)
     )

@@ -78,7 +78,7 @@ class TorchModel(ModelBackend):
         lacks_weights = any(weight.is_meta for weight in self._model.parameters())
         place_model(module, _decoder_layers(self._model), device, dtype, self.group)
         if lacks_weights and settings.path is not None:
-            load_held_weights(Path(settings.path), self._model.named_parameters())
+            load_held_weights(Path(settings.path), self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
@@ -130,7 +130,7 @@ class TorchModel(ModelBackend):
         assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         module = self._runner.module
         pairs = held_blocks(self._model, module, module.head, self.settings.head)
-        return (block for _, block in pairs)
+        return (block for _, blocks in pairs for block in blocks)
 
     def shared_module(self) -> nn.Module | None:
         """Return the HF model if it is on one rank and computes in fp32, the dtype of its weights."""

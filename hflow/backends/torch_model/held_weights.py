@@ -5,7 +5,7 @@ Thus no rank needs memory for the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hflow.backends.common.expert_tensors import file_shapes, read_stacked, stacked_views
 from hflow.backends.common.weight_files import open_weight_files
 from hflow.backends.torch_model.heads import SCORE
 from hflow.backends.torch_model.optimizer import local_shard
-from hflow.backends.torch_model.weight_export import held_box
+from hflow.backends.torch_model.weight_export import blocks_of, held_box
 from hflow.types.tensor_slices import numel
 
 OUTPUT = "lm_head.weight"
@@ -45,19 +46,22 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
-    """Return whether a checkpoint has each parameter of a model under its own name and shape, and no others.
+    """Return whether `load_held_weights` can read a model's parameters from a checkpoint that has no others.
 
-    Other checkpoints may be right, too: transformers renames and merges tensors of some families, and
-    explains what is wrong.
+    Each must be there under its own name and shape, or as the tensors of single experts. Other checkpoints
+    may be right, too: transformers renames and merges tensors of some families, and explains what is wrong.
 
     Args:
         path: the checkpoint's directory.
         model: a causal language model, with its output matrix.
         head: of the model that is built from it; only `lm` needs the output matrix.
     """
-    expected = {name: list(weight.shape) for name, weight in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected.keys()
-    buffers = model.state_dict().keys() - expected.keys() - tied
+    names = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    buffers = model.state_dict().keys() - names - tied
+    whole = stacked_views(model.config.model_type, model.named_parameters())
+    shapes = file_shapes({name: tuple(tensor.shape) for name, tensor in whole})
+    expected = {name: list(shape) for name, shape in shapes.items()}
     with ExitStack() as files:
         stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
     output = set() if head == "lm" else {OUTPUT}
@@ -70,11 +74,12 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
     )
 
 
-def load_held_weights(path: Path, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill this rank's part of each named parameter from a checkpoint; not a collective."""
+def load_held_weights(path: Path, model: PreTrainedModel) -> None:
+    """Fill this rank's part of each parameter of a model from a checkpoint; not a collective."""
     with ExitStack() as files, torch.no_grad():
         stored = open_weight_files(path, files)
-        for name, weight in named:
-            box = held_box(weight)
-            if numel(box):
-                local_shard(weight).copy_(stored[name][tuple(slice(*span) for span in box)])
+        for name, weight in model.named_parameters():
+            if numel(held_box(weight)):
+                for block in blocks_of(model, name, weight, local_shard(weight.detach())):
+                    box = tuple(slice(*span) for span in block.box)
+                    block.values.copy_(read_stacked(stored, block.tensor, box))

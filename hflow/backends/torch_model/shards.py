@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.common.sharded_checkpoint import (
     MEAN,
     SQUARE,
@@ -20,7 +23,7 @@ from hflow.backends.common.sharded_checkpoint import (
 )
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
-from hflow.backends.torch_model.weight_export import held_blocks, named_parameters
+from hflow.backends.torch_model.weight_export import blocks_of, held_blocks, named_parameters
 from hflow.durable_files import WriteFiles
 
 
@@ -42,11 +45,19 @@ class TrainedModel:
 
     def states(self) -> Iterator[BlockState]:
         """Yield this rank's rows of every weight. No two ranks have the same rows."""
-        for weight, block in held_blocks(self.model, self.module, self.module.head, self.head):
-            values = {WEIGHT: block.values}
+        names = {weight: name for name, weight in self.named_parameters()}
+        for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
+            kinds = {WEIGHT: blocks}
             if self.optimizer is not None:
-                values[MEAN], values[SQUARE] = self.optimizer.moments(weight)
-            yield BlockState(block.tensor, block.shape, block.box, values)
+                for kind, moment in zip((MEAN, SQUARE), self.optimizer.moments(weight), strict=True):
+                    kinds[kind] = blocks_of(self.model, names[weight], weight, moment)
+            for index, block in enumerate(blocks):
+                values = {kind: parts[index].values for kind, parts in kinds.items()}
+                yield BlockState(block.tensor, block.shape, block.box, values)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return every weight that training changes, with its name in the module."""
+        return named_parameters(self.model, self.module.head, self.head)
 
 
 def copy_model_shards(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> WriteFiles:
@@ -56,8 +67,9 @@ def copy_model_shards(trained: TrainedModel, directory: Path, group: ProcessGrou
 
 def load_model_shards(trained: TrainedModel, directory: Path) -> None:
     """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
-    named = named_parameters(trained.model, trained.module.head, trained.head)
-    shapes = {name: tuple(weight.shape) for name, weight in named}
+    named = ((name, torch.empty(weight.shape, device="meta")) for name, weight in trained.named_parameters())
+    whole = stacked_views(trained.model.config.model_type, named)
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole}
     with open_shards(directory, trained.info, shapes) as reader:
         for state in trained.states():
             for kind in reader.info.kinds:

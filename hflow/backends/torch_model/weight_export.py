@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from hflow.backends.common.adapter import adapter_weights, base_name, save_adapter
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.common.hf_files import Copies, FileDivision, check_is_shared, write_files
 from hflow.backends.common.host_copy import host_copy
 from hflow.backends.interface import MERGED, ModelSettings
@@ -39,10 +40,12 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
 
     Without adapters these are all, and persistent buffers come with them.
 
-    Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. A tensor
-    may share storage with the model, so copy what is to be kept.
+    Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. Those of
+    experts have hflow's names (`common.expert_tensors`). A tensor may share storage with the model, so copy
+    what is to be kept.
     """
-    yield from gather_tensors(_changing_tensors(model, head, kind), dtype)
+    whole = gather_tensors(_changing_tensors(model, head, kind), dtype)
+    yield from stacked_views(model.config.model_type, whole)
 
 
 def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
@@ -55,17 +58,32 @@ def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> lis
 
 def held_blocks(
     model: PreTrainedModel, root: nn.Module, head: nn.Module, kind: str
-) -> Iterator[tuple[nn.Parameter, Block]]:
-    """Yield every trained weight of which this rank has rows, and those rows as a view of the storage.
+) -> Iterator[tuple[nn.Parameter, list[Block]]]:
+    """Yield every trained weight of which this rank has rows, and those rows as views of the storage.
 
     After a forward without gradient, FSDP keeps weights whole for the next one. They are resharded first, as
     the whole weights would hide changes of the shards.
     """
     reshard(root)
     for name, weight in named_parameters(model, head, kind):
-        box = held_box(weight)
-        if numel(box):
-            yield weight, Block(name, tuple(weight.shape), box, local_shard(weight.detach()))
+        if numel(held_box(weight)):
+            yield weight, blocks_of(model, name, weight, local_shard(weight.detach()))
+
+
+def blocks_of(model: PreTrainedModel, name: str, weight: Tensor, values: Tensor) -> list[Block]:
+    """Return the blocks of tensors, under hflow's names, that one weight of a module consists of.
+
+    Args:
+        model: the HF model.
+        name: of the weight in the module.
+        weight: the weight.
+        values: numbers for the rows of it that this rank holds.
+    """
+    rows, *_ = held_box(weight)
+    return [
+        Block(tensor, (weight.shape[0], *part.shape[1:]), (rows, *whole_box(tuple(part.shape[1:]))), part)
+        for tensor, part in stacked_views(model.config.model_type, [(name, values)])
+    ]
 
 
 def reshard(root: nn.Module) -> None:

@@ -135,8 +135,8 @@ class ReplicaCosts:
     @cached_property
     def token_share(self) -> int:
         """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
-        on_cpu = self.hardware.device.type == "cpu"
-        return self.layout.tensor if self.config.uses_sequence_parallel(on_cpu) else 1
+        on_cpu, has_experts = self.hardware.device.type == "cpu", self.shape.experts is not None
+        return self.layout.tensor if self.config.uses_sequence_parallel(on_cpu, has_experts) else 1
 
     @property
     def stage_link(self) -> Link:

@@ -106,7 +106,8 @@ class Rank:
         """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
         if self.replica.role == "gen":
             return 1 if self.on_cpu else self.tensor
-        return self.tensor if self.config.uses_sequence_parallel(self.on_cpu) else 1
+        has_experts = self.shape.experts is not None
+        return self.tensor if self.config.uses_sequence_parallel(self.on_cpu, has_experts) else 1
 
     @property
     def query_size(self) -> int:

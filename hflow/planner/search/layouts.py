@@ -100,7 +100,7 @@ def _in_one_machine(cluster: ClusterSpec, devices: Devices, size: int) -> bool:
 def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Devices) -> int:
     """Return for how many reasons a run would refuse a layout.
 
-    Expert ranks do not count, as no backend that has them runs models with experts yet.
+    Expert ranks do not count for families that can only be planned.
     """
     replica, request = problem.replica(name), problem.request
     shape = request.shapes.get(replica.model)

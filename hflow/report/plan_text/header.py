@@ -61,6 +61,19 @@ def _choices_line(choices: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
 
 
+def experts_line(plan: Plan) -> str:
+    """Describe the experts of trained models, and how their load is balanced; empty if there are none."""
+    trained = {replica.model for replica in plan.replicas if replica.role == "train"}
+    found = [
+        f"{model}: {shape.experts.per_token} of {shape.experts.num} for each token"
+        for model, shape in plan.shapes
+        if shape.experts is not None and model in trained
+    ]
+    if not found:
+        return ""
+    return f"{'; '.join(found)}. No loss balances them: router_aux_loss_coef of a config is not used"
+
+
 def largest_batch_line(plan: Plan) -> str:
     """Return how many sequences the caches of engines hold, where these do not grow; else an empty text."""
     return "; ".join(
@@ -115,6 +128,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         yield "engine", Text(engines_line(plan))
     if plan.attention:
         yield "attention", Text(attention_line(plan))
+    if experts := experts_line(plan):
+        yield "experts", Text(experts)
     if batch := largest_batch_line(plan):
         yield "largest batch", Text(batch)
     if plan.unrunnable:

@@ -1,0 +1,97 @@
+"""Names and shapes of experts' weights.
+
+hflow stacks the matrices of a layer's experts, as plans do: `model.layers.0.mlp.experts.gate_proj.weight`
+has the shape `[N, F, D]`. A checkpoint has a tensor for each expert. The modules of transformers have one
+parameter for the gates and ups of all experts, and one for the downs.
+
+Axes: N experts, F rows of an expert, D hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXPERT_FAMILIES = ("qwen3_moe",)
+"""Values of `model_type` whose experts' weights have these names. Those of others keep the names that
+transformers gives them, so that only the torch backend and the embedded engine can exchange them."""
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
+_FUSED, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+"""Ends of the names in transformers, `[N, 2F, D]` and `[N, D, F]`."""
+
+
+def file_names(name: str, num_experts: int) -> list[str]:
+    """Return the names in a checkpoint of the tensors that a stacked one consists of.
+
+    Args:
+        name: of a tensor.
+        num_experts: that it stacks; not used for other tensors, which have the same name in a checkpoint.
+    """
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None:
+        return [name]
+    return [f"{stacked[1]}.{expert}.{stacked[2]}" for expert in range(num_experts)]
+
+
+def file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a checkpoint, given those of hflow's tensors."""
+    return {
+        file_name: shape[1:] if is_stacked(name) else shape
+        for name, shape in shapes.items()
+        for file_name in file_names(name, shape[0])
+    }
+
+
+def is_stacked(name: str) -> bool:
+    """Return whether a tensor has the weights of all experts of a layer."""
+    return _STACKED.fullmatch(name) is not None
+
+
+def file_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names of a checkpoint, stacked ones as views of each expert's part."""
+    return {
+        file_name: part
+        for name, tensor in named.items()
+        for file_name, part in zip(
+            file_names(name, len(tensor)), tensor if is_stacked(name) else [tensor], strict=True
+        )
+    }
+
+
+def read_stacked(stored: Mapping[str, Any], name: str, box: tuple[slice, ...]) -> Tensor:
+    """Read a box of a tensor from a checkpoint, of which only that part is read.
+
+    Args:
+        stored: the checkpoint's tensors, as slices that are read when they are indexed.
+        name: of hflow's tensor.
+        box: the range on each axis.
+    """
+    if not is_stacked(name):
+        read: Tensor = stored[name][box]
+        return read
+    experts, *others = box
+    names = file_names(name, experts.stop)[experts.start :]
+    return torch.stack([stored[file_name][tuple(others)] for file_name in names])
+
+
+def stacked_views(family: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a transformers module under hflow's names, as views.
+
+    Args:
+        family: `model_type` of the module.
+        named: its tensors by their own names, or parts of them that are whole on all axes but the first.
+    """
+    for name, tensor in named:
+        if family in EXPERT_FAMILIES and name.endswith(_FUSED):
+            path, (gate, up) = name.removesuffix("gate_up_proj"), tensor.detach().chunk(2, 1)
+            yield f"{path}gate_proj.weight", gate
+            yield f"{path}up_proj.weight", up
+        elif family in EXPERT_FAMILIES and name.endswith(_DOWN):
+            yield f"{name}.weight", tensor
+        else:
+            yield name, tensor

@@ -1,0 +1,75 @@
+"""The router and the experts of megatron's layers, worked out by hand and against a loop."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from hflow.backends.megatron.device import prepare
+from hflow.backends.megatron.model_dims import ExpertDims
+
+prepare("cpu")
+
+from hflow.backends.megatron.experts import GroupedExperts, Router  # noqa: E402
+
+
+def router(per_token: int, normalizes: bool) -> Router:
+    """Return a router whose logits are log 1, log 3, log 4 for the hidden state (1, 0)."""
+    config = SimpleNamespace(hidden_size=2, params_dtype=torch.float32, sequence_parallel=False)
+    made = Router(ExpertDims(3, per_token, 4, normalizes, frozenset({0})), config=config)
+    with torch.no_grad():
+        made.weight.copy_(torch.tensor([[1.0, 3.0, 4.0], [0.0, 0.0, 0.0]]).T)
+        made.weight[:, 0].log_()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("per_token", "normalizes", "wanted"),
+    [
+        (2, False, [0, 3 / 8, 4 / 8]),
+        (2, True, [0, 3 / 7, 4 / 7]),
+        (1, False, [0, 0, 4 / 8]),
+        (1, True, [0, 0, 1]),
+    ],
+)
+def test_weights_of_a_tokens_experts(per_token, normalizes, wanted):
+    weights, is_chosen = router(per_token, normalizes)(torch.tensor([[[1.0, 0.0]]]))
+    torch.testing.assert_close(weights, torch.tensor([wanted], dtype=torch.float32))
+    assert is_chosen.tolist() == [[weight > 0 for weight in wanted]]
+
+
+def experts(num: int, hidden: int, rows: int, dtype: torch.dtype) -> GroupedExperts:
+    config = SimpleNamespace(hidden_size=hidden, moe_ffn_hidden_size=2 * rows, params_dtype=dtype)
+    two, one = (SimpleNamespace(size=lambda size=size: size) for size in (2, 1))
+    groups: Any = SimpleNamespace(expt_tp=two, ep=one)
+    made = GroupedExperts(num, config, groups)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.normal_()
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [8, 5])  # 5 rows are not aligned, so there is no grouped product
+@pytest.mark.parametrize("per_expert", [[2, 0, 3], [0, 0, 0]])
+def test_experts_compute_with_their_own_rows(dtype, rows, per_expert):
+    """Of two tensor ranks each has half of the rows of every expert."""
+    made = experts(3, 16, rows, dtype)
+    assert made.gate_up.shape == (3, 2 * rows, 16)
+    x = torch.randn(sum(per_expert), 16, dtype=dtype, requires_grad=True)
+    weights = torch.rand(len(x), dtype=dtype)
+    out, bias = made(x, torch.tensor(per_expert), weights)
+    assert bias is None
+    wanted = []
+    for expert, (part, scale) in enumerate(zip(x.split(per_expert), weights.split(per_expert), strict=True)):
+        gate, up = (part @ made.gate_up[expert].T).chunk(2, dim=-1)
+        wanted.append((silu(gate) * up * scale[:, None]) @ made.down[expert].T)
+    part = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(out, torch.cat(wanted), atol=part, rtol=part)
+    (out * torch.randn_like(out)).sum().backward()  # without rows too, as the exchange of tokens needs it
+    assert x.grad is not None
