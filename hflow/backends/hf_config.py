@@ -96,7 +96,8 @@ def _read_checkpoint(path: Path) -> PreTrainedConfig:
 
 
 def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
-    options = dict(architecture)
+    # The configuration is frozen, but transformers accepts lists only.
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in architecture.items()}
     model_type = options.pop("model_type", None)
     if model_type is None:
         raise BackendError("its architecture needs a model_type, such as 'qwen2'")

@@ -53,6 +53,14 @@ WIDE = ARCHITECTURE | {
     "num_key_value_heads": 6,
     "tie_word_embeddings": False,
 }
+MIXED = ARCHITECTURE | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 TRAIN = dataclasses.replace(kit.CALLS["token-mean"], options={"reduce": "token-mean"})
 
 

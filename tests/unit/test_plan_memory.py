@@ -776,8 +776,9 @@ def close_to(measured):
         (kit.ARCHITECTURE, "bf16", True),
         (kit.WIDE, "fp32", True),
         (kit.WIDE, "bf16", False),
+        (kit.MIXED, "fp32", False),
     ],
-    ids=["tied", "tied in bf16, recomputed", "wide, recomputed", "wide in bf16"],
+    ids=["tied", "tied in bf16, recomputed", "wide, recomputed", "wide in bf16", "experts"],
 )
 def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     trained, inferred = kit.real_peaks(architecture, 8, 64, dtype=dtype, activation_checkpointing=recompute)

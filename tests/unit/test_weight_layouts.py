@@ -12,7 +12,7 @@ from typing import Any
 import plan_graphs as graphs
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
 from test_weight_loading import Rank
@@ -21,7 +21,7 @@ from torch import Tensor
 from hflow.planner.backends import traits
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan, Replica
-from hflow.planner.model_shape import ModelShape, tensors
+from hflow.planner.model_shape import Experts, ModelShape, tensors
 from hflow.planner.routing import rank_order, tensor_ranks
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.types.tensor_slices import Block, Box, slices_within, whole_box
@@ -33,6 +33,8 @@ from hflow.weights.publisher import WeightPublisher, WorkerRoutes, channel_setti
 
 SHAPE = ModelShape("qwen2", 3, 8, 16, 4, 2, 4, 70, is_tied=False, has_qkv_bias=True)
 TIED = ModelShape("llama", 3, 8, 16, 4, 1, 4, 70, is_tied=True)
+MIXED = ModelShape("qwen3_moe", 3, 8, 16, 4, 2, 4, 70, is_tied=False, experts=Experts(4, 2, 4, first=1))
+"""With experts in all layers but the first."""
 TRAINERS = [
     ("torch", "d1"),
     ("torch", "d3"),
@@ -40,6 +42,8 @@ TRAINERS = [
     ("megatron", "t2p2"),
     ("megatron", "d2p3"),
     ("megatron", "t4"),
+    ("megatron", "d2e2"),
+    ("megatron", "d2t2e2"),
 ]
 ENGINES = [
     ("vllm", "d1"),
@@ -108,9 +112,16 @@ IN_BF16 = {"is_apart": False, "transport": "disk", "delta": False, "dtype": "bf1
 
 @example(shape=SHAPE, trainer=("megatron", "t4"), engine=("vllm", "d2t2"), order=(0, 2, 1, 3), **IN_BF16)
 @example(shape=SHAPE, trainer=("megatron", "d2t2"), engine=("vllm", "t4"), order=(0, 2, 1, 3), **IN_BF16)
+@example(
+    shape=MIXED,
+    trainer=("megatron", "d2t2e2"),
+    engine=("embedded", "d2"),
+    order=None,
+    **IN_BF16 | {"is_apart": True},
+)
 @settings(max_examples=30)
 @given(
-    shape=st.sampled_from([SHAPE, TIED]),
+    shape=st.sampled_from([SHAPE, TIED, MIXED]),
     trainer=st.sampled_from(TRAINERS),
     engine=st.sampled_from(ENGINES),
     is_apart=st.booleans(),
@@ -131,8 +142,11 @@ def test_every_rank_of_an_engine_holds_what_was_trained(
 ) -> None:
     """Three versions, of which the last differs from the one before in a few entries.
 
+    Expert ranks are those of models with experts only.
+
     `order` has the devices of the engines' ranks, if it is known.
     """
+    assume(shape is MIXED or "e" not in trainer[1])
     apart = {"group": "a", "gen_group": "b"} if is_apart or engine[0] == "embedded" else {}
     plan = compiled(shape, trainer, engine, transport=transport, delta=delta, dtype=dtype, **apart)
     (route,) = plan.weights
