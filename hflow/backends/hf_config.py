@@ -97,7 +97,9 @@ def _read_checkpoint(path: Path) -> PreTrainedConfig:
 
 def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     # The configuration is frozen, but transformers accepts lists only.
-    options = {key: list(value) if isinstance(value, tuple) else value for key, value in architecture.items()}
+    options: dict[str, Any] = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in architecture.items()
+    }
     model_type = options.pop("model_type", None)
     if model_type is None:
         raise BackendError("its architecture needs a model_type, such as 'qwen2'")
