@@ -1,6 +1,6 @@
-"""Peak memory of each rank while a model of Qwen2.5-0.5B's sizes is loaded by four ranks, and written back.
+"""Peak memory of each rank while a model of a real one's sizes is loaded by four ranks, and written back.
 
-python benchmarks/load_memory.py [--dtype bf16] [--backend torch]
+python benchmarks/load_memory.py [--dtype bf16] [--backend torch] [--model llama-3.2-1b]
 
 A random checkpoint is written once, in files of 256 MiB. Four fresh processes (megatron: two tensor ranks,
 two pipeline stages; torch: four data ranks; gloo) load it as a frozen language model, then save it in HF
@@ -49,7 +49,7 @@ from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
 from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, rank_parameters  # noqa: E402
 from hflow.backends.megatron.model_dims import read_dims  # noqa: E402
 
-MODEL = Path(__file__).parents[1] / "configs" / "model" / "qwen2.5-0.5b.yaml"
+MODELS = Path(__file__).parents[1] / "configs" / "model"
 LAYOUTS = {"megatron": (1, 2, 2), "torch": (4, 1, 1)}
 """Backend -> data, tensor and pipeline ranks."""
 FILE_BYTES = 256 << 20
@@ -57,15 +57,15 @@ MIB = 2**20
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def config_of() -> Any:
+def config_of(model: str) -> Any:
     """The HF configuration."""
-    architecture = dict(yaml.safe_load(MODEL.read_text())["architecture"])
+    architecture = dict(yaml.safe_load((MODELS / f"{model}.yaml").read_text())["architecture"])
     return AutoConfig.for_model(architecture.pop("model_type"), **architecture)
 
 
-def write_checkpoint(path: Path, dtype: torch.dtype) -> int:
+def write_checkpoint(path: Path, model: str, dtype: torch.dtype) -> int:
     """A random checkpoint in several files; the bytes of its tensors."""
-    config = config_of()
+    config = config_of(model)
     config.save_pretrained(path)
     shapes = backbone_shapes(read_dims(config, "lm"))
     files: list[dict[str, torch.Tensor]] = [{}]
@@ -154,11 +154,11 @@ def measured(directory: Path, dtype: str, backend: str) -> list[dict[str, Any]]:
     return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
-def shard_bytes(rank: int, dtype: torch.dtype) -> int:
+def shard_bytes(rank: int, model: str, dtype: torch.dtype) -> int:
     """Of the parameters of a rank, a tied output matrix on the last stage included."""
     _, tensor, pipe = LAYOUTS["megatron"]
     rows = rank_parameters(
-        read_dims(config_of(), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
+        read_dims(config_of(model), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
     )
     return sum(math.prod(row.shape) for row in rows) * dtype.itemsize
 
@@ -182,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--backend", default="megatron", choices=LAYOUTS)
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="a model of configs/model")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--rank", type=int)
     args = parser.parse_args()
@@ -191,21 +192,28 @@ def main() -> None:
     dtype = DTYPES[args.dtype]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        whole = write_checkpoint(directory / "checkpoint", dtype)
+        whole = write_checkpoint(directory / "checkpoint", args.model, dtype)
         rows = measured(directory, args.dtype, args.backend)
         check_same(directory)
     for row in rows:
         is_torch = args.backend == "torch"  # whose stored weights are fp32
-        row["shard"] = whole // dtype.itemsize if is_torch else shard_bytes(row["rank"], dtype)
+        row["shard"] = whole // dtype.itemsize if is_torch else shard_bytes(row["rank"], args.model, dtype)
         print(json.dumps(in_mib(row)))
-    model = {"dtype": args.dtype, "layout": "d4" if args.backend == "torch" else "d1t2p2", "mib": whole / MIB}
+    model = {
+        "name": args.model,
+        "dtype": args.dtype,
+        "layout": "d4" if args.backend == "torch" else "d1t2p2",
+        "mib": whole / MIB,
+    }
     model["exported_fp32_mib"] = whole / dtype.itemsize * 4 / MIB
     print(json.dumps(in_mib(model)))
     what = "bytes in MiB beyond what a rank held before the phase"
+    suffix = "" if args.model == parser.get_default("model") else f"-{args.model}"
     rows_in_mib = [in_mib(row) for row in rows]
     print(
         harness.write(
-            f"load-memory-{args.backend}", {"what": what, "model": in_mib(model), "ranks": rows_in_mib}
+            f"load-memory-{args.backend}{suffix}",
+            {"what": what, "model": in_mib(model), "ranks": rows_in_mib},
         )
     )
 
