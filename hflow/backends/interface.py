@@ -104,6 +104,8 @@ class ModelSettings:
     device: str = "cpu"
     """`cpu` or `cuda`."""
     activation_checkpointing: bool = False
+    offload_activations: bool = False
+    """Whether the inputs of recomputed layers are in host memory until the backward pass needs them."""
     offload: Offload = "none"
     """What is in host memory while no node uses it: `none`, `optimizer` (with gradients and master weights)
     or `all` (with the weights)."""

@@ -141,6 +141,9 @@ class ModelConfig:
     """Maximum number of packed tokens in one forward pass. It does not change any result."""
     activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    offload_activations: StrictBool = False
+    """Keep what `activation_checkpointing` does not recompute, the input of each layer, in (pinned) host
+    memory until the backward pass needs it. For sequences so long that these inputs do not fit."""
     offload: Offload = "none"
     """What is kept in (pinned) host memory while no node uses the model, and copied back when its next node
     starts. `optimizer`: the optimizer's states, and with megatron the fp32 weights and gradients. `all`: the

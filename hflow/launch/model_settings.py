@@ -86,6 +86,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         dtype=model_dtype(compiled.config, spec, compiled.plan.cluster.device),
         device=compiled.plan.cluster.device,
         activation_checkpointing=config.activation_checkpointing,
+        offload_activations=config.offload_activations,
         offload=config.offload,
         sequence_parallel=config.sequence_parallel,
         tokens_per_microbatch=config.tokens_per_microbatch,

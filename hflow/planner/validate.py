@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hflow.config.schema import Offload, ScheduleConfig
+from hflow.config.schema import ModelConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
@@ -48,7 +48,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 "sends its own tokens to them, which is sequence parallelism; remove it"
             )
         _check_lora(graph, name, request)
-        _check_offload(graph, name, config.offload)
+        _check_offload(graph, name, config)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -58,8 +58,16 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
 
 
-def _check_offload(graph: Graph, name: str, offload: Offload) -> None:
+def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
     """Raise if there is nothing that could be offloaded."""
+    offload, key = config.offload, f"models.{name}.offload_activations"
+    if config.offload_activations and name not in trained_models(graph):
+        raise PlanError(f"{key} is set, but no node trains {name}; remove it")
+    if config.offload_activations and not config.activation_checkpointing:
+        raise PlanError(
+            f"{key} keeps the inputs of recomputed layers, but layers are not recomputed; set "
+            f"models.{name}.activation_checkpointing=true"
+        )
     if offload == "none":
         return
     is_used = any(
@@ -189,11 +197,16 @@ def plan_warnings(
     """Return warnings about settings that are allowed, but probably not intended."""
     warnings, cluster = [], request.cluster
     for name, config in request.models.items():
-        if config.offload != "none" and cluster.device == "cpu":
-            warnings.append(
-                f"models.{name}.offload={config.offload} takes more memory on a CPU, as the host's memory is "
-                f"the device's; set models.{name}.offload=none, unless this is a test"
-            )
+        settings: tuple[tuple[str, bool, str, str], ...] = (
+            ("offload", config.offload != "none", config.offload, "none"),
+            ("offload_activations", config.offload_activations, "true", "false"),
+        )
+        for key, is_set, value, off in settings:
+            if is_set and cluster.device == "cpu":
+                warnings.append(
+                    f"models.{name}.{key}={value} saves no memory on a CPU, as the host's memory is the "
+                    f"device's; set models.{name}.{key}={off}, unless this is a test"
+                )
     for replica in replicas:
         idle = group_sizes[replica.group] - replica.layout.world
         if idle:

@@ -6,13 +6,16 @@ import dataclasses
 import gc
 from typing import Any
 
+import memory_kit
 import pytest
 import torch
 import torch_kit as kit
 
+from hflow.backends.common import host_offload
 from hflow.backends.common.host_offload import CHUNK_BYTES, HostOffload
 from hflow.backends.interface import ModelBackend, RankPosition
 from hflow.planner.backends import factories
+from hflow.planner.memory import activations
 
 BATCH = kit.make_batch(kit.LENGTHS)
 
@@ -46,6 +49,27 @@ def test_results_are_equal_bit_by_bit(tmp_path, name, dtype):
         got, others = run(backend, tmp_path)
         assert got == wanted
         assert all(torch.equal(others[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("name", ["torch", "megatron"])
+def test_what_recomputed_layers_save_is_on_the_host(monkeypatch, name):
+    """Results are equal bit by bit. The bytes are those of the plan."""
+    saved: list[torch.Tensor] = []
+    to_host = host_offload._to_host
+    monkeypatch.setattr(host_offload, "_to_host", lambda x: (saved.append(x), to_host(x))[1])
+    wanted, got = (
+        build(name, activation_checkpointing=True, offload_activations=flag).train(
+            kit.CALLS["token-mean"], kit.whole(BATCH), 0
+        )
+        for flag in (False, True)
+    )
+    assert got == wanted
+    tokens = sum(x.numel() for x in saved if x.dtype == torch.int64)  # those that the embedding looks up
+    num_bytes = sum(x.nbytes for x in saved if x.is_floating_point() and x.dim() > 1)
+    asked = {"activation_checkpointing": True, "offload_activations": True, "dtype": "fp32"}
+    rank = memory_kit.rank(memory_kit.shape_of(kit.ARCHITECTURE), "d1", name, on_cpu=False, **asked)
+    planned = activations.inputs_in_host_memory(rank, memory_kit.microbatch(tokens))
+    assert num_bytes == pytest.approx(planned, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["torch", "megatron"])

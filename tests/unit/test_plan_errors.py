@@ -41,7 +41,23 @@ def test_an_offload_that_has_no_effect_is_refused():
     plan = compile_plan(grpo(), request("cpu-1x1", models=actor(offload="all")))
     (reason,) = plan.unrunnable
     assert "weights that actor@gen uses in place. Set models.actor.offload=optimizer" in reason
-    assert any("models.actor.offload=all takes more memory on a CPU" in line for line in plan.warnings)
+    assert any("models.actor.offload=all saves no memory on a CPU" in line for line in plan.warnings)
+
+
+def test_offloaded_activations_without_recomputation_are_refused():
+    refused(
+        grpo(),
+        "offload_activations keeps the inputs .*; set models.actor.activation_checkpointing=true",
+        models=actor(offload_activations=True),
+    )
+    refused(
+        grpo(),
+        "models.ref.offload_activations is set, but no node trains ref; remove it",
+        models={"ref": model_config(offload_activations=True, activation_checkpointing=True)},
+    )
+    asked = actor(offload_activations=True, activation_checkpointing=True)
+    (warning,) = compile_plan(grpo(), request("cpu-1x1", models=asked)).warnings
+    assert "offload_activations=true saves no memory on a CPU" in warning
 
 
 def test_a_malformed_layout_is_refused():

@@ -193,6 +193,27 @@ def test_recomputation_keeps_inputs_and_one_layer():
     assert named(kept)["activations"] == 31 * layer
 
 
+def test_inputs_of_recomputed_layers_are_on_the_host():
+    # As above: 32 inputs of 32 MiB. The final norm keeps 8 bytes for each entry of the rows, and 4 a row.
+    settings = {"activation_checkpointing": True, "offload_activations": True, "dtype": "bf16"}
+    asked = rank(LLAMA_7B, "d64", on_cpu=False, **settings)
+    kept, batch = (
+        replace(asked, config=replace(asked.config, offload_activations=False)),
+        microbatch(4_096, 1_000),
+    )
+    assert activations.inputs_in_host_memory(asked, batch) == 32 * 32 * MIB + 8 * 4_096 * 4_096 + 4 * 4_096
+    assert activations.inputs_in_host_memory(kept, batch) == 0
+    assert activations.kept_by_layers(asked, batch, 32, 0) == 32 * MIB
+    most, least = (named(torch_memory.train_step(one, batch))["activations"] for one in (kept, asked))
+    assert most - least == 30 * 32 * MIB
+    # Of a pipeline of two stages, the first has two micro-batches in flight.
+    first, last = (rank(LLAMA_7B, "p2", "megatron", stage=i, on_cpu=False, **settings) for i in (0, 1))
+    several = microbatch(4_096, 1_000, num=4)
+    assert activations.inputs_in_host_memory(first, several) == 2 * 16 * 32 * MIB
+    assert activations.inputs_in_host_memory(last, several) > 16 * 32 * MIB
+    assert activations.inputs_in_host_memory(replace(asked, on_cpu=True), batch) == 0
+
+
 def test_logits_exist_in_chunks():
     # 2^26 / 32,000 = 2,097 rows; logits, log-probs, exponents, products; only the first two without gradient.
     asked = rank(LLAMA_7B)

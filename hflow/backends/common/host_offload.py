@@ -1,4 +1,4 @@
-"""Keeps weights and the optimizer's state of a model in host memory while no node uses them.
+"""Keeps weights, the optimizer's state and activations of a model in host memory while nothing uses them.
 
 A tensor that is offloaded stays the same object, and so does everything that shares its storage: views,
 tied weights, the shards of FSDP2 and the buffers of megatron. Only the memory of its storage on the device
@@ -11,11 +11,13 @@ stream see the values, so the host waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
 
 from hflow.config.schema import Offload
 
@@ -25,6 +27,24 @@ allocations of other sizes would waste up to half of it."""
 
 Tensors = Callable[[], Iterable[Tensor]]
 """Returns tensors that are on the device. It is called before they are offloaded."""
+
+
+def activations_in_host_memory(enabled: bool) -> AbstractContextManager[Any]:
+    """Have what autograd saves, while the context is open, in host memory until the backward pass uses it.
+
+    Recomputed layers save their inputs and nothing else.
+    """
+    return saved_tensors_hooks(_to_host, _to_device) if enabled else nullcontext()
+
+
+def _to_host(x: Tensor) -> tuple[torch.device, Tensor]:
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
+    return x.device, host.copy_(x, non_blocking=True)
+
+
+def _to_device(saved: tuple[torch.device, Tensor]) -> Tensor:
+    device, host = saved
+    return host.to(device, non_blocking=True)
 
 
 class HostOffload:

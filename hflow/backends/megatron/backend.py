@@ -48,7 +48,8 @@ class MegatronModel(ModelBackend):
         module = stage.module if self._optimizer is None else self._optimizer.module
         heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
-        self._runner = MegatronRunner(stage, PipelineSchedule(stage, module), splitter)
+        schedule = PipelineSchedule(stage, module, settings.offload_activations)
+        self._runner = MegatronRunner(stage, schedule, splitter)
         self._offload = _make_offload(stage, self._optimizer, settings.offload)
         self._offload.start()
 

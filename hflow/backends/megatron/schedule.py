@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
+from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedTokens
 from hflow.backends.megatron.context_parallel import RowDivision
 from hflow.backends.megatron.model import Stage
@@ -46,6 +47,8 @@ class PipelineSchedule:
     stage: Stage
     module: nn.Module
     """The stage's module, or its wrapper that sums gradients."""
+    offload_activations: bool
+    """Whether what a stage saves for its backward pass is in host memory."""
 
     def backward(
         self, microbatches: Sequence[StageTokens], microbatch_loss: Callable[[StageTokens, Tensor], Tensor]
@@ -85,9 +88,9 @@ class PipelineSchedule:
         def forward_step(rest: Iterator[StageTokens], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             tokens = next(rest)
             packed = tokens.tokens
-            hidden = module(
-                **stage.inputs(packed.computed_ids, packed.position_ids, packed.layout, tokens.division)
-            )
+            inputs = stage.inputs(packed.computed_ids, packed.position_ids, packed.layout, tokens.division)
+            with activations_in_host_memory(self.offload_activations):
+                hidden = module(**inputs)
             return hidden, partial(finish, tokens)
 
         results: list[Any] = run(

@@ -67,7 +67,7 @@ class TorchModel(ModelBackend):
     def _make_runner(self, head: nn.Module) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
         dtype = DTYPES[settings.dtype]
-        module = PackedModel(self._model.base_model, head, settings.head)
+        module = PackedModel(self._model.base_model, head, settings.head, settings.offload_activations)
         module.requires_grad_(settings.trainable)
         if settings.lora is not None:
             self._model.requires_grad_(False)

@@ -91,7 +91,6 @@ class _Step:
         self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
         self.layer = activations.kept_by_layer(rank, batch) + _kept_by_adapters(rank, batch)
-        self.kept = activations.layer_input(rank, batch) if self.recomputes else self.layer
         self.all_gradients = FP32_BYTES * self.trained.total_shard
         """Bytes of all gradients at the end."""
         self.accumulated = self.all_gradients if batch.num > 1 else 0
@@ -107,12 +106,13 @@ class _Step:
         """Return the activations at the end of the forward pass, and the logits."""
         kept = activations.kept_outside_layers(self.rank, self.batch)
         logits = activations.logits(self.rank, self.batch, with_gradient=True)
-        layers = self.sizes.num_layers * self.kept
-        return item(MemoryCategory.ACTIVATIONS, layers + kept) + item(MemoryCategory.LOGITS, logits)
+        return item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept) + item(
+            MemoryCategory.LOGITS, logits
+        )
 
     def final_norm(self) -> Items:
         """Return the activations during the backward pass of the final norm."""
-        layers = item(MemoryCategory.ACTIVATIONS, self.sizes.num_layers * self.kept)
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers))
         return layers + _backward_buffers(activations.final_norm_buffers(self.rank, self.batch))
 
     def layer_without_gradient(self) -> Items:
@@ -130,8 +130,12 @@ class _Step:
     def backward(self, num_layers: int) -> Items:
         """Return the activations during the backward pass of a layer, the last of `num_layers` to go."""
         recomputed = self.layer if self.recomputes else 0
-        layers = item(MemoryCategory.ACTIVATIONS, num_layers * self.kept + recomputed)
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed)
         return layers + _backward_buffers(activations.backward_buffers(self.rank, self.batch))
+
+    def _kept(self, num_layers: int) -> int:
+        """Return the bytes that are kept of layers until their backward pass."""
+        return activations.kept_by_layers(self.rank, self.batch, num_layers, self.layer)
 
     def optimizer_step(self) -> Items:
         """Return the gradients: the optimizer's step is fused and in place."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.common.chunked import in_chunks
+from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput
 from hflow.types import Output
@@ -21,13 +22,23 @@ Result = TypeVar("Result")
 
 
 class PackedModel(nn.Module):
-    """An HF backbone and a head over packed sequences."""
+    """An HF backbone and a head over packed sequences.
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, head_kind: str) -> None:
+    Args:
+        backbone: returns hidden states.
+        head: of the hidden states.
+        head_kind: `lm`, `value` or `score`.
+        offload_activations: keep what the backbone saves for its backward pass in host memory.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, head_kind: str, offload_activations: bool = False
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self.head_kind = head_kind
+        self.offload_activations = offload_activations
 
     def forward(
         self,
@@ -47,12 +58,13 @@ class PackedModel(nn.Module):
             get_requested: returns the set that `LmOutput` shares between micro-batches. FSDP would pass on a
                 copy of the set itself.
         """
-        hidden = self.backbone(
-            input_ids=packed.computed_ids[None],
-            position_ids=packed.position_ids[None],
-            use_cache=False,
-            packed_layout=packed.layout,
-        ).last_hidden_state[0]
+        with activations_in_host_memory(self.offload_activations):
+            hidden = self.backbone(
+                input_ids=packed.computed_ids[None],
+                position_ids=packed.position_ids[None],
+                use_cache=False,
+                packed_layout=packed.layout,
+            ).last_hidden_state[0]
         if consume is None:
             zero: Tensor = self.head(hidden[:0]).sum()
             return zero

@@ -9,6 +9,7 @@ exchange of gradients and weights come on top.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hflow.planner.cost.collectives import LinkTime, all_gather, all_reduce, reduce_scatter, send
 from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
@@ -16,6 +17,7 @@ from hflow.planner.cost.flops import Work, layer_parameters, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import LATENCY, MEMORY, Part, roofline
+from hflow.planner.cost.transfers import offload
 from hflow.planner.weights.sharding import stage_layers
 
 GRADIENT_BYTES = 4
@@ -52,10 +54,24 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
         *passes,
+        *_offloaded_activations(replica, work),
         *_distributed_optimizer(replica, one_microbatch, num_passes),
         *_optimizer_step(replica),
     ]
     return [part.times(num_updates) for part in once]
+
+
+def _offloaded_activations(replica: ReplicaCosts, work: Work) -> list[Part]:
+    """Return the seconds of copying the input of each layer to host memory and back.
+
+    Nothing is computed meanwhile: copies run on the stream of the computation.
+    """
+    if not replica.config.offload_activations:
+        return []
+    first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
+    inputs = work.rows * replica.shape.hidden * replica.itemsize / replica.token_share
+    copies = offload(2 * (last - first) * inputs, replica)
+    return [replace(part, name="layer inputs") for part in copies]
 
 
 def update(replica: ReplicaCosts) -> list[Part]:

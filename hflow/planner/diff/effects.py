@@ -64,6 +64,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.TRAINED.lora*", Effect.REFUSE),
     ("models.*.tokens_per_microbatch", Effect.SAME),
     ("models.*.activation_checkpointing", Effect.SAME),
+    ("models.*.offload_activations", Effect.SAME),
     ("models.*.offload", Effect.SAME),
     ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),

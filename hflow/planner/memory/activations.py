@@ -68,6 +68,32 @@ def layer_input(rank: Rank, batch: MicroBatch) -> int:
     return rank.width * rank.shape.hidden * batch.tokens // rank.token_share
 
 
+def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> int:
+    """Return the bytes that autograd keeps of layers until their backward pass.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        num_layers: how many, over all micro-batches in flight.
+        one: what is kept of a layer that is not recomputed.
+    """
+    if not rank.config.activation_checkpointing:
+        return num_layers * one
+    if rank.config.offload_activations and not rank.on_cpu:
+        num_layers = min(num_layers, 1)  # the one that is computed
+    return num_layers * layer_input(rank, batch)
+
+
+def inputs_in_host_memory(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes that layers and the final norm have in host memory at once, on an accelerator."""
+    if not rank.config.offload_activations or rank.on_cpu:
+        return 0
+    num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
+    norm = _kept_by_norm(rank.shape.hidden, rank.width) * batch.tokens // rank.token_share
+    layers = rank.sizes.num_layers * layer_input(rank, batch)
+    return num_in_flight * (layers + norm * rank.is_last_stage)
+
+
 def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes kept of the final norm, the rows that predict learned tokens, cos and sin."""
     shape, width = rank.shape, rank.width

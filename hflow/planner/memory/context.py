@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hflow.planner.forecast import MemoryCategory
+from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
 from hflow.planner.memory.items import ItemKey, Items, item
+from hflow.planner.memory.microbatch import MicroBatch, largest_microbatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import rank_order
@@ -42,6 +44,13 @@ class MemoryContext:
     def routes_from(self, rank: Rank) -> list[WeightRoute]:
         """Return the routes on which a training replica sends its weights."""
         return [route for route in self.plan.weights if route.src == rank.replica.name]
+
+    def largest_microbatch(self, rank: Rank, node: str) -> MicroBatch:
+        """Return the largest micro-batch that a rank computes at a node."""
+        graph_node = self.plan.graph.node(node)
+        workload = self.workloads[root_stream(self.plan.graph, graph_node).name]
+        batch = largest_microbatch(self.plan, graph_node, workload, rank.config, rank.data)
+        return batch.divided(rank.replica.layout.context)
 
     def verb(self, node: str) -> str:
         """Return the verb of a batch node; that of a node that saves a model is `save`."""

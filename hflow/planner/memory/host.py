@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 from hflow.errors import PlanError
 from hflow.planner.cluster import device_ranges
-from hflow.planner.forecast import HostMemory, MemoryItem
+from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan
-from hflow.planner.memory import transfer
+from hflow.planner.memory import activations, transfer
 from hflow.planner.memory.capacity import gib
 from hflow.planner.memory.context import MemoryContext
-from hflow.planner.memory.items import ItemKey, Items
+from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
@@ -22,7 +22,7 @@ from hflow.planner.request import PlanRequest
 def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     """Return what is in the memory of every machine; equal machines share a row.
 
-    That is state that is offloaded, and the copies of a checkpoint that is being written. On CPUs it is the
+    That is what is offloaded, and the copies of a checkpoint that is being written. On CPUs it is the
     memory of the devices, which counts it. Left out are processes, data, Ray's object store, and the weights
     that a sleeping engine keeps.
     """
@@ -34,7 +34,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     machines: dict[int, Items] = {machine: Items() for machine in range(plan.cluster.num_nodes)}
     for group in plan.groups:
         for ranks, devices in context.ranks_of_devices(group):
-            on_one = _items_of(ranks, saved)
+            on_one = _items_of(context, ranks, saved)
             for machine, num in Counter(map(plan.cluster.node_of, devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
     per_device = hardware.device.host_memory_gib
@@ -53,7 +53,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     )
 
 
-def _items_of(ranks: Iterable[Rank], saved: set[str]) -> Items:
+def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) -> Items:
     """Return what the ranks on one device keep in host memory."""
     items = Items()
     for rank in ranks:
@@ -62,6 +62,13 @@ def _items_of(ranks: Iterable[Rank], saved: set[str]) -> Items:
         name, kept = rank.replica.name, in_host_memory(rank)
         if name in saved:
             kept += transfer.checkpoint_copies(rank)
+        if rank.config.offload_activations:
+            size = max(
+                activations.inputs_in_host_memory(rank, context.largest_microbatch(rank, placement.node))
+                for placement in context.plan.placements
+                if name in placement.replicas and context.verb(placement.node) == "train"
+            )
+            kept += item(MemoryCategory.ACTIVATIONS, size, "inputs of layers")
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in kept.items()})
     return items
 
@@ -75,11 +82,13 @@ def check_host_memory(rows: Iterable[HostMemory]) -> None:
     for row in rows:
         if row.capacity is None or row.total <= row.capacity:
             continue
-        name, size, _ = max(row.items, key=lambda item: item.num_bytes)
+        name, size, category = max(row.items, key=lambda item: item.num_bytes)
+        is_activation = category is MemoryCategory.ACTIVATIONS
+        key = "offload_activations=false" if is_activation else "offload=none"
         is_one = len(row.machines) == 1
         machines, need, have = ("machine", "needs", "has") if is_one else ("machines", "need", "have")
         raise PlanError(
             f"{machines} {device_ranges(row.machines)} {need} {gib(row.total)} of host memory, but "
             f"{have} {gib(row.capacity)}. Most of it is for {name} "
-            f"({gib(size)}). Set models.{name.partition('@')[0]}.offload=none, or use more machines."
+            f"({gib(size)}). Set models.{name.partition('@')[0]}.{key}, or use more machines."
         )

@@ -7,14 +7,12 @@ from collections.abc import Container, Iterator, Mapping
 from hflow.graph.ir import Level
 from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.forecast import MemoryCategory, MemoryItem, PhaseMemory
-from hflow.planner.graph_queries import root_stream
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import DeviceGroup, Plan
 from hflow.planner.memory import transfer
 from hflow.planner.memory.context import MemoryContext, Ranks
 from hflow.planner.memory.engine_load import engine_load, engine_weights
 from hflow.planner.memory.items import ItemKey, Items, item
-from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.offload import Use, in_host_memory, on_device
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
@@ -279,9 +277,6 @@ def _node(context: MemoryContext, rank: Rank, name: str) -> Items:
         return transfer.save_checkpoint(rank)
     if verb not in ("infer", "train"):
         return Items()
-    node = context.plan.graph.node(name)
-    workload = context.workloads[root_stream(context.plan.graph, node).name]
-    batch = largest_microbatch(context.plan, node, workload, rank.config, rank.data)
-    batch = batch.divided(rank.replica.layout.context)
+    batch = context.largest_microbatch(rank, name)
     memory = training_backend(rank.replica.backend).memory
     return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)

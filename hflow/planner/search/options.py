@@ -164,7 +164,8 @@ class OptionTable:
                 yield self._with_running(replica.model, number)
             return
         recompute: Sequence[bool] = (config.activation_checkpointing,)
-        if replica.role == "train" and problem.is_free(f"{prefix}.activation_checkpointing"):
+        is_free = problem.is_free(f"{prefix}.activation_checkpointing") and not config.offload_activations
+        if replica.role == "train" and is_free:
             recompute = (False, True)
         tokens: Sequence[int] = (config.tokens_per_microbatch,)
         if problem.is_free(f"{prefix}.tokens_per_microbatch"):
