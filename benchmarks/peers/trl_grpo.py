@@ -33,7 +33,7 @@ def main(model: str, prompts: int, updates: int, max_tokens: int, lr: float, ste
     torch.set_num_threads(1)
     rng = random.Random(0)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
-    rows = [{"prompt": f"<bos>{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
+    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
     stamps: list[float] = []
 
     class Clock(TrainerCallback):

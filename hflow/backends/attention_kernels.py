@@ -121,14 +121,18 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: flo
         mask: additive, `[S, 1, 1, M]`.
         scaling: factor of the scores.
     """
-    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    num_sequences, num_kv_heads, length, head_dim = k.shape
     if decode_kernel(_DTYPES[q.dtype]) is AttentionKernel.PRODUCTS:
         num_calls[AttentionKernel.PRODUCTS] += 1
-        scores = torch.matmul(grouped * scaling, k.transpose(2, 3)).add_(mask)
-        out = torch.matmul(scores.softmax(-1), v)
+        num_products = num_sequences * num_kv_heads
+        grouped = q.reshape(num_products, -1, head_dim)
+        masks = mask[:, 0].expand(-1, num_kv_heads, -1).reshape(num_products, 1, length)
+        keys, values = k.view(num_products, length, head_dim), v.view(num_products, length, -1)
+        scores = torch.baddbmm(masks, grouped, keys.transpose(1, 2), alpha=scaling)
+        out = torch.bmm(scores.softmax(-1), values)
     else:
-        out = padded_attention(grouped, k, v, scaling, mask)
-    return out.reshape(q.shape)
+        out = padded_attention(q.reshape(num_sequences, num_kv_heads, -1, head_dim), k, v, scaling, mask)
+    return out.reshape(*q.shape[:2], -1)
 
 
 @cache

@@ -1,8 +1,9 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3, without the modules of transformers.
 
 A decode step of a small model has little arithmetic, so its time is that of calls. `DenseDecoder` makes about
-30 per layer, a third of what the modules of transformers make. It uses the parameters of such modules, so
-new weights take effect at once, and computes the same up to rounding.
+25 per layer, a quarter of what the modules of transformers make: queries, keys and values are columns of one
+tensor, so that they are rotated together. It uses the parameters of such modules, so new weights take effect
+at once, and computes the same up to rounding.
 
 Axes: R rows (tokens), D hidden, H query heads, K key heads, d head size, V vocabulary.
 """
@@ -13,27 +14,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from hflow.backends.embedded_engine.attention import PackedStep, attend_rows
 
 
 class _Linear(NamedTuple):
-    """Parameters of a linear layer, `[out, in]` and `[out]`."""
+    """Parameters of a linear layer: views `[in, out]` and `[out]` of those of its module."""
 
-    weight: Tensor
+    matrix: Tensor
     bias: Tensor | None
 
     @classmethod
     def of(cls, module: nn.Linear) -> _Linear:
-        return cls(module.weight, module.bias)
+        return cls(module.weight.t(), module.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the result, in `out` if it is given."""
+        if self.bias is None:
+            return torch.mm(x, self.matrix, out=out)
+        return torch.addmm(self.bias, x, self.matrix, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """Add the result to `total`, in the matrix product itself."""
-        total.addmm_(x, self.weight.t())
+        total.addmm_(x, self.matrix)
         if self.bias is not None:
             total.add_(self.bias)
 
@@ -56,15 +60,43 @@ class _Norm(NamedTuple):
         return (wide * scale).to(x.dtype).mul_(self.weight)
 
 
-class _Layer(NamedTuple):
-    """Parameters of one layer."""
+class _Projections(NamedTuple):
+    """Parameters that make queries, keys and values."""
 
-    input_norm: _Norm
     q: _Linear
     k: _Linear
     v: _Linear
     q_norm: _Norm | None
     k_norm: _Norm | None
+
+    @classmethod
+    def of(cls, attention: Any) -> _Projections:
+        linears = (_Linear.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if not hasattr(attention, "q_norm"):
+            return cls(*linears, None, None)
+        return cls(*linears, _Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+
+    def __call__(self, x: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return queries and keys `[R, H + K, d]`, and values `[R, K, d]`, columns of one tensor."""
+        num_q, num_k = self.q.matrix.shape[1], self.k.matrix.shape[1]
+        q_end, k_end, end = num_q, num_q + num_k, num_q + 2 * num_k
+        joined = x.new_empty(x.shape[0], end)
+        self.q(x, joined[:, :q_end])
+        self.k(x, joined[:, q_end:k_end])
+        self.v(x, joined[:, k_end:])
+        heads = joined.view(x.shape[0], -1, head_dim)
+        rotated, values = heads[:, : k_end // head_dim], heads[:, k_end // head_dim :]
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = rotated.split((num_q // head_dim, num_k // head_dim), dim=1)
+            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
+        return rotated, values
+
+
+class _Layer(NamedTuple):
+    """Parameters of one layer."""
+
+    input_norm: _Norm
+    projections: _Projections
     o: _Linear
     mlp_norm: _Norm
     gate: _Linear
@@ -89,6 +121,7 @@ class DenseDecoder:
         self._norm, self._head = _Norm.of(body.norm), _Linear.of(causal_lm.lm_head)
         attention = body.layers[0].self_attn
         self._head_dim, self._scaling = int(attention.head_dim), float(attention.scaling)
+        self._num_heads = attention.q_proj.out_features // self._head_dim
         self._cos = self._sin = torch.empty(0)
         """The rotary table: `[positions, 1, d]` each, see `_rotated`."""
 
@@ -106,14 +139,11 @@ class DenseDecoder:
         """
         hidden = self._embedding.index_select(0, input_ids)
         cos, sin = self._rotary(positions, hidden, step.max_length)
-        heads = (len(input_ids), -1, self._head_dim)
         for index, layer in enumerate(self._layers):
-            x = layer.input_norm(hidden)
-            q, k, v = layer.q(x).view(heads), layer.k(x).view(heads), layer.v(x).view(heads)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = layer.q_norm(q), layer.k_norm(k)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            attended = attend_rows(step, index, q, k, v, self._scaling)
+            heads, values = layer.projections(layer.input_norm(hidden), self._head_dim)
+            heads = _rotated(heads, cos, sin)
+            queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads :]
+            attended = attend_rows(step, index, queries, keys, values, self._scaling)
             layer.o.add_to(hidden, attended.flatten(1))
             x = layer.mlp_norm(hidden)
             layer.down.add_to(hidden, silu(layer.gate(x), inplace=True).mul_(layer.up(x)))
@@ -131,16 +161,11 @@ class DenseDecoder:
 
 
 def _layer(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    has_head_norms = hasattr(attention, "q_norm")
+    mlp = layer.mlp
     return _Layer(
         input_norm=_Norm.of(layer.input_layernorm),
-        q=_Linear.of(attention.q_proj),
-        k=_Linear.of(attention.k_proj),
-        v=_Linear.of(attention.v_proj),
-        q_norm=_Norm.of(attention.q_norm) if has_head_norms else None,
-        k_norm=_Norm.of(attention.k_norm) if has_head_norms else None,
-        o=_Linear.of(attention.o_proj),
+        projections=_Projections.of(layer.self_attn),
+        o=_Linear.of(layer.self_attn.o_proj),
         mlp_norm=_Norm.of(layer.post_attention_layernorm),
         gate=_Linear.of(mlp.gate_proj),
         up=_Linear.of(mlp.up_proj),
