@@ -71,10 +71,14 @@ class _Projections(NamedTuple):
 
     @classmethod
     def of(cls, attention: Any) -> _Projections:
-        linears = (_Linear.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj))
-        if not hasattr(attention, "q_norm"):
-            return cls(*linears, None, None)
-        return cls(*linears, _Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+        has_norms = hasattr(attention, "q_norm")
+        return cls(
+            q=_Linear.of(attention.q_proj),
+            k=_Linear.of(attention.k_proj),
+            v=_Linear.of(attention.v_proj),
+            q_norm=_Norm.of(attention.q_norm) if has_norms else None,
+            k_norm=_Norm.of(attention.k_norm) if has_norms else None,
+        )
 
     def __call__(self, x: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return queries and keys `[R, H + K, d]`, and values `[R, K, d]`, columns of one tensor."""
