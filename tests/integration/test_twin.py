@@ -171,15 +171,16 @@ def test_a_divided_recipe_computes_what_one_process_does(
     assert all(scale > 0 for name, scale in sizes.items() if name.endswith("/grad_norm")), sizes
 
 
-def test_experts_are_divided_over_ranks(rows: list[str], processes: RayActors) -> None:
+@pytest.mark.parametrize(
+    "layout", ["d2t2e2", *(pytest.param(name, marks=pytest.mark.long) for name in ("d2e2", "d2p2e2"))]
+)
+def test_experts_are_divided_over_ranks(layout: str, rows: list[str], processes: RayActors) -> None:
     """From random weights. Each engine of the embedded kind has all experts, gathered from the trainer."""
     overrides = [*SMALL, *rows, "model@models.actor=tiny-qwen3-moe", "models.actor.path=null"]
-    found = twin("recipes/grpo.py", overrides, ["d2e2", "d2t2e2", "d2p2e2"], processes)
-    assert [result.layout for result in found.results] == ["d2t1p1e2", "d2t2p1e2", "d2t1p2e2"]
-    for result in found.results:
-        assert result.failed_metrics == ()
-        assert result.failed_weights == ()
-        assert all(pair.scale > 0 for pair in result.metrics if pair.name.endswith("/grad_norm"))
+    (result,) = twin("recipes/grpo.py", overrides, [layout], processes).results
+    assert result.failed_metrics == ()
+    assert result.failed_weights == ()
+    assert all(pair.scale > 0 for pair in result.metrics if pair.name.endswith("/grad_norm"))
 
 
 def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], processes: RayActors) -> None:
