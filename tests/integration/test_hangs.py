@@ -180,6 +180,7 @@ def late_model(settings: Any, position: Any) -> Any:
     dist.barrier(position.group)
 
 
+@pytest.mark.long
 def test_a_hang_while_building_is_reported() -> None:
     setup = setup_of()
     cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -139,13 +139,13 @@ def test_every_recipe_has_a_twin() -> None:
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random
 
 
-CORE = ("sft", "grpo", "ppo", "grpo_async", "dpo", "custom/sft_rl")
-"""Recipes that every change is tested with; `make test-long` tests all."""
+CORE = [("sft", "d2t2"), ("grpo", "d2t2p2"), ("ppo", "t2p2"), ("grpo_async", "d2t2")]
+"""Recipes and layouts that every change is tested with; `make test-long` tests all."""
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "changes"),
-    [pytest.param(*row, marks=() if row[0] in CORE else pytest.mark.long) for row in RECIPES],
+    [pytest.param(*row, marks=() if row[:2] in CORE else pytest.mark.long) for row in RECIPES],
 )
 def test_a_divided_recipe_computes_what_one_process_does(
     name: str,
