@@ -43,6 +43,11 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """Return the slices that cut a box out of the whole tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def intersect(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes; None if it is empty."""
     edges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hflow.errors import RunError
-from hflow.types.tensor_slices import Box, intersect, numel, slices_within, whole_box
+from hflow.types.tensor_slices import Box, box_slices, intersect, numel
 from hflow.weights.buckets import IncomingTensor, box_text
 from hflow.weights.checksum import MODULUS, box_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
@@ -100,5 +100,5 @@ def _arrived(arrived: IncomingTensor, box: Box, view: Tensor) -> int | None:
         )
     if view.dtype == arrived.tensor.dtype and all(intersect(box, other) == other for other, _ in parts):
         return sum(checksum for _, checksum in parts) % MODULUS
-    values = arrived.tensor[slices_within(box, whole_box(shape))].to(view.dtype)
+    values = arrived.tensor[box_slices(box)].to(view.dtype)
     return box_checksum(arrived.name, shape, box, values)

@@ -19,6 +19,7 @@ from hflow.backends.megatron.model_dims import ModelDims
 from hflow.backends.torch_model.build import build_model, scalar_head
 from hflow.backends.torch_model.heads import SCORE, head_prefix
 from hflow.backends.torch_model.weight_export import named_weights
+from hflow.types.tensor_slices import box_slices
 
 ReadBlock = Callable[[TensorPart], Tensor]
 """Returns a block of an HF tensor."""
@@ -37,7 +38,7 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
     if settings.path is None:
         model, head = build_model(settings)
         drawn = dict(named_weights(model, head, settings.head, model.dtype))
-        yield lambda part: drawn[part.tensor][_slices(part)]
+        yield lambda part: drawn[part.tensor][box_slices(part.box)]
         return
     path = Path(settings.path)
     head_tensors = _head_tensors(settings, dims)
@@ -47,8 +48,8 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
 
         def read(part: TensorPart) -> Tensor:
             if part.tensor in head_tensors:
-                return head_tensors[part.tensor][_slices(part)]
-            return read_stacked(tensors, part.tensor, _slices(part))
+                return head_tensors[part.tensor][box_slices(part.box)]
+            return read_stacked(tensors, part.tensor, box_slices(part.box))
 
         yield read
 
@@ -89,7 +90,3 @@ def _is_ignored(name: str, dims: ModelDims) -> bool:
     has_output = dims.head == "lm" and not dims.is_tied
     has_score = dims.head != "lm" and name == SCORE
     return has_score or (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")
-
-
-def _slices(part: TensorPart) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in part.box)

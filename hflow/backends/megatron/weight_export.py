@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hflow.backends.megatron.hf_mapping import MappedParameter, rank_parameters
 from hflow.backends.megatron.model import Stage
-from hflow.types.tensor_slices import Block
+from hflow.types.tensor_slices import Block, box_slices
 
 BUCKET_BYTES = 64 << 20
 """Maximum size of a rank's part of a bucket. A larger parameter is a bucket of its own, sent in pieces."""
@@ -170,7 +170,7 @@ def _assemble(versions: ByShard, shards: Tensor) -> Iterator[Named]:
             if part.tensor not in whole:
                 whole[part.tensor] = shard.new_empty(part.shape)
             block = shard.narrow(part.axis, part.offset, part.length)
-            whole[part.tensor][tuple(slice(*span) for span in part.box)] = block
+            whole[part.tensor][box_slices(part.box)] = block
     yield from whole.items()
 
 

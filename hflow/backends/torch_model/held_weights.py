@@ -18,7 +18,7 @@ from hflow.backends.common.weight_files import open_weight_files
 from hflow.backends.torch_model.heads import SCORE
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.backends.torch_model.weight_export import blocks_of, held_box
-from hflow.types.tensor_slices import numel
+from hflow.types.tensor_slices import box_slices, numel
 
 OUTPUT = "lm_head.weight"
 """The output matrix of a language model, which a scalar head does not use."""
@@ -81,5 +81,4 @@ def load_held_weights(path: Path, model: PreTrainedModel) -> None:
         for name, weight in model.named_parameters():
             if numel(held_box(weight)):
                 for block in blocks_of(model, name, weight, local_shard(weight.detach())):
-                    box = tuple(slice(*span) for span in block.box)
-                    block.values.copy_(read_stacked(stored, block.tensor, box))
+                    block.values.copy_(read_stacked(stored, block.tensor, box_slices(block.box)))
