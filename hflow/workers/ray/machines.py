@@ -7,7 +7,7 @@ placed on two real ones. Machines of the plan may share a real one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -59,10 +59,9 @@ def free_machines() -> list[Machine]:
     return [_machine(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
 
 
-def _machine(node: dict[str, object], resources: object) -> Machine:
-    assert isinstance(resources, dict)
-    cpus, gpus = (float(resources.get(name, 0.0)) for name in ("CPU", "GPU"))
-    return Machine(str(node["NodeID"]), str(node["NodeManagerAddress"]), cpus, gpus)
+def _machine(node: Mapping[str, str], resources: Mapping[str, float]) -> Machine:
+    cpus, gpus = (resources.get(name, 0.0) for name in ("CPU", "GPU"))
+    return Machine(node["NodeID"], node["NodeManagerAddress"], cpus, gpus)
 
 
 def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> ChosenMachines:

@@ -206,8 +206,7 @@ def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
         try:
             chosen = choose_machines(cluster, free_machines())
         except RunError as error:
-            if time.monotonic() > deadline:
-                raise RunError(f"{error} free. Stop what else runs there, or set a smaller cluster") from None
+            busy = f"{error} free"
         else:
             bundle = {"CPU": float(chosen.cpus_per_worker), **({"GPU": 1.0} if num_gpus else {})}
             nodes = [{NODE_ID: node} for node in chosen.nodes for _ in range(cluster.devices_per_node)]
@@ -215,6 +214,9 @@ def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
             if bundles.wait(PLACE_SECONDS):
                 return Reservation(bundles, chosen.cpus_per_worker, num_gpus, owns_ray)
             remove_placement_group(bundles)  # another run was faster, or a machine is lost
+            busy = f"Ray did not reserve the free devices of cluster={cluster.name}"
+        if time.monotonic() > deadline:
+            raise RunError(f"{busy}. Stop what else runs there, or set a smaller cluster")
         time.sleep(RESERVE_POLL_SECONDS)
 
 
