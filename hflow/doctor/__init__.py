@@ -13,6 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from hflow.doctor.finding import Finding
+from hflow.doctor.gpus import check_cuda
 from hflow.planner.backends import BACKENDS, ENGINES, Descriptor, engine_kind, training_backend
 from hflow.planner.hardware import GIB
 
@@ -60,7 +61,8 @@ def check_machine(start_ray: bool = True) -> Iterator[Finding]:
     yield Finding("version", "python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11")
     yield from map(_check_version, PACKAGES)
     yield _check_cpu()
-    yield from _check_cuda()
+    if find_spec("torch") is not None:
+        yield from check_cuda()
     device = _device()
     yield from (_check_backend("backend", training_backend(name), device) for name in BACKENDS)
     yield from (_check_backend("engine", engine_kind(name), device) for name in ENGINES)
@@ -80,19 +82,6 @@ def _check_cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     return Finding("device", "cpu", True, f"{cores} cores, {memory:.0f} GiB")
-
-
-def _check_cuda() -> Iterator[Finding]:
-    if find_spec("torch") is None:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        why = "no device" if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"
-        yield Finding("device", "cuda", False, why, "plans for GPUs still work here", required=False)
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        yield Finding("device", f"cuda:{index}", True, f"{device.name}, {device.total_memory / GIB:.0f} GiB")
 
 
 def _device() -> str:

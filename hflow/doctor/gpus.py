@@ -37,6 +37,17 @@ class Gpu:
         return self.memory_bytes / GIB
 
 
+def check_cuda() -> Iterator[Finding]:
+    """Check which CUDA devices torch can use, for a machine that need not have any."""
+    import torch
+
+    if problem := cuda_problem():
+        yield Finding("device", "cuda", False, problem, "plans for GPUs still work here", required=False)
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        yield Finding("device", f"cuda:{index}", True, f"{device.name}, {device.total_memory / GIB:.0f} GiB")
+
+
 def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check driver, torch, GPUs and the host for a run on some of a machine's GPUs."""
     yield _check_torch(gpus)

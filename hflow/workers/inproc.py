@@ -57,9 +57,7 @@ class InprocWorkers(Workers):
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
-        found = find_devices()
-        check_devices(setup.plan.cluster, [found], found.versions)
-        self._worker = await _on(self._device, lambda: Worker(setup, hosted, devices=found.names))
+        self._worker = await _on(self._device, lambda: _build(setup, hosted))
         self._pulling = frozenset(route.dst for route in setup.plan.weights if route.how == "pull")
         for replica, _ in setup.plan.schedule.publishers:
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")
@@ -121,3 +119,10 @@ class InprocWorkers(Workers):
 
 async def _on(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+def _build(setup: WorkerSetup, hosted: tuple[int, ...]) -> Worker:
+    """Build the worker on the devices that this process finds."""
+    found = find_devices()
+    check_devices(setup.plan.cluster, [found], found.versions)
+    return Worker(setup, hosted, devices=found.names)
