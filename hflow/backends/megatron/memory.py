@@ -51,8 +51,8 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
     layer = activations.kept_by_layer(rank, batch)
     recomputed = layer if rank.config.activation_checkpointing else 0
-    num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
-    kept = activations.kept_by_layers(rank, batch, num_in_flight * rank.sizes.num_layers, layer)
+    num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
+    kept = activations.kept_by_layers(rank, batch, num_layers, layer)
     in_layers = item(MemoryCategory.ACTIVATIONS, kept)
     yield in_layers + _head(rank, batch, with_gradient=True)
     buffers = item(MemoryCategory.BUFFERS, activations.backward_buffers(rank, batch), "backward buffers")

@@ -84,14 +84,18 @@ def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> 
     return num_layers * layer_input(rank, batch)
 
 
+def num_in_flight(rank: Rank, batch: MicroBatch) -> int:
+    """Return how many micro-batches are between their forward and backward pass at once (1F1B)."""
+    return min(rank.replica.layout.pipe - rank.stage, batch.num)
+
+
 def inputs_in_host_memory(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes that layers and the final norm have in host memory at once, on an accelerator."""
     if not rank.config.offload_activations or rank.on_cpu:
         return 0
-    num_in_flight = min(rank.replica.layout.pipe - rank.stage, batch.num)
     norm = _kept_by_norm(rank.shape.hidden, rank.width) * batch.tokens // rank.token_share
     layers = rank.sizes.num_layers * layer_input(rank, batch)
-    return num_in_flight * (layers + norm * rank.is_last_stage)
+    return num_in_flight(rank, batch) * (layers + norm * rank.is_last_stage)
 
 
 def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
