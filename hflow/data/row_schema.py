@@ -50,18 +50,24 @@ class RowSchema:
         """Check that every declared column is among the source's.
 
         Raises:
-            DataError: if one is missing; suggests the nearest name, and how to map it.
+            DataError: if some are missing; names them all, and how to map them.
         """
         known = list(known)
-        for name in self.units:
-            source = self._source_name(name)
-            if source not in known:
-                near = nearest(source, known)
-                fix = f"{near} Set" if near else "; set"
-                raise DataError(
-                    f"{where}: no column {source!r} (it has {_listed(known)}){fix} {self.key}.map.{name} to "
-                    f"the column that holds {name!r}"
-                )
+        missing = [name for name in self.units if self._source_name(name) not in known]
+        if len(missing) == 1:
+            name, source = missing[0], self._source_name(missing[0])
+            near = nearest(source, known)
+            fix = f"{near} Set" if near else "; set"
+            raise DataError(
+                f"{where}: no column {source!r} (it has {_listed(known)}){fix} {self.key}.map.{name} to "
+                f"the column that holds {name!r}"
+            )
+        if missing:
+            keys = " and ".join(f"{self.key}.map.{name}" for name in missing)
+            raise DataError(
+                f"{where}: no columns {_listed(map(self._source_name, missing))} (it has {_listed(known)}); "
+                f"set {keys} to the columns that hold them"
+            )
 
     def row(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the declared columns of a source's row, in their declared order.

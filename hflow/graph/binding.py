@@ -96,7 +96,7 @@ def _find_field(node: NodeSpec, parameter: Parameter, scopes: list[Scope]) -> Fi
     if parameter.optional:
         return None
     names = [name for scope in scopes for name in scope]
-    hint = nearest(parameter.field, names) or f"; the fields here are {', '.join(sorted(names))}"
+    hint = f"{nearest(parameter.field, names)}; the fields here are {', '.join(sorted(names))}"
     raise _error(node, parameter, f"no node or dataset column produces {parameter.field!r}{hint}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from hflow.backends.common.sharded_checkpoint import check_shards
 from hflow.backends.hf_config import max_length, read_config, translate_errors
 from hflow.backends.interface import SHARDS
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import ConfigError
+from hflow.errors import ConfigError, DataError
 from hflow.graph.ir import NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.launch.plan_request import is_library_node
@@ -27,8 +28,8 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     Raises:
         BackendError: for a model that cannot be built, or a checkpoint that does not match its config.
         DataError: for a tokenizer that does not exist.
-        ConfigError: for a vocabulary or a `max_tokens` that does not fit its model, or if it lacks a chat
-            template that a node needs.
+        ConfigError: for a vocabulary, a `max_tokens` or a system message that does not fit its model, or if
+            it lacks a chat template that a node needs.
     """
     configs = {name: read_config(settings) for name, settings in setup.models.items()}
     for name, settings in setup.models.items():
@@ -49,13 +50,23 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
 
 
 def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:
-    """Refuse conversations with a model whose tokenizer cannot encode messages."""
+    """Refuse conversations, or a system message, that the tokenizer of the node's model cannot encode."""
     model = source.models[0]
-    if TextTokenizer(setup.tokenizers[model]).chat_template is None:
+    template = TextTokenizer(setup.tokenizers[model]).chat_template
+    if template is None:
         raise ConfigError(
             f"{source.name} encodes messages, but the tokenizer of {model} has no chat template; set "
             f"models.{model}.chat_template to one, or use nodes.actor_gen with texts"
         )
+    system, user = source.knob_values["system"], {"role": "user", "content": ""}
+    if system is None:
+        return
+    with suppress(DataError):
+        template.prompt([user])  # a template that rejects this says nothing about the system message
+        try:
+            template.prompt([{"role": "system", "content": system}, user])
+        except DataError as error:
+            raise ConfigError(f"nodes.{source.name}.system: {error}") from error
 
 
 def _check_vocabulary(model: str, setup: WorkerSetup, config: PreTrainedConfig) -> None:

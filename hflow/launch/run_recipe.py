@@ -164,7 +164,7 @@ async def _run_in_loop(
                     raise
                 summary = _stopped_early(compiled, directory, checkpoints.last or 0)
             except HflowError as error:
-                if resumed is not None or not _is_refused(directory, error):
+                if checkpoints.last is not None or isinstance(error, RunError):  # else it would fail again
                     display.note(_resume_hint(directory, checkpoints))
                 raise
             finally:
@@ -390,7 +390,7 @@ async def _started(
         await workers.start(setup, report_progress)
         freeze_gc()
         report_progress(
-            f"workers are ready after {time.monotonic() - start:.0f} s; the first samples are made"
+            f"workers are ready after {time.monotonic() - start:.0f} s; generating the first samples"
         )
         yield
     finally:

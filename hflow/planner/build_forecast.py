@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from hflow.graph.ir import EdgeKind
 from hflow.planner.cost import generation_pace, node_times
@@ -22,7 +22,7 @@ def build_forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
     lengths = stream_workloads(plan, request)
     traffic = estimate_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
     times = node_times(plan, request, dict(lengths), traffic)
-    missing = tuple(_missing(plan))
+    missing = tuple(_missing(plan, request.families))
     return Forecast(
         workload=lengths,
         memory=memory_phases(plan, request),
@@ -41,11 +41,17 @@ def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
     return steady_period(plan.schedule, {row.node: row.seconds for row in times}, fields)
 
 
-def _missing(plan: Plan) -> Iterator[str]:
+def _missing(plan: Plan, families: Mapping[str, str]) -> Iterator[str]:
     if not plan.graph.learns:
         yield f"{plan.recipe} learns nothing, so it has no steps and no period"
     for model in unknown_models(plan):
+        cause = "the planner does not know its sizes"
+        if model not in families:
+            cause = (
+                f"it has no weights yet (set models.{model}.path to a checkpoint directory, or "
+                f"model@models.{model}=tiny-qwen2)"
+            )
         yield (
-            f"{model}: the planner does not know its sizes, so its memory, weight routes and seconds, and "
-            "the period of the plan, are not estimated"
+            f"{model}: {cause}, so its memory, weight routes and seconds, and the period of the plan, are "
+            "not estimated"
         )

@@ -132,8 +132,10 @@ def _tokens(story: SampleHistory) -> str:
 
 
 def _judged(story: SampleHistory) -> Iterator[Line]:
+    refused_by = story.sample["node"] if story.sample["end"] == "refused" else None
     for node in story.computed:
-        yield node.at, node.node, "done" if node.value is None else f"{node.field} {node.value:.6g}"
+        result = "did not keep it" if node.node == refused_by else "done"
+        yield node.at, node.node, result if node.value is None else f"{node.field} {node.value:.6g}"
     if story.sample["accepted_at"] is not None:
         kept = [mate for mate in story.mates if mate.end != "refused"]
         lost = _lost(story.mates)

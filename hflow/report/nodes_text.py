@@ -14,12 +14,30 @@ if TYPE_CHECKING:
 
 
 def render_nodes(nodes: Sequence[ReadyNode]) -> RenderableType:
-    """Return a row for each node: name, kind, and what it does."""
+    """Return a row for each node: name, kind, and what it does. They stand in the order of a recipe."""
     table = Table.grid(padding=(0, 2))
-    for node in nodes:
-        table.add_row(Text(node.name, style="bold"), f"{node.kind} per {node.level}", Text(node.summary))
+    for section, title in _SECTIONS.items():
+        table.add_row(Text(title, style="bold"))
+        for node in nodes:
+            if _section(node) == section:
+                table.add_row(f"  {node.name}", f"{node.kind} per {node.level}", Text(node.summary))
     more = Text("hflow nodes NAME lists the inputs, outputs and options of one", style="dim")
     return Group(table, Text(), more)
+
+
+_SECTIONS = {
+    "generate": "Generation",
+    "encode": "Written examples",
+    "rewards": "Rewards",
+    "infer": "Forward passes",
+    "compute": "Advantages, weights",
+    "train": "Losses",
+}
+"""Kind of node, or `rewards`, and its title."""
+
+
+def _section(node: ReadyNode) -> str:
+    return "rewards" if node.name.startswith("rewards.") else node.kind
 
 
 def render_node(node: ReadyNode) -> RenderableType:

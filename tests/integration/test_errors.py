@@ -171,6 +171,29 @@ def test_a_checkpoint_without_a_tokenizer(fails: Cli, tmp_path: Path) -> None:
     assert "model has no readable weights" in line
 
 
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "says"),
+    [
+        (CHAT_TEMPLATE, "é", "the tokenizer has no token for 'é' (in 'é'); add it to the alphabet"),
+        (
+            '{% if messages[0].role == "system" %}{{ raise_exception("no system role") }}{% endif %}',
+            "12",
+            "no system role",
+        ),
+    ],
+)
+def test_a_system_message_that_the_tokenizer_cannot_encode(
+    fails: Cli, template: str, system: str, says: str
+) -> None:
+    text = score("return 0.5").replace("nodes.actor_gen, actor", f"nodes.chat_gen, actor, system={system!r}")
+    told = fails(text, TINY, ADDITION, f"models.actor.chat_template='{template}'")
+    assert told.startswith("nodes.chat_gen.system: ")
+    assert says in told
+
+
 def test_a_broken_yaml_beside_the_recipe(fails: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("defaults:\n  - _self_\n steps: [1\n")
     assert "r.yaml:3: invalid YAML: " in fails(SFT)
@@ -190,6 +213,11 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
         (
             '{"prompt": "1+1=", "anser": "2"}\n',
             "r.jsonl row 0: no column 'answer' (it has 'prompt', 'anser')",
+        ),
+        (
+            '{"question": "1+1=", "solution": "2"}\n',
+            "no columns 'prompt', 'answer' (it has 'question', 'solution'); set data.train.map.prompt and "
+            "data.train.map.answer to the columns that hold them",
         ),
         ('{"prompt": "1+1=", "answer": 2}\n', "column 'answer' is 2, but the recipe declares a string"),
         (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is not JSON"),

@@ -334,6 +334,8 @@ def test_the_page_of_a_run_fits_and_reads_its_curves(
     options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
     with opened(browser, report_file, **options) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        edges = page.locator("nav a").evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
+        assert max(edges) <= width, "every section can be reached"
         assert "Done after 20 steps" in page.locator(".verdict").inner_text()
         reward = page.locator('.curve[data-metric="actor_gen/reward"]')
         assert reward.locator("output").inner_text() == "0.6"

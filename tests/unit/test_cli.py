@@ -158,6 +158,12 @@ def test_plan_prints_a_page(good: str, monkeypatch, capsys):
     assert "7 steps" in out
 
 
+def test_a_plan_of_a_model_without_weights_says_how_to_name_them(good: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "plan", good, "cluster=cpu-1x1") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "actor: it has no weights yet (set models.actor.path to a checkpoint directory, or " in said
+
+
 def test_plan_json_prints_only_a_plan_file(good: str, monkeypatch, capsys):
     assert hflow(monkeypatch, "plan", good, "--json", "cluster=cpu-1x2") == 0
     document = json.loads(capsys.readouterr().out)

@@ -85,7 +85,7 @@ def test_files_of_a_list_and_of_a_pattern_follow_each_other(tmp_path: Path) -> N
     pattern = open_dataset(DataSettings(str(tmp_path / "*.jsonl")), COLUMNS)
     assert [pattern.row(i) for i in range(len(pattern))] == [DECLARED[i] for i in (2, 0, 1)]
     (tmp_path / "d.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"d.jsonl row 0: no column 'prompt'"):
+    with pytest.raises(DataError, match=r"d.jsonl row 0: no columns 'prompt', 'score'"):
         open_dataset(DataSettings(str(tmp_path / "*.jsonl")), COLUMNS)
     (tmp_path / "d.jsonl").unlink()
     paths = (str(tmp_path / "c.parquet"), str(tmp_path / "*.jsonl"))

@@ -23,7 +23,7 @@ from hflow.runtime.ledger import Ledger, audit, rewind, writer
 from hflow.runtime.ledger.header import schedule_header
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history
-from hflow.workers.interface import NodeResult, Span
+from hflow.workers.interface import ComputeReady, NodeResult, Span
 
 
 @pytest.fixture
@@ -76,6 +76,17 @@ def test_a_failed_reward_is_a_refusal_with_a_reason_and_no_number(path: Path):
     assert (row["place"], row["message"]) == ("recipes/grpo.py:17", "KeyError: 'x' (recipes/grpo.py:19)")
     assert counts == {"refused": 1, "unused": 1}
     assert audit(path) == []
+
+
+def test_a_filter_that_refused_a_sample_is_told(path: Path):
+    with recorded(path) as run:
+        run.issue(0)
+        run.ready(0, (0, 4))
+        run.ledger.record_result(ComputeReady("score", 0, keep=False))
+        run.refuse(0, node="score", reason=ev.Refusal.KEEP)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_story(read_history(path, "0")))
+    assert "score did not keep it" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
 def test_samples_of_an_update_that_was_skipped_are_named(path: Path):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from hflow.config import RunConfig
 from hflow.dsl import overridable_keys
 from hflow.errors import ConfigError
 from hflow.launch import compose_recipe, new_recipe, ready_node, ready_nodes
 from hflow.launch.compile import read_recipe
+from hflow.report.nodes_text import render_nodes
 from hflow.shipped import find_recipe, shipped_recipes
 from hflow.testing import try_recipe
 
@@ -84,6 +87,12 @@ def test_everything_that_can_be_set_of_a_ready_node_has_a_meaning() -> None:
     ]
     assert silent == []
     assert [node.name for node in nodes if not node.summary] == []
+
+
+def test_every_ready_node_is_listed_once() -> None:
+    nodes = ready_nodes()
+    text = "".join(part.text for part in Console(width=200).render(render_nodes(nodes)))
+    assert sorted(re.findall(r"^  ((?:nodes|rewards)\.\w+)", text, re.M)) == sorted(n.name for n in nodes)
 
 
 def test_a_ready_node_is_described_by_its_signature_and_docstring() -> None:
