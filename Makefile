@@ -5,8 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-# A process of tests a core, the longest files first (tests/conftest.py).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30
+# The longest files come first (tests/conftest.py).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
 .PHONY: env test test-long lint browser docs docs-serve demo chaos bad-input gpu-check clean
 
@@ -25,14 +25,15 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Style, types and import rules are tests too. Tests that start Ray come last, as each has several processes.
+# Style, types and import rules are tests too. Two cores run three processes of tests, as some of them wait. Tests
+# that start Ray come last, as each has several processes.
 test: env browser
-	$(PYTEST) -m "not ray and not long"
-	$(PYTEST) -m "ray and not long"
+	$(PYTEST) -n 3 -m "not ray and not long"
+	$(PYTEST) -n 2 -m "ray and not long"
 
 # What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
 test-long: env
-	$(PYTEST) -m long
+	$(PYTEST) -n 2 -m long
 
 # The test of the plan's page opens it in a browser.
 browser:

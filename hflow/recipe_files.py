@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hflow.errors import RunError
@@ -55,15 +56,24 @@ def use_directory(directory: str | Path) -> None:
     """
     name = str(directory)
     _used.add(name)
+    beside = _module_names(name)
     for module_name, module in list(sys.modules.items()):
-        top, file = module_name.partition(".")[0], getattr(module, "__file__", None)
-        is_hidden = Path(name, top).is_dir() or Path(name, f"{top}.py").is_file()
-        if file and is_hidden and any(Path(file).is_relative_to(other) for other in _used - {name}):
+        if module_name.partition(".")[0] not in beside:
+            continue
+        file = getattr(module, "__file__", None)
+        if file and any(Path(file).is_relative_to(other) for other in _used - {name}):
             del sys.modules[module_name]
     if name in sys.path:
         sys.path.remove(name)
     sys.path.insert(0, name)
     importlib.invalidate_caches()
+
+
+def _module_names(directory: str) -> set[str]:
+    """Return the names of the modules and packages in a directory; none if it cannot be read."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        return {entry.name if entry.is_dir() else entry.name.removesuffix(".py") for entry in entries}
+    return set()
 
 
 def local_directory(original: str) -> Path:

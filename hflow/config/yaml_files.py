@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 20
 """The largest YAML file that is read."""
+MAX_CHARACTERS_IN_C = 4096
+"""The longest text for PyYAML's parser in C, many times as fast; deep nesting overflows its stack."""
 MAX_VALUES = 200_000
 """Values of a file, those of aliases counted as often as they are named."""
 
@@ -93,6 +96,9 @@ def _load(text: str, name: str) -> Any:
     """Return the value of a YAML text; errors have the name of its file."""
     import yaml
 
+    if len(text) <= MAX_CHARACTERS_IN_C and yaml.__with_libyaml__:
+        with suppress(yaml.YAMLError):  # the other parser says what is wrong, and where
+            return yaml.load(text, yaml.CSafeLoader)
     loader = yaml.SafeLoader(text)
     loader.name = name
     try:

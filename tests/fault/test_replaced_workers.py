@@ -28,7 +28,7 @@ from hflow.workers.ray.ray_workers import RayWorkers
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_async.py"
-STEPS, BATCH, GROUP_SIZE = 20, 4, 8
+STEPS, BATCH, GROUP_SIZE = 12, 4, 8
 FAULTS = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGSTOP))
 """Completed steps, and what the worker of an engine is sent then. Worker 0 trains."""
 KILLED = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGKILL))

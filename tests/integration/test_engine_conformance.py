@@ -183,7 +183,13 @@ ENGINES = {
 """vLLM with tied embeddings on two tensor ranks is in a process of its own: see `OWNER`."""
 
 
-@pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(engine, id=name, marks=pytest.mark.long if name == "vllm-t2-untied" else ())
+        for name, engine in ENGINES.items()
+    ],
+)
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     name, architecture, tensor = request.param
     engine = build(name, architecture, tensor)

@@ -113,6 +113,7 @@ def place(function: str, text: str, recipe: Path = RECIPE) -> str:
 MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s"
 
 
+@pytest.mark.long
 def test_a_sleeping_rank_is_named_with_its_line() -> None:
     message = failure("sleeps")
     assert message.startswith(MISSING.format("sleeps"))

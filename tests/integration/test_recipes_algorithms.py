@@ -12,7 +12,6 @@ from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
 from hflow.errors import NotYetError
-from hflow.workers.ray.ray_actors import RayActors
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 HERE = ROOT / "tests" / "integration" / "recipes"
@@ -160,12 +159,11 @@ BESIDE += ["models.actor.optim.eps=1e-3"]
 BESIDE += ["steps=3", "batch=8", "schedule.max_concurrent=64"]
 
 
-@pytest.mark.ray
-def test_each_sample_has_a_greedy_baseline(two_processes: RayActors, tmp_path: Path) -> None:
+def test_each_sample_has_a_greedy_baseline(tmp_path: Path) -> None:
     """Refused groups release what is drawn beside them; two workers compute what one process does."""
     alone = run(HERE / "greedy_beside.py", tmp_path / "alone", *ALONE, *BESIDE)
-    options = [*BESIDE, "cluster=cpu-1x2"]
-    apart = run(HERE / "greedy_beside.py", tmp_path / "apart", *options, processes=two_processes)
+    options = [*BESIDE, "workers=inproc", "cluster=cpu-1x2"]
+    apart = run(HERE / "greedy_beside.py", tmp_path / "apart", *options)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
         assert ours["greedy/baseline"] == theirs["greedy/baseline"]
         assert ours["actor_gen/reward"] == theirs["actor_gen/reward"]

@@ -33,6 +33,7 @@ def test_two_ray_workers_compute_what_one_process_does(no_ray: None, tmp_path: P
     assert largest_difference(weights_of(apart), weights_of(alone)) < 1e-5
 
 
+@pytest.mark.long
 def test_a_ray_that_does_not_start_at_once_is_started_again(
     no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,14 +94,8 @@ def test_two_tensor_ranks_on_the_trainers_devices(tmp_path: Path, four_processes
         assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "collective",
-        pytest.param("shared", marks=pytest.mark.long),
-        pytest.param("disk", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
     """Of the weights, or by files of adapters, which the engine adds to its weights."""
     options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]

@@ -18,10 +18,11 @@ from hflow.report.nodes_text import render_nodes
 from hflow.shipped import find_recipe, shipped_recipes
 from hflow.testing import try_recipe
 
-NAMES = ["dapo", "distill", "ppo", "tool_agent", "custom/retrieval", "custom/llm_judge", "gsm8k/grpo_7b"]
+OFTEN = ["ppo", "custom/retrieval", "gsm8k/grpo_7b"]
+NAMES = ["dapo", "distill", "tool_agent", "custom/llm_judge"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
 def test_a_copy_is_the_recipe_and_its_whole_configuration_can_be_used_again(
     name: str, tmp_path: Path
 ) -> None:

@@ -140,7 +140,7 @@ def test_a_node_that_works_on_all_weights_is_refused():
         compile_plan(graphs.ema(), graphs.request(models=models, shapes=shapes))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_the_memory_of_a_real_training_step(dtype):
     lora = LoraConfig(r=8)
     trained, _ = kit.real_peaks(kit.ARCHITECTURE, 8, 64, dtype=dtype, lora=lora)

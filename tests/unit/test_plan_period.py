@@ -84,13 +84,13 @@ def check(timed: Timed) -> None:
     assert all(row.lag >= 0 for row in found.cycle)
 
 
-@settings(max_examples=120, **SLOW)
+@settings(max_examples=50, **SLOW)
 @given(timed_schedules("written"))
 def test_the_period_of_batch_nodes_is_that_of_the_run(timed: Timed):
     check(timed)
 
 
-@settings(max_examples=100, **SLOW)
+@settings(max_examples=50, **SLOW)
 @given(timed_schedules("actor", "game", "teacher"))
 def test_the_period_of_synchronous_generation_is_that_of_the_run(timed: Timed):
     check(timed)
@@ -167,7 +167,7 @@ def test_the_period_of_nodes_that_work_a_step_ahead_is_that_of_the_run(max_stale
         assert period(what, seconds).seconds == pytest.approx(simulate(what, seconds).period(), rel=error)
 
 
-@settings(max_examples=100, **SLOW)
+@settings(max_examples=50, **SLOW)
 @given(timed_schedules("written", "actor"))
 def test_bars_of_a_lane_do_not_overlap(timed: Timed):
     found = steady_period(timed.schedule, timed.seconds)

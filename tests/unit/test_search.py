@@ -34,6 +34,7 @@ from hflow.report.limits_text import limit_text
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
 
+LONG = pytest.mark.long
 PPO_ON_8 = (
     "cluster=h100-1x8",
     "model@models.actor=qwen2.5-1.5b",
@@ -93,7 +94,10 @@ def test_the_search_offloads_where_memory_is_short(
         assert found.seconds <= 1.01 * exhaustive(graph, request)
 
 
-@pytest.mark.parametrize("overrides", [(), ("schedule.max_staleness=1",), ("batch=64",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), pytest.param(("schedule.max_staleness=1",), marks=LONG), pytest.param(("batch=64",), marks=LONG)],
+)
 def test_the_search_is_never_worse_than_what_people_write(overrides: tuple[str, ...]) -> None:
     graph, request = problem("ppo", "h100-1x8", "qwen2.5-1.5b", *overrides)
     found = search(graph, request)

@@ -211,7 +211,7 @@ def all_apart(what: Schedule) -> tuple[tuple[str, str], ...]:
     return publishers([name for stream in what.streams for name in stream.replicas], what.nodes)
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(asynchronous(), st.integers(0, 2**16), st.sampled_from((0.0, 0.05)), st.sampled_from((0.0, 0.1, 0.3)))
 def test_no_token_exceeds_the_certificate_and_no_run_gets_stuck(
     what: Schedule, seed: int, refusal: float, stall: float
@@ -226,7 +226,7 @@ def test_no_token_exceeds_the_certificate_and_no_run_gets_stuck(
         world.check_end()
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.integers(0, 2**16), st.integers(0, 3))
 def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, seed: int, more: int):
     """The same instructions in the same order, whatever the age rule says and any queue that holds all the

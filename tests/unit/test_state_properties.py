@@ -15,7 +15,7 @@ from hflow.planner.ir import Schedule
 from hflow.runtime import events as ev
 
 SEEDS = st.integers(0, 2**16)
-FEW = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 ROWS = {"eval0": 3, "eval1": 5}
 
 
