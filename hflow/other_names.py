@@ -34,6 +34,7 @@ _BATCH = Counterpart("batch", "counts prompts")
 _LORA_RANK = Counterpart("models.NAME.lora.r")
 _LORA_ALPHA = Counterpart("models.NAME.lora.alpha")
 _CHECKPOINTING = Counterpart("models.NAME.activation_checkpointing")
+_COMPILE = Counterpart("models.NAME.compile", "of the decoder layers")
 _CLIP_GRAD = Counterpart("models.NAME.optim.clip_grad")
 _LR = Counterpart("models.NAME.optim.lr")
 _LR_SCHEDULE = Counterpart("models.NAME.optim.schedule")
@@ -92,11 +93,13 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "save_steps": Counterpart("save_every"),
     "save_total_limit": Counterpart("keep_checkpoints"),
     "staleness_threshold": _STALENESS,
+    "torch_compile": _COMPILE,
     "total_epochs": _EPOCHS,
     "total_train_epochs": _EPOCHS,
     "total_train_steps": _STEPS,
     "total_training_steps": _STEPS,
     "train_batch_size": _BATCH,
+    "use_torch_compile": _COMPILE,
     "vllm_max_model_length": _MODEL_LENGTH,
 }
 """Key of TRL, verl, OpenRLHF or AReaL, its last part -> the key of hflow; see `docs/coming-from`."""

@@ -106,6 +106,8 @@ class ModelSettings:
     activation_checkpointing: bool = False
     offload_activations: bool = False
     """Whether the inputs of recomputed layers are in host memory until the backward pass needs them."""
+    compile: bool = False
+    """Whether `torch.compile` compiles the decoder layers."""
     offload: Offload = "none"
     """What is in host memory while no node uses it: `none`, `optimizer` (with gradients and master weights)
     or `all` (with the weights)."""

@@ -144,6 +144,9 @@ class ModelConfig:
     offload_activations: StrictBool = False
     """Keep what `activation_checkpointing` does not recompute, the input of each layer, in (pinned) host
     memory until the backward pass needs it. For sequences so long that these inputs do not fit."""
+    compile: StrictBool = False
+    """Compile the decoder layers with `torch.compile` (`torch` backend). The first step takes tens of seconds
+    longer, every machine needs a C++ compiler, and results change by rounding."""
     offload: Offload = "none"
     """What is kept in (pinned) host memory while no node uses the model, and copied back when its next node
     starts. `optimizer`: the optimizer's states, and with megatron the fp32 weights and gradients. `all`: the

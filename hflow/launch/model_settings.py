@@ -87,6 +87,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         device=compiled.plan.cluster.device,
         activation_checkpointing=config.activation_checkpointing,
         offload_activations=config.offload_activations,
+        compile=config.compile,
         offload=config.offload,
         sequence_parallel=config.sequence_parallel,
         tokens_per_microbatch=config.tokens_per_microbatch,

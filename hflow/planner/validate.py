@@ -49,6 +49,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
         _check_lora(graph, name, request)
         _check_offload(graph, name, config)
+        _check_compile(graph, name, config)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -56,6 +57,27 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
+
+
+def _check_compile(graph: Graph, name: str, config: ModelConfig) -> None:
+    """Raise if there is nothing that could be compiled."""
+    key = f"models.{name}.compile"
+    if config.compile and config.backend != "torch":
+        raise PlanError(
+            f"{key} compiles layers of the torch backend, but models.{name}.backend is {config.backend}; "
+            "remove one of them"
+        )
+    if config.compile and not _runs_outside_engines(graph, name):
+        raise PlanError(f"{key} is set, but no node trains {name} or infers with it; remove it")
+
+
+def _runs_outside_engines(graph: Graph, name: str) -> bool:
+    """Return whether a node trains a model, infers with it or updates it."""
+    return any(
+        name in (*node.spec.reads_weights, *node.spec.writes_weights)
+        for node in graph.nodes
+        if not node.spec.opens_stream
+    )
 
 
 def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
@@ -70,12 +92,7 @@ def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
         )
     if offload == "none":
         return
-    is_used = any(
-        name in (*node.spec.reads_weights, *node.spec.writes_weights)
-        for node in graph.nodes
-        if not node.spec.opens_stream
-    )
-    if not is_used:
+    if not _runs_outside_engines(graph, name):
         raise PlanError(
             f"models.{name}.offload is {offload}, but no node trains {name} or infers with it; set it to none"
         )

@@ -70,10 +70,11 @@ def test_two_models_work_on_the_same_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("placement", "changes", "engines"),
     [
-        ("actor=0-1:d2 actor.gen=0-1:d2 rm=2-3:d2", [], {0, 1}),
-        ("actor=0 actor.gen=1 rm=2-3:t2", ["models.rm.backend=megatron"], {1}),
+        pytest.param(
+            "actor=0-1:d2 actor.gen=0-1:d2 rm=2-3:d2", [], {0, 1}, id="data", marks=pytest.mark.long
+        ),
+        pytest.param("actor=0 actor.gen=1 rm=2-3:t2", ["models.rm.backend=megatron"], {1}, id="tensor"),
     ],
-    ids=["data", "tensor"],
 )
 def test_on_several_ranks_while_generation_runs_ahead(
     placement: str, changes: list[str], engines: set[int], tmp_path: Path, four_processes: RayActors

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch_kit as kit
 
 from hflow.backends.common import hf_files
-from hflow.backends.torch_model import build, weight_export
+from hflow.backends.torch_model import build, fsdp, weight_export
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import LoraConfig
 from hflow.data.batch import Batch
@@ -29,6 +29,21 @@ def run(rank: int, directory: str) -> None:
     results = scenarios(rank, dist.group.WORLD, Path(directory))
     if rank == 0:
         torch.save(results, f"{directory}/ranks.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_compiled(rank: int, directory: str) -> None:
+    """Run a spawned rank that trains compiled layers, each sharded by itself, and write rank 0's results."""
+    torch.set_num_threads(1)
+    fsdp.MIN_UNIT_BYTES = 0
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    batch = kit.make_batch(kit.LENGTHS)
+    backend = kit.model(2, dist.group.WORLD, compile=True)
+    results = backend.train(kit.CALLS["token-mean"], [kit.halves(batch)[rank]], 5), kit.weights(backend)
+    if rank == 0:
+        torch.save(results, f"{directory}/compiled.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from model_configs import model_config
-from plan_graphs import changed, compute, grpo, ppo, request, sft, train
+from plan_graphs import changed, compute, grpo, ppo, request, sft, train, without
 
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
@@ -58,6 +58,15 @@ def test_offloaded_activations_without_recomputation_are_refused():
     asked = actor(offload_activations=True, activation_checkpointing=True)
     (warning,) = compile_plan(grpo(), request("cpu-1x1", models=asked)).warnings
     assert "offload_activations=true saves no memory on a CPU" in warning
+
+
+def test_what_cannot_be_compiled_is_refused():
+    message = (
+        "models.actor.compile compiles layers of the torch backend, but models.actor.backend is megatron"
+    )
+    refused(grpo(), message, models=actor(compile=True, backend="megatron"))
+    message = "models.actor.compile is set, but no node trains actor or infers with it; remove it"
+    refused(without(grpo(), "actor_train"), message, models=actor(compile=True))
 
 
 def test_a_malformed_layout_is_refused():

@@ -18,6 +18,7 @@ from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.build import DTYPES, build_model
+from hflow.backends.torch_model.compiled_layers import compile_layers
 from hflow.backends.torch_model.fsdp import place_model
 from hflow.backends.torch_model.held_weights import load_held_weights
 from hflow.backends.torch_model.optimizer import TorchOptimizer, local_shard
@@ -76,7 +77,10 @@ class TorchModel(ModelBackend):
         if settings.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         lacks_weights = any(weight.is_meta for weight in self._model.parameters())
-        place_model(module, _decoder_layers(self._model), device, dtype, self.group)
+        layers = _decoder_layers(self._model)
+        if settings.compile:
+            compile_layers(layers, settings.name)
+        place_model(module, layers, device, dtype, self.group)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
