@@ -42,7 +42,7 @@ def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     for layer in layers:
         compiled = torch.compile(layer.forward, dynamic=True)
-        layer.forward = partial(_forward, layer.forward, compiled)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer.forward, compiled)
 
 
 def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
