@@ -4,9 +4,11 @@
     python benchmarks/peers.py --only decode --sizes tiny --rounds 3     # a part of it
 
 Three comparisons, for random Qwen2 models of 0.5 and 19 million parameters. Every process has one thread, and
-all of them share one core, in turn (A B C A B C).
+all of them share one core, in turn (A B C A B C). All figures are processor seconds, with those of child
+processes, so that other programs disturb them through shared caches only.
 
-- grpo: a step of recipes/grpo.py in one process beside TRL's GRPOTrainer (in the environment of `--peer`);
+- grpo: a step of recipes/grpo.py in one process beside TRL's GRPOTrainer (in the environment of `--peer`),
+  and the threads in which hflow spends it;
 - decode: tokens a second of hflow's engines (embedded and vLLM), of HF `generate` and of vLLM by itself, by
   running sequences. Sampling is seeded by sample and log-probs are recorded, except by `generate`;
 - train: forward, backward and optimizer step of the torch backend beside its matrix products alone.
@@ -18,13 +20,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import harness
@@ -82,31 +85,81 @@ def make_model(directory: Path, size: str) -> None:
     AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(directory)
 
 
-def hflow_step(model: Path, case: Grpo, extra: list[str]) -> dict[str, Any]:
-    """Run the recipe without evaluations; return the median step after the warm-up."""
+def step_overrides(model: Path, case: Grpo, out: str) -> list[str]:
+    """Return the configuration of recipes/grpo.py in one process, without evaluations."""
+    return [
+        *(f"models.actor.path={model}", f"steps={case.steps}", f"out={out}", "save_every=100000"),
+        *(f"batch={case.prompts}", f"nodes.actor_gen.max_tokens={case.max_tokens}"),
+        *(f"nodes.actor_train.minibatches={case.updates}", f"models.actor.optim.lr={case.lr}"),
+        *("models.actor.gen.max_model_len=128", "nodes.eval_gen.after=100000"),
+        *("workers=inproc", "cluster=cpu-1x1"),
+    ]
+
+
+def serve_steps(model: str, case: Grpo) -> None:
+    """Run recipes/grpo.py; print the processor seconds of a step, in all and by thread."""
+    from hflow import Observer
+    from hflow.launch.compile import compile_recipe
+    from hflow.launch.run_recipe import run_compiled
+
+    found: list[dict[str, float]] = []
+
+    class Clock(Observer):
+        def on_step(self, step: int, values: Mapping[str, float]) -> None:
+            found.append(thread_seconds() | {"processes of bodies": descendant_seconds(os.getpid())})
+
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "hflow", "run", str(HERE.parent / "recipes" / "grpo.py"), "--plain"]
-        command += [f"models.actor.path={model}", f"steps={case.steps}", f"out={out}", "save_every=100000"]
-        command += [f"batch={case.prompts}", f"nodes.actor_gen.max_tokens={case.max_tokens}"]
-        command += [f"nodes.actor_train.minibatches={case.updates}", f"models.actor.optim.lr={case.lr}"]
-        command += ["models.actor.gen.max_model_len=128", "nodes.eval_gen.after=100000", *extra]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        (metrics,) = Path(out).glob("*/2*/metrics.jsonl")
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    times = [row["time/step_seconds"] for row in rows if "time/step_seconds" in row][WARMUP:]
-    seconds = statistics.median(times)
-    return {"step_seconds": seconds, "steps_per_second": 1 / seconds}
+        recipe = HERE.parent / "recipes" / "grpo.py"
+        compiled = compile_recipe(recipe, step_overrides(Path(model), case, out))
+        run_compiled(replace(compiled, observers=(Clock(),)), False)
+    first, last, num_steps = found[WARMUP - 1], found[-1], len(found) - WARMUP
+    parts = {name: (last[name] - first.get(name, 0.0)) / num_steps for name in last}
+    seconds = sum(parts.values())
+    parts = {name: round(part, 4) for name, part in parts.items() if part > 0.001 * seconds}
+    print(json.dumps({"step_seconds": seconds, "steps_per_second": 1 / seconds, "threads": parts}))
+
+
+def thread_seconds() -> dict[str, float]:
+    """Return the processor seconds of the threads of this process, by name."""
+    names = {
+        thread.native_id: thread.name.rpartition("_")[0] or thread.name for thread in enumerate_threads()
+    }
+    seconds: dict[str, float] = {}
+    for directory in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            name = names.get(int(directory.name), "others")
+            seconds[name] = seconds.get(name, 0.0) + stat_seconds(directory)
+    return seconds
+
+
+def used_seconds() -> float:
+    """Return the processor seconds of this process and of those that it has started."""
+    return time.process_time() + descendant_seconds(os.getpid())
+
+
+def descendant_seconds(pid: int) -> float:
+    """Return the processor seconds of the processes that a process has started, and of theirs."""
+    total = 0.0
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            with suppress(FileNotFoundError):  # a process that has just ended
+                total += stat_seconds(Path("/proc") / child) + descendant_seconds(int(child))
+    return total
+
+
+def stat_seconds(directory: Path) -> float:
+    """Return the processor seconds in the `stat` of a process or thread."""
+    fields = (directory / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def compare_grpo(model: Path, case: Grpo, peer: str, rounds: int) -> dict[str, Any]:
-    """Compare steps of GRPO; the ratio is speed beside TRL's."""
-    trl = [peer, str(HERE / "peers" / "trl_grpo.py"), json.dumps({"model": str(model), **asdict(case)})]
+    """Compare processor seconds of steps of GRPO; the ratio is speed beside TRL's."""
+    arguments = json.dumps({"model": str(model), **asdict(case)})
+    trl = [peer, str(HERE / "peers" / "trl_grpo.py"), arguments]
+    hflow = [sys.executable, __file__, "--serve", "steps", arguments]
     rows = harness.interleave(
-        {
-            "trl": lambda: harness.run_once(trl),
-            "hflow": lambda: hflow_step(model, case, ["workers=inproc", "cluster=cpu-1x1"]),
-        },
-        rounds,
+        {"trl": lambda: harness.run_once(trl), "hflow": lambda: harness.run_once(hflow)}, rounds
     )
     return {"summary": harness.compare(rows, "steps_per_second", "trl"), "rows": rows}
 
@@ -128,14 +181,14 @@ def serve_engine(name: str, model: str) -> None:
     count = 0
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        start, tokens = time.perf_counter(), 0
+        start, tokens = used_seconds(), 0
         for sequence in range(int(line)):
             ids = [4 + (sequence // GROUP * 31 + i * 7) % 12 for i in range(PROMPT_TOKENS)]
             engine.add(count, ids, SamplingParams(max_tokens=MAX_TOKENS, seed=count))
             count += 1
         while engine.num_unfinished:
             tokens += sum(len(made.ids) for _, made in engine.step())
-        seconds = time.perf_counter() - start
+        seconds = used_seconds() - start
         print(json.dumps({"tokens_per_second": tokens / seconds, "tokens": tokens}), flush=True)
     engine.close()
 
@@ -284,7 +337,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         what, model = args.serve
-        if what == "training":
+        if what == "steps":
+            case = json.loads(model)
+            serve_steps(case.pop("model"), Grpo(**case))
+        elif what == "training":
             serve_training(model)
         else:
             serve_engine(what, model)
