@@ -8,7 +8,7 @@ STAMP := .venv/installed
 # The longest files come first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-long lint browser docs docs-serve demo chaos bad-input gpu-check clean
+.PHONY: env test test-long lint browser docs docs-serve demo speed chaos bad-input gpu-check clean
 
 env: $(STAMP)
 
@@ -56,6 +56,17 @@ bad-input: env
 demo: env
 	$(BIN)/hflow run recipes/sft.py
 	$(BIN)/hflow run recipes/grpo.py models.actor.path=runs/sft/latest/checkpoints/latest/actor
+
+# Speed beside peers and limits, which takes about an hour on an idle machine (benchmarks/README.md). PEER is the
+# Python of an environment with TRL.
+PEER ?= .venv-peers/bin/python
+speed: env
+	$(BIN)/python benchmarks/peers.py --peer $(PEER)
+	$(BIN)/python benchmarks/ray_calls.py
+	$(BIN)/python benchmarks/async.py
+	$(BIN)/python benchmarks/ledger.py
+	$(BIN)/python benchmarks/start_up.py
+	$(BIN)/python benchmarks/plan_speed.py
 
 # N faults in runs on Ray, N kills of runs in one process: they continue, and nothing may be lost.
 N ?= 20
