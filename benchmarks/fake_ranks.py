@@ -108,7 +108,7 @@ def megatron_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any,
     prepare("cpu")
     from megatron.core.distributed import param_and_grad_buffer
 
-    from hflow.backends.megatron import parallel_state
+    from hflow.backends.megatron import context_parallel, parallel_state
     from hflow.backends.megatron.backend import MegatronModel
     from hflow.backends.megatron.optimizer import MegatronOptimizer
 
@@ -121,16 +121,25 @@ def megatron_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any,
         def wait(self) -> None: ...
 
     param_and_grad_buffer._coalescing_manager = one_by_one
+    # A mask needs values, and takes no memory of its own: it is a flag of the kernel.
+    context_parallel.causal_lower_right = lambda num_queries, num_keys: None  # type: ignore[assignment]
     parallel_state._Groups._equalize_counts = lambda self: None  # type: ignore[method-assign]
     parallel_state._timeout_of = lambda group: timedelta(seconds=1)
-    MegatronOptimizer.gradient_norm = lambda self: self._inner.prepare_grads() or 1.0  # type: ignore
+
+    def prepare_only(self: MegatronOptimizer) -> float:
+        for part in self._parts:
+            part.prepare_grads()
+        return 1.0
+
+    MegatronOptimizer.gradient_norm = prepare_only  # type: ignore[method-assign]
     model = MegatronModel(settings, position)
 
     def kept() -> dict[str, int]:
         optimizer = model._optimizer
         assert optimizer is not None
         masters = [master.shard for master in optimizer.ranges.values()]
-        moments = [list(state.values()) for state in optimizer._inner.optimizer.state.values()]
+        states = [state for part in optimizer._parts for state in part.optimizer.state.values()]
+        moments = [list(state.values()) for state in states]
         return {
             "weights": sum(num_bytes(buffer.param_data) for buffer in optimizer.module.buffers),
             "gradients": sum(num_bytes(buffer.grad_data) for buffer in optimizer.module.buffers),
@@ -167,6 +176,9 @@ def act_as_rank(backend: str, layout_text: str, rank: int, model: str) -> None:
     collectives = Collectives()
     with FakeTensorMode(allow_non_fake_inputs=True), collectives:
         made, kept = {"torch": torch_rank, "megatron": megatron_rank}[backend](settings, position)
+        if not is_head:  # its head sends it nothing here
+            minibatches = made._runner.splitter.minibatches(call, [shard])
+            sys.modules[type(made._runner).__module__].broadcast_minibatches = lambda *_: minibatches  # type: ignore[attr-defined]
         collectives.found.clear()
         made.train(call, [shard] if is_head else [], 0)
         found = kept()
