@@ -36,7 +36,7 @@ def doctor(
     """Show what this machine can run, and how to install or fix the rest."""
     findings = list(check_machine())
     show(_table(findings))
-    for finding in [] if gpus is None else _check_devices(gpus):
+    for finding in [] if gpus is None else _check_gpus(gpus):
         findings.append(finding)
         show(_table([finding]))  # a line as soon as it is known
     if json_file is not None:
@@ -47,7 +47,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _check_devices(num_gpus: int) -> Iterator[Finding]:
+def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     """Check GPUs, then try runs on them; without the GPUs that were asked for, nothing is tried."""
     memory_gib = None
     if num_gpus > 0:

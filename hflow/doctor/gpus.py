@@ -51,7 +51,7 @@ def check_cuda() -> Iterator[Finding]:
 def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check driver, torch, GPUs and the host for a run on some of a machine's GPUs."""
     yield _check_torch(gpus)
-    yield from check_devices(gpus, wanted)
+    yield from check_listed_gpus(gpus, wanted)
     yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
     yield check_host_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus)
 
@@ -76,7 +76,7 @@ def parse_gpus(table: str) -> list[Gpu]:
     ]
 
 
-def check_devices(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
+def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check that there are enough GPUs, of one kind, with free memory."""
     if len(gpus) < wanted:
         found = f"{len(gpus)} of {wanted} GPUs"

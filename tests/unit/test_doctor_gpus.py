@@ -2,7 +2,7 @@
 
 import pytest
 
-from hflow.doctor.gpus import check_devices, check_gpus, check_shared_memory, parse_gpus
+from hflow.doctor.gpus import check_gpus, check_listed_gpus, check_shared_memory, parse_gpus
 from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
 from hflow.launch.compile import compile_recipe
 from hflow.planner.hardware import GIB
@@ -12,7 +12,7 @@ H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4"
 
 
 def failures(table: str, wanted: int) -> list[str]:
-    return [f"{f.detail}; {f.fix}" for f in check_devices(parse_gpus(table), wanted) if not f.ok]
+    return [f"{f.detail}; {f.fix}" for f in check_listed_gpus(parse_gpus(table), wanted) if not f.ok]
 
 
 @pytest.mark.parametrize(
