@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.interface import (
     EngineSetup,
     GenerationEngine,
@@ -63,6 +64,14 @@ SIZES = {
 }
 ARCHITECTURES = {
     "tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True, "attention_bias": True},
+    "experts": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
     "untied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 1},
 }
 PROMPTS = ([1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 99)), [1, 5, 6], [44, 30])
@@ -133,7 +142,14 @@ def reference(architecture: str, seed: int) -> nn.Module:
 
 def weights_of(architecture: str, seed: int) -> IncomingWeights:
     """Return a model's weights, as an engine's rank receives them."""
-    return IncomingWeights.of_tensors(partial(list, list(reference(architecture, seed).named_parameters())))
+    return IncomingWeights.of_tensors(
+        partial(list, list(named_weights(reference(architecture, seed)).items()))
+    )
+
+
+def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's weights under the names that trainers send them with."""
+    return dict(stacked_views(module.config.model_type, module.named_parameters()))
 
 
 def finish(engine: GenerationEngine) -> dict[int, GenerationResult]:
@@ -178,15 +194,19 @@ ENGINES = {
         ("embedded", "untied", 1),
         ("vllm", "tied", 1),
         ("vllm", "untied", 2),
+        ("vllm", "experts", 1),
+        ("vllm", "experts", 2),
     )
 }
 """vLLM with tied embeddings on two tensor ranks is in a process of its own: see `OWNER`."""
+OFTEN = ("embedded-t1-tied", "embedded-t1-untied", "vllm-t1-experts")
+"""Tested with every change. Runs on Ray have vLLM engines of tied models."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(engine, id=name, marks=pytest.mark.long if name == "vllm-t2-untied" else ())
+        pytest.param(engine, id=name, marks=() if name in OFTEN else pytest.mark.long)
         for name, engine in ENGINES.items()
     ],
 )
@@ -334,7 +354,7 @@ def test_new_weights_drop_cached_prompts(subject: Subject) -> None:
 def test_only_what_has_changed_arrives(subject: Subject) -> None:
     """The whole weights first, then the changes of a few entries, through shared memory."""
     settings, module = ChannelSettings("shared", "trainer", ""), copy.deepcopy(subject.load(3))
-    channel, sender, weights = make_channel(settings), DeltaSender("trainer"), dict(module.named_parameters())
+    channel, sender, weights = make_channel(settings), DeltaSender("trainer"), named_weights(module)
     receivers = tuple(range(subject.tensor))
     num_bytes = []
     for changes in range(3):
@@ -400,7 +420,8 @@ def test_an_engine_wakes_as_it_slept(subject: Subject) -> None:
 
 
 def test_weights_of_another_model_are_refused(subject: Subject) -> None:
-    tensors = {name: tensor.clone() for name, tensor in reference(subject.architecture, 3).named_parameters()}
+    weights = named_weights(reference(subject.architecture, 3))
+    tensors = {name: tensor.clone() for name, tensor in weights.items()}
     norm = next(name for name in tensors if "layernorm" in name)
     changed = {
         "new weights hold 'other', which the engine's model lacks": {**tensors, "other": torch.zeros(2)},

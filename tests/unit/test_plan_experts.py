@@ -338,14 +338,11 @@ GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
 
 
 def test_expert_ranks_run_where_a_backend_has_them():
-    """vLLM stores experts in the order of its kernels, in which new weights cannot be checked yet."""
     engine = [*LARGE, "models.actor.gen.engine=vllm", "models.actor.gen.layout=d4t8"]
     trainer = ["models.actor.backend=megatron", "models.actor.layout=d4t4c2e8"]
     plan = compile_recipe(GRPO, [*engine, *trainer]).plan
     assert plan.replica("actor@train").heads == (0, 8, 16, 24)
-    (reason,) = plan.unrunnable
-    assert reason.startswith("actor@gen: vllm reorders the weights of experts for its kernels")
-    assert reason.endswith("Set models.actor.gen.engine=embedded.")
+    assert plan.unrunnable == ()
     assert compile_recipe(GRPO, [*engine, "models.actor.layout=d32e8"]).plan.unrunnable[0] == (
         "actor@train has layout d32t1p1e8, but torch does not divide experts. Remove e8 from the layout, or "
         "set models.actor.backend=megatron."

@@ -2,7 +2,8 @@
 
 vLLM fuses the projections of queries, keys and values, and those of gate and up, into one parameter each. Its
 tensor ranks hold slices, and its vocabulary is padded. For every tensor of the checkpoint, `held_tensors`
-finds the box that a rank holds, and the view of vLLM's parameter that holds it.
+finds the box that a rank holds, and the view of vLLM's parameter that holds it. Experts have hflow's names
+(`common.expert_tensors`), which stack those of a layer as vLLM does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -47,6 +49,9 @@ def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     held: dict[str, HeldTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, RoutedExperts):
+            held.update(_held_experts(module, path))
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             parts = list(_parts(module, path, parameter, packed))
             if not parts:
@@ -90,6 +95,29 @@ def _parts(
         yield path, num_rows * module.tp_size, num_rows * module.tp_rank, parameter
     elif isinstance(module, (RowParallelLinear, *_WHOLE)):
         yield path, parameter.shape[0], 0, parameter
+
+
+def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
+    """Yield what is held of a layer's experts: a slice of the rows of each.
+
+    Raises:
+        BackendError: for experts that are stored in another way than the checkpoint's.
+    """
+    gates_and_ups, downs = module.w13_weight, module.w2_weight
+    num, hidden, size = downs.shape
+    config = module.moe_config
+    is_known = {name for name, _ in module.named_parameters(recurse=False)} == {"w13_weight", "w2_weight"}
+    if not is_known or gates_and_ups.shape != (num, 2 * size, hidden) or num != config.num_experts:
+        raise BackendError(
+            f"the vllm engine cannot update {path}, whose experts are stored in another way; set "
+            "models.NAME.gen.engine=embedded, or choose another architecture"
+        )
+    parallel, parent = config.moe_parallel_config, path.removesuffix(".routed_experts")
+    whole, first = size * parallel.tp_size, size * parallel.tp_rank
+    experts, columns, rows = (0, num), (0, hidden), (first, first + size)
+    for name, view in zip(("gate_proj", "up_proj"), gates_and_ups.split(size, dim=1), strict=True):
+        yield f"{parent}.{name}.weight", HeldTensor((num, whole, hidden), (experts, rows, columns), view)
+    yield f"{parent}.down_proj.weight", HeldTensor((num, hidden, whole), (experts, columns, rows), downs)
 
 
 def _held(module: Any, num_rows: int, first_row: int, view: Tensor) -> HeldTensor:

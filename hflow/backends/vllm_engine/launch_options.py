@@ -64,6 +64,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
+        **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
         **_memory(setup, max_length),
     }
 

@@ -22,9 +22,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from hflow.backends.common.expert_tensors import file_tensors
 from hflow.backends.common.host_copy import host_copy
 from hflow.backends.vllm_engine.hf_mapping import checked, held_tensors
 from hflow.errors import HflowError
@@ -105,7 +109,8 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model: Any = self.model
-        model.load_weights(checked(weights, self._held))
+        pairs = checked(weights, self._held)
+        model.load_weights(pair for name, tensor in pairs for pair in file_tensors({name: tensor}).items())
         self._finish()
 
     def _finish(self) -> None:
@@ -155,11 +160,55 @@ def _use_weights_in_place(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = nn.functional.linear
 
 
+class _ExpertsInPlace(CPUUnquantizedExperts):
+    """Multiplies with the parameters of experts themselves, for the same reason."""
+
+    @staticmethod
+    def is_supported_config(*arguments: Any) -> tuple[bool, str | None]:
+        """Return that any sizes will do."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave them as they are."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        **_: Any,
+    ) -> None:
+        """Add up what the chosen experts make of each token, `[T, D]`, into `output`.
+
+        Args:
+            output: `[T, D]`.
+            hidden_states: `[T, D]`.
+            w1: gates and ups of N experts, `[N, 2F, D]`.
+            w2: downs, `[N, D, F]`.
+            topk_weights: of K experts of each token, `[T, K]`.
+            topk_ids: their numbers.
+            activation: of gates.
+        """
+        assert activation == MoEActivation.SILU
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+            gates, ups = (hidden_states[tokens] @ w1[expert].T).chunk(2, dim=-1)
+            rows = (nn.functional.silu(gates) * ups) @ w2[expert].T
+            weights = topk_weights[tokens, places, None].to(rows.dtype)
+            output.index_add_(0, tokens, rows * weights)
+
+
 def _prepare_process() -> None:
     if multiprocessing.parent_process() is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
+        unquantized.backend_to_kernel_cls = lambda backend: [_ExpertsInPlace]
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HflowWeightTransfer)
         WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, AdapterTransfer)

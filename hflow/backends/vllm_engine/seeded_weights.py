@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
 from hflow.weights.incoming import IncomingWeights
@@ -29,4 +30,4 @@ class SeededWeights:
         with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=dtype)
-        yield from module.named_parameters()
+        yield from stacked_views(module.config.model_type, module.named_parameters())
