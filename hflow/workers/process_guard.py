@@ -116,6 +116,7 @@ def kill_children() -> None:
 
 def _stay_while(owner: int, guard: int) -> None:
     """Stay as long as the owner and the guard live, then end. Does not return."""
+    _continue_with_end_of(owner)
     _close_files()
     while os.getppid() == owner and guard not in reap():
         time.sleep(POLL_SECONDS)
@@ -124,6 +125,7 @@ def _stay_while(owner: int, guard: int) -> None:
 
 def _guard(anchor: int, server: int, owner: int) -> None:
     """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
+    _continue_with_end_of(anchor)
     _close_files()
     remove_semaphores()
     while os.getppid() == anchor and server not in reap():
@@ -170,6 +172,12 @@ def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _continue_with_end_of(parent: int) -> None:
+    """Let the kernel continue this process when its parent ends, should it be stopped then."""
+    if os.getppid() == parent:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _stat(pid: int) -> list[str]:

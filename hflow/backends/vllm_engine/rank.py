@@ -180,7 +180,8 @@ class _ExpertsInPlace(CPUUnquantizedExperts):
         topk_weights: Tensor,
         topk_ids: Tensor,
         activation: MoEActivation,
-        **_: Any,
+        *_: Any,
+        **__: Any,
     ) -> None:
         """Add up what the chosen experts make of each token, `[T, D]`, into `output`.
 
