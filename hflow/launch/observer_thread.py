@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from hflow.errors import ConfigError, HflowError
+from hflow.errors import ConfigError, HflowError, shorten
+from hflow.launch.trackers import Tracker
 from hflow.observer import Observer, RunInfo
-from hflow.secret_text import mask_secrets
 from hflow.workers.error_location import error_line
 
 CLOSE_SECONDS = 60.0
 """Longest wait for observers when a run ends."""
+MAX_ERROR = 300
+"""Characters of an observer's error in a message. MLflow's are longer than a screen."""
 
 _Call = Callable[[Observer], None]
 
@@ -47,8 +49,7 @@ class ObserverThread:
                     raise
                 except Exception as error:
                     raise ConfigError(
-                        f"{_name(observer)} cannot start: {mask_secrets(error_line(error))}; correct its "
-                        "settings, or remove it"
+                        f"{_name(observer)} cannot start: {_error(error)}; correct its settings, or remove it"
                     ) from error
                 started.callback(_end_failed, observer)
             started.pop_all()
@@ -84,9 +85,7 @@ class ObserverThread:
                     call(observer)
                 except Exception as error:  # noqa: BLE001 - a user's observer may raise anything
                     self._observers.remove(observer)
-                    self._failures.put(
-                        f"{_name(observer)} failed and is off: {mask_secrets(error_line(error))}"
-                    )
+                    self._failures.put(f"{_name(observer)} failed and is off: {_error(error)}")
 
 
 def _end_failed(observer: Observer) -> None:
@@ -96,4 +95,8 @@ def _end_failed(observer: Observer) -> None:
 
 
 def _name(observer: Observer) -> str:
-    return type(observer).__name__
+    return observer.key if isinstance(observer, Tracker) else type(observer).__name__
+
+
+def _error(error: Exception) -> str:
+    return shorten(error_line(error), MAX_ERROR)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from hflow.config.schema import ReportConfig
 from hflow.dsl import missing_extra
@@ -21,6 +24,12 @@ STATE_FILE = "trackers.json"
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 """How the tracking URI of a database begins. MLflow opens one with sqlalchemy and alembic."""
+
+CONNECT_SECONDS = 5.0
+"""Longest wait for a tracking server to accept a connection."""
+NUM_RETRIES = 3
+"""Retries of a request to MLflow, unless MLFLOW_HTTP_REQUEST_MAX_RETRIES is set: 14 s of waiting in all. With
+MLflow's own 7 a run whose server has gone waits for minutes at its end."""
 
 
 def check_trackers(report: ReportConfig) -> None:
@@ -45,7 +54,14 @@ def open_trackers(report: ReportConfig) -> Iterator[Observer]:
         yield MlflowTracker(report.mlflow)
 
 
-class WandbTracker(Observer):
+class Tracker(Observer):
+    """An observer that `report` asks for."""
+
+    key: str
+    """The configuration key that asks for it."""
+
+
+class WandbTracker(Tracker):
     """Log to Weights & Biases: metrics, configuration and the load of this machine, and nothing else.
 
     Code, output, git state and the command line stay here.
@@ -53,6 +69,8 @@ class WandbTracker(Observer):
     Args:
         project: `PROJECT` or `ENTITY/PROJECT`.
     """
+
+    key = "report.wandb"
 
     def __init__(self, project: str) -> None:
         self._entity, _, self._project = project.rpartition("/")
@@ -98,12 +116,16 @@ class WandbTracker(Observer):
         self._run.finish(exit_code=int(reason == "failed"))
 
 
-class MlflowTracker(Observer):
-    """Log metrics and configuration to MLflow. The experiment has the name of the run.
+class MlflowTracker(Tracker):
+    """Log metrics and configuration to MLflow.
+
+    The experiment has the name of the run, and the run in it that of the run's directory, which is a time.
 
     Args:
         uri: the tracking URI: a server, or a local database as `sqlite:///mlflow.db`.
     """
+
+    key = "report.mlflow"
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -112,6 +134,8 @@ class MlflowTracker(Observer):
 
     def start(self, run: RunInfo) -> None:
         """Begin a run of the experiment, or continue the one that the directory names."""
+        _check_server(self._uri)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(NUM_RETRIES))
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -152,6 +176,32 @@ MAX_PARAM = 6000
 PARAMS_PER_BATCH = 100
 MLFLOW_STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """How a run ended -> MLflow's word for it."""
+
+
+def _check_server(uri: str) -> None:
+    """Check that a tracking server accepts connections. Other URIs, and proxies, are not checked.
+
+    Raises:
+        ConfigError: if it does not, or if the URI names no host.
+    """
+    key = f"{MlflowTracker.key}={uri}"
+    try:
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https"):
+            return
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}; write http://HOST:PORT") from error
+    if not host:
+        raise ConfigError(f"{key} names no host; write http://HOST:PORT")
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{key}: nothing answers there; start the server, correct the address, or remove the key"
+        ) from error
 
 
 def _read_ids(directory: Path) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hflow.config.schema import ReportConfig
 from hflow.dsl import body_check
 from hflow.errors import ConfigError, RecipeError
 from hflow.launch.compile import read_recipe
+from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.run_recipe import resume_run
 from hflow.launch.trackers import MlflowTracker, check_trackers
 from hflow.observer import RunInfo
@@ -55,6 +58,7 @@ ASKED = [
     *(setting for setting in TINY if "actor_gen" not in setting),
     *("workers=inproc", "cluster=cpu-1x1", "batch=4", "models.actor.architecture.hidden_size=32"),
 ]
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 SECRET = "not-for-the-tracker-0123"
 
 
@@ -163,6 +167,45 @@ def test_a_missing_database_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
     check_trackers(ReportConfig(mlflow="http://host:5000"))
     with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow\[mlflow\]'"):
         check_trackers(ReportConfig(mlflow="sqlite:///mlflow.db"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        (
+            "http://127.0.0.1:PORT",
+            "nothing answers there; start the server, correct the address, or remove the key",
+        ),
+        ("http://a..b:1", "nothing answers there; start the server, correct the address, or remove the key"),
+        ("http://host:70000", "Port out of range 0-65535; write http://HOST:PORT"),
+    ],
+)
+def test_an_mlflow_server_that_does_not_answer_is_refused(
+    recipe: Path, tmp_path: Path, uri: str, message: str
+) -> None:
+    with socket.socket() as unused:  # bound, but it does not listen
+        unused.bind(("127.0.0.1", 0))
+        uri = uri.replace("PORT", str(unused.getsockname()[1]))
+        with pytest.raises(ConfigError) as refusal:
+            run(recipe, tmp_path / "runs", *ASKED, f"report.mlflow={uri}", "steps=1")
+    assert str(refusal.value) == f"report.mlflow={uri}: {message}"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "3"), ("9", "9")])
+def test_an_error_of_mlflow_names_the_key_and_retries_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    monkeypatch.setenv(RETRIES, "")  # restored after the test
+    monkeypatch.delenv(RETRIES)
+    if asked is not None:
+        monkeypatch.setenv(RETRIES, asked)
+    observers = ObserverThread([MlflowTracker(f"odd://{'x' * 1000}")])
+    with pytest.raises(ConfigError) as refusal:
+        observers.start(RunInfo("odd", tmp_path, 1, {}, False))
+    assert str(refusal.value).startswith("report.mlflow cannot start: ")
+    assert len(str(refusal.value)) < 400
+    assert os.environ[RETRIES] == expected
 
 
 def test_a_password_in_the_address_of_a_tracker_is_refused(recipe: Path) -> None:
