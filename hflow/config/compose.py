@@ -36,7 +36,8 @@ GROUPS = {"model": "models.NAME", "optim": "models.NAME.optim", "data": "data.NA
 """Group of configuration files -> the keys that its files set."""
 _KEYS = frozenset(f.name for f in fields(RunConfig)) - GROUPS.keys()
 """Keys that are no group, although a directory beside the recipe may have such a name, as `out` may."""
-NOTATION = "write key=value, and a value with special characters as key='value'"
+MAX_EXAMPLE = 200
+"""Characters of the longest override that an error repeats as it is to be typed."""
 
 
 def load_config(
@@ -207,7 +208,14 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
             raise ValueError
         parsed = _parsed(override)
     except (HydraException, ValueError, RecursionError) as error:
-        raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {NOTATION}") from error
+        raise ConfigError(
+            f"override {shorten(override, 80)!r} cannot be parsed: {_notation(override)}"
+        ) from error
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"override {shorten(override, 80)!r} has several values: write a list as key=[a,b]; for one text "
+            f"{_notation(override)}"
+        )
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
     group, is_name = parsed.key_or_group, isinstance(parsed.value(), str)
@@ -225,6 +233,34 @@ def _parsed(override: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(override)
+
+
+def _notation(override: str) -> str:
+    """Return how to type an override whose value needs quotes: itself if it is short, else an example."""
+    key, is_given, value = override.partition("=")
+    if not is_given:
+        return "write key=value"
+    example = _quoted(key, value)
+    if len(example) > MAX_EXAMPLE or " ".join(value.split()) != value or not _means(example, value):
+        example = _quoted("key", "value")
+    typed = example.replace("'", r"'\''")
+    return f"in a shell, write '{typed}'; the shell removes the outer quotes"
+
+
+def _quoted(key: str, value: str) -> str:
+    """Return an override whose value is text. Backslashes count only before a quote."""
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
+    return f'{key}="{escaped}"'
+
+
+def _means(override: str, value: str) -> bool:
+    """Return whether an override can be parsed, and has this value."""
+    from hydra.errors import HydraException
+
+    try:
+        return bool(_parsed(override).value() == value)
+    except (HydraException, ValueError, RecursionError):
+        return False
 
 
 def _quote_placement(override: str) -> str:

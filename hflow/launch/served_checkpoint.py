@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.config import ModelConfig
-from hflow.config.compose import NOTATION
 from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError, nearest, shorten
@@ -100,7 +99,7 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
     for override in overrides:
         key, is_given, text = override.partition("=")
         if not is_given:
-            raise ConfigError(f"override {override!r} cannot be parsed: {NOTATION}")
+            raise ConfigError(f"override {override!r} cannot be parsed: write key=value")
         if key not in KEYS:
             raise ConfigError(f"unknown key {key!r}{nearest(key, KEYS)}; serve takes {', '.join(KEYS)}")
         try:

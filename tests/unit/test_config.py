@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import pickle
+import shlex
 from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
 
@@ -161,12 +162,16 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; it must be 'fp32' or 'bf16'"),
         ("models.actor=3", "models.actor is 3; it must be a mapping"),
         ("steps", "override 'steps' cannot be parsed: write key=value"),
-        ("models.actor.path=a=b", "cannot be parsed: write key=value, and a value with special characters"),
+        (
+            "models.actor.path=a=b",
+            "cannot be parsed: in a shell, write 'models.actor.path=\"a=b\"'; the shell",
+        ),
+        (f"name=a=b{'x' * 300}", "cannot be parsed: in a shell, write 'key=\"value\"'; the shell removes"),
         ("optim@models.actor.optim=rl-tny", "there is no optim 'rl-tny'; did you mean 'rl-tiny'?"),
         ("model=tiny-qwen2", "write model@models.NAME=tiny-qwen2"),
         ("models.actor.path=hflow:subtraction", "that come with hflow are hflow:addition and hflow:"),
         ("seed=${nothing}", "seed: Interpolation key 'nothing' not found"),
-        ("steps=1,2", "Ambiguous value"),
+        ("name=a, b", "has several values: write a list as key=[a,b]; for one text in a shell, write 'name="),
         ("hydra.job.name=x", "unknown key 'hydra.job.name'"),
     ],
 )
@@ -175,6 +180,18 @@ def test_a_wrong_override_is_refused_in_one_line(override: str, message: str):
         load_config(GRPO, [override])
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Answer with the name only, please: no dots!", 'it\'s: a "b" \\"c\\ d\\', "a, $HOME `b`", "'open"],
+)
+def test_an_error_says_how_to_quote_a_value_in_a_shell(value: str):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, [f"name={value}"])
+    typed = str(refusal.value).rpartition("write ")[2].removesuffix("; the shell removes the outer quotes")
+    (override,) = shlex.split(typed)
+    assert load_config(GRPO, [override]).name == value
 
 
 @pytest.mark.parametrize(
