@@ -25,6 +25,7 @@ from hflow.launch.resumed_run import find_resumed
 from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.sample_text_files import read_samples
 from hflow.runtime.execution.saved_run import read_saved_run
 from hflow.runtime.ledger.audit import audit
 from hflow.workers.ray.ray_actors import RayActors
@@ -111,6 +112,15 @@ def test_the_last_checkpoint_of_a_finished_run_continues_with_more_steps(
         step: row for step, row in before.items() if step < 5
     }
     assert audit(copy / "ledger.sqlite") == []
+    evaluated = {
+        (row["stream"], row["id"]): row["step"]
+        for row in launch.samples(str(copy)).to_json()
+        if row["end"] == "evaluated"
+    }
+    told = [row for row in read_samples(copy / "samples") if row["root"] == "eval_gen"]
+    assert told
+    for row in told:  # the evaluation at the end came after the checkpoint, so its ids are given again
+        assert evaluated[row["root"], row["id"]] == row["step"]
 
 
 @pytest.mark.parametrize("name", ["actor/model.safetensors", "state.json", "critic/shards/shards.json"])

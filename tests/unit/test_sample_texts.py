@@ -13,7 +13,12 @@ from rich.console import Console, RenderableType
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.report.sample_text import render_samples_with_text, render_texts, sample_markdown
-from hflow.runtime.execution.sample_text_files import drop_samples_after, read_samples, write_samples
+from hflow.runtime.execution.sample_text_files import (
+    drop_samples_after,
+    keep_samples,
+    read_samples,
+    write_samples,
+)
 from hflow.workers.storage.sample_texts import MAX_CHARACTERS, MAX_TOKENS, split_turns
 
 TOKENIZER = TextTokenizer(TokenizerSettings(alphabet="abcdefgh"))
@@ -115,6 +120,8 @@ def test_rows_of_a_step_are_replaced_not_added(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in (directory / "step-10.jsonl").read_text().splitlines()] == [9]
     drop_samples_after(directory, 2)
     assert [r["id"] for r in read_samples(directory)] == [7, 3, 5]
+    keep_samples(directory, {("train", 3), ("eval", 7)})
+    assert [r["id"] for r in read_samples(directory)] == [7, 3]
     (directory / "step-2.jsonl").write_text('{"id": 1}\n')
     with pytest.raises(ConfigError, match=r"step-2.jsonl is damaged: .*; delete it"):
         read_samples(directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,7 @@ def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> No
     path = directory / f"step-{number}.jsonl"
     replaced = {_kind(row) for row in rows}
     kept = [row for row in _read(path) if _kind(row) not in replaced] if path.is_file() else []
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*kept, *rows))
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(unfinished, path)
+    _write(path, (*kept, *rows))
 
 
 def read_samples(directory: Path) -> list[SampleRow]:
@@ -59,6 +56,22 @@ def drop_samples_after(directory: Path, number: int) -> None:
     for path in list(directory.glob("step-*.jsonl")):
         if _number(path) > number:
             path.unlink()
+
+
+def keep_samples(directory: Path, known: Container[tuple[str, int]]) -> None:
+    """Drop the rows of samples that are not known: the run gives their ids to other samples."""
+    for path in list(directory.glob("step-*.jsonl")):
+        rows = _read(path)
+        kept = [row for row in rows if (row["root"], row["id"]) in known]
+        if len(kept) < len(rows):
+            _write(path, kept)
+
+
+def _write(path: Path, rows: Iterable[SampleRow]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(unfinished, path)
 
 
 def _kind(row: SampleRow) -> tuple[str, bool]:
