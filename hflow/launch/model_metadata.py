@@ -6,7 +6,7 @@ the model in `init_from`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,10 +114,31 @@ def has_chat_template(config: RunConfig, spec: Model) -> bool:
     own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
     if own.chat_template is not None or model.chat_template is not None:
         return True
-    if model.path is None:
-        return False
-    settings = Path(model.path) / "tokenizer_config.json"
-    has_file = any((Path(model.path) / name).is_file() for name in CHAT_TEMPLATES)
+    return model.path is not None and _has_own_template(Path(model.path))
+
+
+def replaced_templates(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each model whose configuration replaces the chat template of its checkpoint."""
+    for name, model in config.models.items():
+        if model.path is None or model.chat_template is None or not _has_own_template(Path(model.path)):
+            continue
+        jinja = Path(model.path) / CHAT_TEMPLATES[0]
+        settings = Path(model.path) / "tokenizer_config.json"
+        own = jinja.read_text("utf-8", "replace") if jinja.is_file() else None
+        if own is None and settings.is_file():
+            own = read_json_object(settings).get("chat_template")
+        if own != model.chat_template:
+            yield (
+                f"models.{name}.chat_template replaces the chat template of {model.path}: the model sees "
+                f"messages in another form than it was trained on. Set models.{name}.chat_template=null to "
+                "use its own."
+            )
+
+
+def _has_own_template(path: Path) -> bool:
+    """Return whether the tokenizer in a checkpoint has a chat template."""
+    settings = path / "tokenizer_config.json"
+    has_file = any((path / name).is_file() for name in CHAT_TEMPLATES)
     return has_file or (settings.is_file() and bool(read_json_object(settings).get("chat_template")))
 
 

@@ -20,6 +20,7 @@ from hflow.launch.model_metadata import (
     model_family,
     model_shape,
     overruled_architectures,
+    replaced_templates,
 )
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
@@ -196,6 +197,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         flash_attn=flash_attn_version(),
         warnings=(
             *overruled_architectures(config),
+            *replaced_templates(config),
             *_untrained_warnings(config, graph),
             *_chat_warnings(config, graph),
             *_system_warnings(graph),

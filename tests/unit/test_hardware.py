@@ -511,7 +511,12 @@ def test_plain_text_for_a_model_with_a_chat_template(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert warnings(actor) == ["actor_gen", "eval_gen"]
     assert "Use nodes.chat_gen" in requested(GRPO, actor, "models.actor.architecture=null").warnings[0]
-    assert warnings(actor, recipe=GRPO.with_name("grpo_chat.py")) == []
+    chat = GRPO.with_name("grpo_chat.py")
+    (warning,) = warnings(actor, recipe=chat)
+    assert warning.startswith(f"models.actor.chat_template replaces the chat template of {tmp_path}: ")
+    assert warnings(actor, "models.actor.chat_template=null", recipe=chat) == []
+    (tmp_path / "chat_template.jinja").write_text("the same")
+    assert warnings(actor, "models.actor.chat_template='the same'", recipe=chat) == []
 
 
 def test_a_system_message_that_evaluation_lacks():
