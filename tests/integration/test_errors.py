@@ -334,7 +334,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
             "node 'score': 'reward' must be a number, the body returned a number of more",
         ),
         (
-            score("return float('nan')"),
+            batch_body("return num_tokens * float('nan')"),
             "norm is nan at update 0 of step 0; its input 'advantages' is not finite",
         ),
         (

@@ -173,9 +173,21 @@ def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_p
     assert count(ledger, "stream = 'eval_gen' and (lag <> 0 or reward is null)") == 0
 
 
+POOR_ADVANTAGE = """
+@compute(returns="advantages")
+def adv(reward: PerSequence) -> PerSequence:
+    return reward.masked_fill(reward == 100, float("nan"))
+
+
+recipe ="""
+
+
 def test_samples_of_skipped_updates_are_named(tmp_path: Path):
-    """One of two minibatches has a reward that is not finite; the other is trained."""
-    poor = RECIPE.replace("raise KeyError(prompt)", "return 1, float('nan')")
+    """One of two minibatches has an advantage that is not finite; the other is trained."""
+    poor = RECIPE.replace("raise KeyError(prompt)", "return 1, 100.0").replace(
+        "nodes.group_advantage,", "adv,"
+    )
+    poor = poor.replace("import Dataset", "import Dataset, PerSequence").replace("recipe =", POOR_ADVANTAGE)
     poor = poor.replace('prox="none"', 'prox="none", minibatches=4').replace("picky", "poor")
     (tmp_path / "poor.py").write_text(poor)
     skips = "models.actor.optim.on_nonfinite=skip"

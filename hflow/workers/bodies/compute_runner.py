@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -177,7 +178,7 @@ class ComputeRunner:
 
     def _store_values(
         self, call_batch: _CallBatch, results: Sequence[tuple[JobResult, range]]
-    ) -> list[ComputeReady]:
+    ) -> list[WorkerEvent]:
         program = call_batch.program
         batch = call_batch.samples.take([row for _, rows in results for row in rows])
         sizes = [len(rows) for _, rows in results]
@@ -192,6 +193,10 @@ class ComputeRunner:
         reported = _reported_values(program, columns, len(results))
         return [
             ComputeReady(result.node, result.key, keep, value)
+            if value is None or math.isfinite(value)
+            else Failed(
+                result.node, result.key, "failed", f"{program.reported!r} is {value}, not a finite number"
+            )
             for (result, _), keep, value in zip(results, keeps, reported, strict=True)
         ]
 
