@@ -277,6 +277,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> 
             "by score (failed): ZeroDivisionError: division by zero (r.py:10); fix score or",
         ),
         (score("raise ValueError('a\\nb')", prefix="async "), "by score (failed): ValueError: a b (r.py:10)"),
+        (score("return float('inf')"), "by score (failed): 'reward' is inf, not a finite number"),
         (score("sys.exit(3)"), "by score (failed): SystemExit: 3 (r.py:10)"),
         (
             score("os.kill(os.getpid(), 9)", ", retries=0"),
