@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -157,7 +159,11 @@ def test_summaries_are_of_numeric_sequence_fields() -> None:
     store.add_value("gen", "reward", Unit.SEQUENCE, [1], 0.5)
     store.add_value("gen", "reward", Unit.SEQUENCE, [2], 1.5)
     store.add_value("gen", "correct", Unit.SEQUENCE, [1], True)
+    cut = dataclasses.replace(trajectory(3, 1), stop_reason="length")
+    store.put_trajectory("gen", 3, 0, cut, {})
+    assert store.summarize(["gen"], [1, 2, 3])["gen/truncated"] == (1.0, 3)
     sums = store.summarize(["gen"], [1, 2])
+    assert sums["gen/truncated"] == (0.0, 2)
     assert sums["gen/reward"] == (2.0, 2)
     assert sums["gen/correct"] == (1.0, 1)
     assert sums["gen/num_tokens"] == (3.0, 2)

@@ -233,14 +233,21 @@ class SampleStore:
     def summarize(self, streams: Iterable[str], samples: Sequence[int]) -> dict[str, tuple[float, int]]:
         """Return sum and count of the numeric PerSequence and PerGroup fields, by `stream/field`.
 
-        Samples that lack a field are left out of its sum and count.
+        Samples that lack a field are left out of its sum and count. The sum of `stream/truncated` is the
+        number of samples that reached their limit of tokens.
         """
-        columns = self._number_columns(streams)
+        streams = tuple(streams)
         sums: dict[str, tuple[float, int]] = {}
-        for name, column in columns:
+        for name, column in self._number_columns(streams):
             present = [sample for sample in samples if sample in column]
             if present:
                 sums[name] = (float(np.sum(column.column(present).values, dtype=np.float64)), len(present))
+        for stream in streams:
+            reasons = self._columns.get(stream, {}).get("stop_reason")
+            present = [] if reasons is None else [sample for sample in samples if sample in reasons]
+            if reasons is not None and present:
+                num_truncated = sum(reason == "length" for reason in reasons.values(present))
+                sums[f"{stream}/truncated"] = (float(num_truncated), len(present))
         return sums
 
     def num_values(self) -> int:
