@@ -67,7 +67,7 @@ def new_request(
     if not 0 < len(prompt_ids) < max_length:
         raise BackendError(
             f"a prompt has {len(prompt_ids)} tokens, but the engine takes 1 to {max_length - 1}; "
-            "shorten it or raise max_model_len"
+            "shorten it, or raise models.NAME.gen.max_model_len"
         )
     if max(prompt_ids) >= vocab_size:
         raise BackendError(

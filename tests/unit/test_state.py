@@ -357,7 +357,7 @@ def test_a_run_in_which_everything_fails_stops_early():
     assert refuse_all(script, ev.Refusal.TIMEOUT) == MIN_FAILED_GROUPS + 1 + 1
     assert script.trace[-1] == (
         "17 groups in a row were refused as a node failed, the last by advantage (timeout): no connection; "
-        "fix advantage, or let it try for longer with retries="
+        "correct that, or set retries= of advantage if it fails by chance"
     )
 
 
