@@ -93,9 +93,26 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
         key = next((key for key in in_both if saved[key] != configured[key]), None)
         if key is not None:
             warnings.append(
-                f"models.{name}: the plan uses the checkpoint {model.path} ({key} {saved[key]}), not the "
-                f"architecture ({key} {configured[key]}); set models.{name}.path=null to use the architecture"
+                f"models.{name}: the checkpoint {model.path} ({key} {saved[key]}) is used, not the "
+                f"architecture ({key} {configured[key]}). To silence this, remove model@models.{name} from "
+                f"the defaults of the YAML or from the command line, or set models.{name}.architecture=null. "
+                f"To train the architecture from random weights, set models.{name}.path=null."
             )
+    return tuple(warnings)
+
+
+def missing_checkpoints(config: RunConfig, graph: Graph) -> tuple[str, ...]:
+    """Return a warning for each model without an architecture whose checkpoint is not on this machine."""
+    warnings = []
+    for spec in graph.models:
+        model = config.models.get(spec.name, ModelConfig())
+        if model.path is None or model.architecture is not None or _checkpoint_config(model) is not None:
+            continue
+        problem = "has no config.json" if Path(model.path).is_dir() else "does not exist on this machine"
+        warnings.append(
+            f"models.{spec.name}.path is {model.path}, which {problem}. A run needs a checkpoint there. "
+            f"Correct the path, or plan with an architecture, as model@models.{spec.name}=qwen2.5-0.5b."
+        )
     return tuple(warnings)
 
 

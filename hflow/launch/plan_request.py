@@ -16,6 +16,7 @@ from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
 from hflow.launch.model_metadata import (
     has_chat_template,
+    missing_checkpoints,
     model_dtype,
     model_family,
     model_shape,
@@ -198,6 +199,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         warnings=(
             *overruled_architectures(config),
             *replaced_templates(config),
+            *missing_checkpoints(config, graph),
             *_untrained_warnings(config, graph),
             *_chat_warnings(config, graph),
             *_system_warnings(graph),

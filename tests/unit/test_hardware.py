@@ -487,11 +487,13 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     request = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)))
     assert request.shapes["actor"] == read_shape(TINY)
     assert request.warnings == (
-        f"models.actor: the plan uses the checkpoint {tmp_path} (hidden_size 64), not the "
-        "architecture (hidden_size 128); set models.actor.path=null to use the architecture",
+        f"models.actor: the checkpoint {tmp_path} (hidden_size 64) is used, not the architecture "
+        "(hidden_size 128). To silence this, remove model@models.actor from the defaults of the YAML or "
+        "from the command line, or set models.actor.architecture=null. To train the architecture from "
+        "random weights, set models.actor.path=null.",
     )
-    same = requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), "models.actor.architecture=null")
-    assert same.warnings == ()
+    for change in ("models.actor.architecture=null", "~model@models.actor"):
+        assert requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), change).warnings == ()
 
 
 def test_plain_text_for_a_model_with_a_chat_template(tmp_path):
@@ -552,8 +554,29 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
 
 
 def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
-    shape = requested(GRPO, f"models.actor.path={tmp_path}/later").shapes["actor"]
-    assert (shape.family, shape.hidden) == ("qwen2", 128)
+    path = f"models.actor.path={tmp_path}/later"
+    request = requested(GRPO, path)
+    shape = request.shapes["actor"]
+    assert (shape.family, shape.hidden, request.warnings) == ("qwen2", 128, ())
+    (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
+    assert warning == (
+        f"models.actor.path is {tmp_path}/later, which does not exist on this machine. A run needs a "
+        "checkpoint there. Correct the path, or plan with an architecture, as "
+        "model@models.actor=qwen2.5-0.5b."
+    )
+    (tmp_path / "later").mkdir()
+    (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
+    assert warning.startswith(f"models.actor.path is {tmp_path}/later, which has no config.json. ")
+
+
+def test_a_plan_names_the_path_without_a_checkpoint(tmp_path):
+    keys = [f"models.actor.path={tmp_path}/later", "models.actor.architecture=null"]
+    forecast = compile_recipe(PPO, keys).plan.forecast
+    assert forecast is not None
+    causes = {line.partition(": ")[0]: line.partition(": ")[2] for line in forecast.missing}
+    for model in ("actor", "ref"):  # the reference begins as a copy of the actor
+        cause, _, _ = causes[model].partition(", so its memory")
+        assert cause == f"there is no checkpoint in {tmp_path}/later (models.actor.path)"
 
 
 def test_a_family_that_the_planner_does_not_know(tmp_path):
