@@ -30,6 +30,8 @@ class RunRecord:
     summary: Mapping[str, Any] | None
     """Content of `summary.json`; None: the run has not ended, or failed."""
     is_running: bool
+    error: str | None = None
+    """What it failed with; None: it did not, or was killed."""
 
     @property
     def name(self) -> str:
@@ -61,6 +63,8 @@ class RunRecord:
         planned = self.config.get("steps")
         if self.is_running:
             return f"still going, {self.steps} of {planned} steps"
+        if self.error is not None:
+            return f"failed after {self.steps} of {planned} steps: {self.error}"
         if self.summary is None:
             return f"failed or killed after {self.steps} of {planned} steps"
         return f"{self.summary.get('reason')} after {self.summary.get('steps')} steps"
@@ -80,15 +84,18 @@ def read_run(run: str) -> RunRecord:
     if not _is_plan(file):
         raise ConfigError(f"{directory.plan} is not the plan of a run, or damaged; name another run")
     is_running = directory.is_running
+    has_failed = directory.error.is_file() and not is_running
+    error = directory.error.read_text("utf-8", "replace").strip() if has_failed else None
     curves: dict[str, dict[int, float]] = {}
     for row in read_metrics(directory.metrics) if directory.metrics.is_file() else []:
         for name, value in row.items():
             if name != "step" and value is not None:
                 curves.setdefault(name, {})[int(row["step"] or 0)] = value
     if not curves:
-        when = "wait for its first step" if is_running else "it ended before its first step; name another run"
+        ended = f"it failed: {error}" if error else "it ended before its first step"
+        when = "wait for its first step" if is_running else f"{ended}; name another run"
         raise ConfigError(f"the run in {directory.path} has no metrics yet; {when}")
-    has_ended = directory.summary.is_file() and not is_running
+    has_ended = directory.summary.is_file() and not is_running and not has_failed
     return RunRecord(
         directory=directory,
         config=file["config"],
@@ -96,6 +103,7 @@ def read_run(run: str) -> RunRecord:
         curves={name: tuple(sorted(values.items())) for name, values in sorted(curves.items())},
         summary=read_json_object(directory.summary, "summary of a run") if has_ended else None,
         is_running=is_running,
+        error=error,
     )
 
 

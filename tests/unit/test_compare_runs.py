@@ -71,6 +71,17 @@ def test_the_later_row_of_a_step_counts_and_an_unfinished_line_does_not(tmp_path
     assert record.state == "failed or killed after 2 of 20 steps"
 
 
+def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", reward_rows(0.1, 0.2), DONE)  # a summary of the part before a resume
+    (run / "error.txt").write_text("disk is full\n")
+    record = read_run(str(run))
+    assert record.state == "failed after 2 of 20 steps: disk is full"
+    assert record.summary is None
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no metrics yet; it failed: disk is full; name another run"):
+        read_run(str(run))
+
+
 def test_a_run_that_is_still_going_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", reward_rows(0.1), DONE)  # the summary is of the part before a resume
     with (run / "lock").open("w") as lock:

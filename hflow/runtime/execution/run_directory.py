@@ -1,7 +1,7 @@
 """The directory of one run and the paths of its files.
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
-    config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json
+    config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
@@ -17,12 +17,12 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.durable_files import replace_text
+from hflow.durable_files import WriteError, replace_text
 from hflow.errors import ConfigError
 from hflow.json_text import parse_json
 from hflow.runtime.execution.checkpoint import replace_link
@@ -172,6 +172,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def error(self) -> Path:
+        """The error with which the run failed, if it did."""
+        return self.path / "error.txt"
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of checkpoints."""
         return self.path / "checkpoints"
@@ -183,6 +188,11 @@ class RunDirectory:
             WriteError: when it cannot be written.
         """
         replace_text(self.summary, json.dumps(values, indent=2) + "\n")
+
+    def write_error(self, text: str) -> None:
+        """Write `error.txt`, unless the disk is full: what ended the run is more important."""
+        with suppress(WriteError):
+            replace_text(self.error, text + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
