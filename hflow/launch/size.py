@@ -15,7 +15,8 @@ from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import MAX_DEVICES, device_of, parse_cluster
 from hflow.planner.hardware import Device
 from hflow.planner.ir import Plan
-from hflow.planner.plan_figures import PlanFigures, plan_figures
+from hflow.planner.plan_figures import SECONDS_PER_DAY, PlanFigures, plan_figures
+from hflow.report.formatting import seconds_text
 
 PER_MACHINE = 8
 """Devices of a machine in the clusters that a device's name means."""
@@ -217,9 +218,10 @@ def _problem(target: Target, rows: Sequence[SizedCluster]) -> str:
         )
     best = max(known, key=lambda row: (row.figures and row.figures.samples_per_second) or 0)
     assert best.figures is not None
+    assert best.figures.days is not None
     reached = (
         f"{best.figures.samples_per_second:.3g} samples/s, {best.figures.seconds_per_step:.3g} s a step, "
-        f"{best.figures.days:.3g} days"
+        f"{seconds_text(best.figures.days * SECONDS_PER_DAY)} for the whole run"
     )
     return (
         f"no cluster reaches {target}; the fastest, {best.cluster}, reaches {reached}. Allow larger clusters "

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hflow.planner.diff import PlanDiff
-from hflow.planner.plan_figures import PlanFigures
+from hflow.planner.plan_figures import SECONDS_PER_DAY, PlanFigures
 from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 
@@ -85,7 +85,7 @@ def dollars_text(dollars: float | None) -> str:
     return f"{dollars:.2f}" if dollars < 100 else count_text(dollars)
 
 
-SIZE_HEADINGS = ("devices", "a step", "samples/s", "days", "memory", "$ an hour", "$ of the run")
+SIZE_HEADINGS = ("devices", "a step", "samples/s", "whole run", "memory", "$ an hour", "$ of the run")
 
 
 def render_sizes(found: Sizes) -> RenderableType:
@@ -107,7 +107,7 @@ def size_cells(row: SizedCluster) -> tuple[str, ...]:
         f"{row.num_devices:,}",
         duration_text(figures.seconds_per_step),
         UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
-        UNKNOWN if figures.days is None else f"{figures.days:.2f}",
+        duration_text(None if figures.days is None else figures.days * SECONDS_PER_DAY),
         memory_text(figures),
         dollars_text(figures.dollars_per_hour),
         dollars_text(figures.dollars),

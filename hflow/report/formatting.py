@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 from hflow.planner.ir import Replica
 from hflow.planner.model_shape import ModelShape, num_parameters
+from hflow.planner.plan_figures import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SECOND_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 MINUTE = 60.0
+LONG_UNITS = (
+    (2 * SECONDS_PER_DAY, SECONDS_PER_DAY, "days"),
+    (2 * SECONDS_PER_HOUR, SECONDS_PER_HOUR, "h"),
+    (10 * MINUTE, MINUTE, "min"),
+)
+"""Fewest seconds that are shown in a unit, seconds of the unit, and its name."""
 TIMES, MINUS, DASH = "\u00d7", "\u2212", "\u2013"
 
 
@@ -22,11 +29,15 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format seconds: `41.2 s`, `830 ms`, `12 µs`, `0 s`; from ten minutes on `12.4 min`."""
+    """Format seconds: `41.2 s`, `830 ms`, `12 µs`, `0 s`.
+
+    From ten minutes on it is `12.4 min`, from two hours on `5.2 h`, and from two days on `3.1 days`.
+    """
     if not seconds:
         return "0 s"
-    if seconds >= 10 * MINUTE:
-        return f"{_digits(seconds / MINUTE)} min"
+    for least, scale, unit in LONG_UNITS:
+        if seconds >= least:
+            return f"{_digits(seconds / scale)} {unit}"
     for scale, unit in SECOND_UNITS:
         if seconds < 999.5 * scale or unit == "s":
             return f"{_digits(seconds / scale)} {unit}"

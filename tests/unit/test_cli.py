@@ -546,6 +546,9 @@ def test_a_device_stands_for_clusters_that_double(monkeypatch, capsys):
     assert found["clusters"][0]["refusal"].startswith("actor")
     assert found["chosen"] is None
     assert "no cluster reaches 0.001 s a step; the fastest, h100-2x8, reaches" in found["problem"]
+    minutes = found["clusters"][-1]["figures"]["days"] * 24 * 60
+    assert 10 < minutes < 99.5
+    assert f" {minutes:.3g} min for the whole run. Allow larger clusters" in found["problem"]
 
 
 def test_size_writes_the_page_of_the_chosen_plan(tmp_path: Path, monkeypatch, capsys):
