@@ -63,8 +63,15 @@ def _import(file: Path) -> ModuleType:
     except BaseException as error:  # a recipe may also call sys.exit()
         line = _line_in(file, error)
         what = f"{type(error).__name__}: {_first_line(error)}"
-        raise RecipeError(f"{relative_path(str(file))}:{line}: {what}") from error
+        raise RecipeError(f"{relative_path(str(file))}:{line}: {what}{_meant(error)}") from error
     return module
+
+
+def _meant(error: BaseException) -> str:
+    """Return which name of a module was probably meant, such as `"; did you mean 'group_advantage'?"`."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        return nearest(error.name or "", dir(error.obj))
+    return ""
 
 
 def _first_line(error: BaseException) -> str:
