@@ -16,7 +16,7 @@ from hflow.errors import ConfigError
 from hflow.launch.run_report import RunReport, read_report
 from hflow.report.curve_parts import thinned
 from hflow.report.run_page import render_run_page
-from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, Series, curve_view
+from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, Series, curve_groups, curve_view
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 from hflow.report.run_page.view import run_page_view
 from hflow.runtime.ledger.overview import read_overview
@@ -99,6 +99,13 @@ def test_the_page_is_self_contained_and_names_are_only_text(report: RunReport) -
     assert "img" not in page.tags
     assert EVIL in page.text
     assert len(page.ids) == len(set(page.ids))
+
+
+def test_a_group_that_is_0_throughout_is_among_the_others() -> None:
+    curves = {"staleness/mean": ((1, 0.0), (2, 0.0)), "time/step_seconds": ((1, 0.4), (2, 0.0))}
+    groups, others = curve_groups(curves, (), (), {})
+    assert [group.title for group in groups] == ["Speed"]
+    assert [curve.name for curve in others] == ["staleness/mean"]
 
 
 def test_the_page_has_every_curve_once(report: RunReport) -> None:

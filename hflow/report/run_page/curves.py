@@ -85,6 +85,8 @@ def curve_groups(
 ) -> tuple[tuple[CurveGroup, ...], tuple[CurveView, ...]]:
     """Return the curves that are shown at once, in groups, and all others.
 
+    A group that is 0 throughout, as staleness is in a synchronous run, is among the others.
+
     Args:
         curves: metric -> its values.
         results: what the run learned, shown first.
@@ -98,7 +100,8 @@ def curve_groups(
             for name in names
             for node in (("",) if "/" in name else train_nodes)
         ]
-        named.append((title, tuple(dict.fromkeys(members))))
+        if any(value != 0 for name in members for _, value in curves.get(name, ())):
+            named.append((title, tuple(dict.fromkeys(members))))
     most = max((points[-1][0] for points in curves.values()), default=1)
     views = {}
     for name, points in curves.items():
