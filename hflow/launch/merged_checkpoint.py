@@ -44,8 +44,10 @@ def model_directory(directory: Path) -> Path:
         return directory
     if (directory / MERGED / "config.json").is_file():
         return directory / MERGED
-    merged = Path(tempfile.mkdtemp(prefix="hflow-merged-"))
-    atexit.register(shutil.rmtree, merged, ignore_errors=True)
+    private = Path(tempfile.mkdtemp(prefix="hflow-merged-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    merged = private / directory.name  # what is exported has the modes of this one
+    merged.mkdir()
     merge_adapter(directory, merged)
     return merged
 

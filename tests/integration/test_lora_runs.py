@@ -98,6 +98,7 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     )
     assert merged.keys() == before.keys()
     exported = export_model(str(summary.directory), tmp_path / "exported")
+    assert exported.directory.stat().st_mode == summary.directory.stat().st_mode  # others can read it
     again = load_file(exported.directory / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in merged.items())
     moved = {name for name in merged if not torch.equal(merged[name], before[name])}
