@@ -82,6 +82,7 @@ def test_dapo_trains_on_groups_with_a_spread_only(rows: list[str], tmp_path: Pat
         assert row["actor_gen/keep"] == 1
 
 
+@pytest.mark.long
 def test_preferences_are_learned(tmp_path: Path) -> None:
     common = [*ALONE, "steps=20", "batch=32", "data.heldout.limit=20"]
     rm = ["models.rm.path=null", "models.rm.optim.warmup_steps=0", "nodes.eval_pair.every=20"]

@@ -104,10 +104,6 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("critic", tensor=2, settings=SP),
     },
     {
-        FIRST: Twin("critic", pipe=2),
-        SECOND: Twin("critic", data=2),
-    },
-    {
         FIRST: Twin("sft", tensor=2, settings=NO_SP, budget=1000),
         SECOND: Twin("sft", pipe=2, settings=RECOMPUTED, budget=1000),
     },
@@ -119,13 +115,10 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         FIRST: Twin("ppo", tensor=2, settings=SP | BF16),
         SECOND: Twin("ppo", data=2, settings=BF16 | {"offload": "optimizer"}),
     },
-    {ALL: Twin("sft", data=2, tensor=2, settings=NO_SP)},
-    {ALL: Twin("sft", tensor=2, pipe=2, settings=SP)},
     {ALL: Twin("kl-cov", data=2, tensor=2, settings=SP)},
     {ALL: Twin("ppo", tensor=2, pipe=2, settings=SP | RECOMPUTED, budget=20)},
     {ALL: Twin("clip-cov", data=2, pipe=2)},
     {ALL: Twin("critic", data=2, tensor=2, settings=SP)},
-    {ALL: Twin("critic", tensor=2, pipe=2, settings=NO_SP)},
     {ALL: Twin("score", data=2, tensor=2, settings=SP)},
     {
         FIRST: Twin("clip-cov", context=2),

@@ -514,6 +514,7 @@ def sized(monkeypatch, capsys, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_size_chooses_the_smallest_or_the_cheapest_cluster(monkeypatch, capsys):
     on = ("--on", "h100-1x8", "--on", "h100-2x8", "--on", "h200-2x8")
     code, found = sized(monkeypatch, capsys, *on, "--seconds", "1000")

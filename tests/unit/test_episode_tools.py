@@ -40,7 +40,7 @@ TEXTS = st.text("ab0123456789+= ?", max_size=8)
 TURN = st.tuples(st.integers(1, 14), st.lists(TEXTS, max_size=2), st.sampled_from(["tool", "user"]))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prompt=TEXTS.filter(bool),
     turns=st.lists(TURN, min_size=1, max_size=4),

@@ -294,7 +294,7 @@ def acting(ops: list[tuple[str, Any]]) -> Callable[[EpisodeEngine], Any]:
     return body
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ops=st.lists(OPS, max_size=6), cut=st.integers(0, 9), num_kept=st.integers(0, 3))
 def test_any_episode_is_replayed(
     ops: list[tuple[str, Any]], cut: int, num_kept: int, driver: Heard, plain: TextTokenizer

@@ -748,6 +748,7 @@ def test_what_is_advised_fits():
     assert compile_plan(graphs.grpo(), other_request).forecast
 
 
+@pytest.mark.long
 def test_a_model_whose_engine_fits_nowhere_is_refused():
     # The embedded engine holds the whole model: 13.5 GB in bf16. vLLM has tensor ranks.
     smallest = {"tokens_per_microbatch": 400, "activation_checkpointing": True}

@@ -208,7 +208,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_the_estimate_equals_the_bytes_of_a_replay(case):
     plan, request, workload = case
     edges = estimate_traffic(plan, request, workload)

@@ -119,7 +119,7 @@ IN_BF16 = {"is_apart": False, "transport": "disk", "delta": False, "dtype": "bf1
     order=None,
     **IN_BF16 | {"is_apart": True},
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     shape=st.sampled_from([SHAPE, TIED, MIXED]),
     trainer=st.sampled_from(TRAINERS),
