@@ -46,17 +46,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("cispo", []),
         ("dapo", []),
         ("distill", ["models.teacher.path=null", "models.teacher.dtype=bf16"]),
-        ("dr_grpo", []),
+        pytest.param("dr_grpo", [], marks=pytest.mark.long),
         ("grpo_chat", ["data.train.map.prompt=messages"]),
-        ("gspo", []),
+        pytest.param("gspo", [], marks=pytest.mark.long),
         ("mis", ["placement=null"]),
         (
             "opd",
             ["placement=null", "models.teacher.path=null", "models.teacher.architecture.num_hidden_layers=3"],
         ),
-        ("reinforce_pp", ["batch=64"]),
+        pytest.param("reinforce_pp", ["batch=64"], marks=pytest.mark.long),
         ("remax", ["batch=64"]),
-        ("rloo", []),
+        pytest.param("rloo", [], marks=pytest.mark.long),
     ],
 )
 def test_a_recipe_of_answers_learns(name: str, changes: list[str], rows: list[str], tmp_path: Path) -> None:

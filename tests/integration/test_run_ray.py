@@ -24,6 +24,7 @@ pytestmark = pytest.mark.ray
 SFT = ["steps=6", "batch=32", "data.heldout.limit=40", "nodes.eval_gen.every=3"]
 
 
+@pytest.mark.long
 def test_two_ray_workers_compute_what_one_process_does(no_ray: None, tmp_path: Path) -> None:
     """The CPU twin: data parallel over gloo and Ray, against one process and one shard."""
     apart = run("recipes/sft.py", tmp_path / "ray", *SFT)

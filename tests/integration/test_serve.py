@@ -128,6 +128,7 @@ def test_the_example_is_what_the_model_was_trained_on(template: str, content: st
 SEEDS: list[dict[str, Any]] = [{"seed": 3}, {"seed": 3}, {"seed": 4}, {}]
 
 
+@pytest.mark.long
 def test_keys_and_templates_of_a_checkpoint(finished: Path) -> None:
     checkpoint = finished / "checkpoints" / "latest" / "actor"
     changes = [f"chat_template={JOINED}", "gen.max_model_len=16"]

@@ -113,6 +113,7 @@ def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_pro
         assert row.get(f"actor_train/{ENGINE_GAP_MAX.suffix}", 0) < 1e-4
 
 
+@pytest.mark.long
 def test_a_killed_engine_ends_its_run(tmp_path: Path, two_processes: RayActors) -> None:
     """With one line, and nothing of vLLM is left. Until then its weights came through the object store."""
     options = [*LONG, "steps=50", "models.actor.gen.transport=store"]

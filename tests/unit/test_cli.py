@@ -534,6 +534,7 @@ def test_size_chooses_the_smallest_or_the_cheapest_cluster(monkeypatch, capsys):
         assert figures["dollars"] == pytest.approx(24 * figures["days"] * figures["dollars_per_hour"])
 
 
+@pytest.mark.long
 def test_a_device_stands_for_clusters_that_double(monkeypatch, capsys):
     code, found = sized(monkeypatch, capsys, "--on", "h100", "--most", "16", "--seconds", "1e-3")
     assert code == 2

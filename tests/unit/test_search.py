@@ -106,11 +106,13 @@ def test_the_search_is_never_worse_than_what_people_write(overrides: tuple[str, 
         assert found.seconds <= by_hand.seconds * (1 + 1e-6)
 
 
+@pytest.mark.long
 def test_equal_requests_have_equal_results() -> None:
     graph, request = problem("ppo", "h100-1x8", "qwen2.5-1.5b")
     assert search(graph, request).candidates == search(graph, request).candidates
 
 
+@pytest.mark.long
 def test_the_seconds_are_those_of_the_plan_and_its_memory_has_a_margin() -> None:
     graph, request = problem("ppo", "h100-2x8", "qwen2.5-7b")
     found = search(graph, request)

@@ -72,6 +72,7 @@ def test_groups_with_rewards_that_fail():
     assert space.refused[ev.Refusal.TIMEOUT] > 0
 
 
+@pytest.mark.long
 def test_streaming_inference_before_a_keep():
     """Two nodes share its devices; what it works on may be refused meanwhile."""
     nodes = [
