@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +60,14 @@ def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:
     system, user = source.knob_values["system"], {"role": "user", "content": ""}
     if system is None:
         return
-    with suppress(DataError):
-        template.prompt([user])  # a template that rejects this says nothing about the system message
-        try:
-            template.prompt([{"role": "system", "content": system}, user])
-        except DataError as error:
-            raise ConfigError(f"nodes.{source.name}.system: {error}") from error
+    try:
+        template.prompt([user])
+    except DataError:
+        return  # a template that rejects this tells nothing about the system message
+    try:
+        template.prompt([{"role": "system", "content": system}, user])
+    except DataError as error:
+        raise ConfigError(f"nodes.{source.name}.system: {error}") from error
 
 
 def _check_vocabulary(model: str, setup: WorkerSetup, config: PreTrainedConfig) -> None:

@@ -131,20 +131,14 @@ def has_chat_template(config: RunConfig, spec: Model) -> bool:
     own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
     if own.chat_template is not None or model.chat_template is not None:
         return True
-    return model.path is not None and _has_own_template(Path(model.path))
+    return model.path is not None and _own_template(Path(model.path)) is not None
 
 
 def replaced_templates(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each model whose configuration replaces the chat template of its checkpoint."""
     for name, model in config.models.items():
-        if model.path is None or model.chat_template is None or not _has_own_template(Path(model.path)):
-            continue
-        jinja = Path(model.path) / CHAT_TEMPLATES[0]
-        settings = Path(model.path) / "tokenizer_config.json"
-        own = jinja.read_text("utf-8", "replace") if jinja.is_file() else None
-        if own is None and settings.is_file():
-            own = read_json_object(settings).get("chat_template")
-        if own != model.chat_template:
+        own = None if model.path is None else _own_template(Path(model.path))
+        if own is not None and model.chat_template not in (None, own):
             yield (
                 f"models.{name}.chat_template replaces the chat template of {model.path}: the model sees "
                 f"messages in another form than it was trained on. Set models.{name}.chat_template=null to "
@@ -152,11 +146,16 @@ def replaced_templates(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _has_own_template(path: Path) -> bool:
-    """Return whether the tokenizer in a checkpoint has a chat template."""
+def _own_template(path: Path) -> Any:
+    """Return the chat template of the tokenizer in a checkpoint, or None."""
+    jinja, of_processor = (path / name for name in CHAT_TEMPLATES)
+    if jinja.is_file():
+        return jinja.read_text("utf-8", "replace")
     settings = path / "tokenizer_config.json"
-    has_file = any((path / name).is_file() for name in CHAT_TEMPLATES)
-    return has_file or (settings.is_file() and bool(read_json_object(settings).get("chat_template")))
+    in_settings = read_json_object(settings).get("chat_template") if settings.is_file() else None
+    if not in_settings and of_processor.is_file():
+        return of_processor.read_text("utf-8", "replace")
+    return in_settings or None
 
 
 def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Mapping[str, Any]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +16,7 @@ from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_text_files import (
-    by_sample,
-    drop_samples_after,
-    keep_samples,
-    read_samples,
-)
+from hflow.runtime.execution.sample_text_files import SampleKey, drop_samples_after, keep_samples
 from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select
@@ -92,9 +87,12 @@ def rewind_run(directory: RunDirectory, point: ResumePoint | None) -> None:
     drop_samples_after(directory.samples, point.steps if point else 0)
     if directory.ledger.is_file():
         rewind(directory.ledger, point.steps if point else 0, point.saved.ledger_position if point else 0)
-        told = by_sample(read_samples(directory.samples))
-        rows = select(directory.ledger, among=told).to_json()
-        keep_samples(directory.samples, {(row["stream"], row["id"]) for row in rows})
+
+        def known_among(samples: Set[SampleKey]) -> set[SampleKey]:
+            rows = select(directory.ledger, among=samples).to_json()
+            return {(row["stream"], row["id"]) for row in rows}
+
+        keep_samples(directory.samples, known_among)
 
 
 def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) -> WorkerSetup:

@@ -46,7 +46,6 @@ from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
-from hflow.secret_text import mask_secrets
 from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -166,7 +165,7 @@ async def _run_in_loop(
                     raise
                 summary = _stopped_early(compiled, directory, checkpoints.last or 0)
             except HflowError as error:
-                directory.write_error(mask_secrets(str(error)))
+                directory.write_error(str(error))
                 if checkpoints.last is not None or isinstance(error, RunError):  # else it would fail again
                     display.note(_resume_hint(directory, checkpoints))
                 raise

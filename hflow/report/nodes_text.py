@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def render_nodes(nodes: Sequence[ReadyNode]) -> RenderableType:
-    """Return a row for each node: name, kind, and what it does. They stand in the order of a recipe."""
+    """Return a row for each node: name, kind, and what it does, in the order of a recipe."""
     table = Table.grid(padding=(0, 2))
     for section, title in _SECTIONS.items():
         table.add_row(Text(title, style="bold"))

@@ -1,8 +1,8 @@
 """`torch.compile` of decoder layers: fewer and larger kernels, after some tens of seconds of compilation.
 
-What lies between the matrix products of a layer (norms, activations, rotary embeddings, residuals) is fused.
-Attention stays as it is, as its sequences differ from one micro-batch to the next; the number of tokens is
-symbolic, so that none of them is compiled for.
+The operations between the matrix products of a layer (norms, activations, rotary embeddings, residuals) are
+fused. Attention stays as it is, as its sequences differ from one micro-batch to the next; the number of
+tokens is symbolic, so that none of them is compiled for.
 """
 
 from __future__ import annotations

@@ -55,13 +55,17 @@ def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
         for name, parameter in module.named_parameters(recurse=False):
             parts = list(_parts(module, path, parameter, packed))
             if not parts:
-                raise BackendError(
-                    f"the vllm engine cannot update {path}.{name} ({type(module).__name__}); set "
-                    "models.NAME.gen.engine=embedded, or choose another architecture"
-                )
+                raise _unknown(f"{path}.{name} ({type(module).__name__})")
             for part_path, num_rows, first_row, view in parts:
                 held[f"{part_path}.{name}"] = _held(module, num_rows, first_row, view)
     return held
+
+
+def _unknown(what: str) -> BackendError:
+    return BackendError(
+        f"the vllm engine cannot update {what}; set models.NAME.gen.engine=embedded, or choose another "
+        "architecture"
+    )
 
 
 def _parts(
@@ -108,10 +112,7 @@ def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
     config = module.moe_config
     is_known = {name for name, _ in module.named_parameters(recurse=False)} == {"w13_weight", "w2_weight"}
     if not is_known or gates_and_ups.shape != (num, 2 * size, hidden) or num != config.num_experts:
-        raise BackendError(
-            f"the vllm engine cannot update {path}, whose experts are stored in another way; set "
-            "models.NAME.gen.engine=embedded, or choose another architecture"
-        )
+        raise _unknown(f"{path}, whose experts are stored in another way")
     parallel, parent = config.moe_parallel_config, path.removesuffix(".routed_experts")
     whole, first = size * parallel.tp_size, size * parallel.tp_rank
     experts, columns, rows = (0, num), (0, hidden), (first, first + size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ SampleRow = Mapping[str, Any]
 (`role`, `text`, `trained`), and its numbers, such as the reward, as `values`. A sample with several
 trajectories has a row for each; `root` is the stream whose ids the ledger uses. A refused sample has
 `refused_by`, the node, too."""
+
+
+SampleKey = tuple[str, int]
+"""Root stream and id."""
 
 
 def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> None:
@@ -43,11 +47,11 @@ def read_samples(directory: Path) -> list[SampleRow]:
     return [row for path in sorted(paths, key=_number) for row in _read(path)]
 
 
-def by_sample(rows: Iterable[SampleRow]) -> dict[tuple[str, int], list[SampleRow]]:
+def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
     """Return root stream and id of each sample -> its rows."""
-    found: dict[tuple[str, int], list[SampleRow]] = {}
+    found: dict[SampleKey, list[SampleRow]] = {}
     for row in rows:
-        found.setdefault((row["root"], row["id"]), []).append(row)
+        found.setdefault(_key(row), []).append(row)
     return found
 
 
@@ -58,11 +62,17 @@ def drop_samples_after(directory: Path, number: int) -> None:
             path.unlink()
 
 
-def keep_samples(directory: Path, known: Container[tuple[str, int]]) -> None:
-    """Drop the rows of samples that are not known: the run gives their ids to other samples."""
-    for path in list(directory.glob("step-*.jsonl")):
-        rows = _read(path)
-        kept = [row for row in rows if (row["root"], row["id"]) in known]
+def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
+    """Drop the rows of samples that are not known: the run gives their ids to other samples.
+
+    Args:
+        directory: of the files.
+        known_among: returns which of these samples are known.
+    """
+    files = {path: _read(path) for path in directory.glob("step-*.jsonl")}
+    known = known_among({_key(row) for rows in files.values() for row in rows})
+    for path, rows in files.items():
+        kept = [row for row in rows if _key(row) in known]
         if len(kept) < len(rows):
             _write(path, kept)
 
@@ -72,6 +82,10 @@ def _write(path: Path, rows: Iterable[SampleRow]) -> None:
     unfinished = path.with_suffix(".new")
     unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(unfinished, path)
+
+
+def _key(row: SampleRow) -> SampleKey:
+    return row["root"], row["id"]
 
 
 def _kind(row: SampleRow) -> tuple[str, bool]:

@@ -117,8 +117,8 @@ class TrainedStream(StreamState):
             node, reason, message = self.last_failure
             return (
                 f"{self.num_failed} groups in a row were refused as a node failed, the last by {node} "
-                f"({reason}){_why(message)}; correct that, or set "
-                f"retries= of {node} if it fails by chance"
+                f"({reason}){_why(message)}; correct that, or set retries= "
+                f"of {node} if it fails by chance"
             )
         (node, reason), times = self.refusal_counts.most_common(1)[0]
         why = _why(self.refusal_messages.get((node, reason), ""))

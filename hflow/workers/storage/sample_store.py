@@ -242,8 +242,9 @@ class SampleStore:
             present = [sample for sample in samples if sample in column]
             if present:
                 sums[name] = (float(np.sum(column.column(present).values, dtype=np.float64)), len(present))
-        for stream in streams:
-            reasons = self._columns.get(stream, {}).get("stop_reason")
+        with self._lock:
+            stop_reasons = [(stream, self._columns.get(stream, {}).get("stop_reason")) for stream in streams]
+        for stream, reasons in stop_reasons:
             present = [] if reasons is None else [sample for sample in samples if sample in reasons]
             if reasons is not None and present:
                 num_truncated = sum(reason == "length" for reason in reasons.values(present))
