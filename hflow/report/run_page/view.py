@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hflow.report.curve_parts import ends_of
-from hflow.report.formatting import count_text, plural, seconds_text
+from hflow.report.formatting import count_text, missing_text, plural, seconds_text
 from hflow.report.page.gantt import Gantt
 from hflow.report.page.tables import Table
 from hflow.report.run_page.curves import CurveGroup, CurveView, curve_groups, number_text
@@ -142,13 +142,23 @@ def story(report: RunReport) -> Iterator[str]:
     for name in report.record.results:
         curve = report.record.curves[name]
         first, last = ends_of(curve)
+        lacks = f"; {missing}" if (missing := _missing(report, name)) else ""
         if len(curve) > 1:
-            yield f"{name} went from {number_text(first)} to {number_text(last)}."
+            yield f"{name} went from {number_text(first)} to {number_text(last)}{lacks}."
+        elif lacks:
+            yield f"{name} is {number_text(last)}{lacks}."
     if report.ledger:
         ends = ", ".join(f"{count:,} {end}" for end, count in report.ledger.ends.items())
         yield f"Samples: {ends}."
     if report.checkpoints:
         yield f"Checkpoints after {', '.join(map(str, report.checkpoints))} steps."
+
+
+def _missing(report: RunReport, name: str) -> str:
+    """Return what the last value of an evaluation's metric lacks; empty if it lacks nothing."""
+    curves, stream = report.record.curves, name.partition("/")[0]
+    counts = [curves.get(f"{stream}/{kind}", ((0, 0.0),))[-1][1] for kind in ("refused", "evaluated")]
+    return missing_text(int(counts[0]), int(sum(counts))) if counts[0] else ""
 
 
 def faults(report: RunReport) -> Iterator[str]:
@@ -177,7 +187,9 @@ def _tiles(report: RunReport) -> Iterator[FigureTile]:
     yield FigureTile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
     for name in [name for name in record.results if not name.endswith("/loss")][:2]:
         first, last = ends_of(curves[name])
-        yield FigureTile(name, number_text(last), f"from {number_text(first)}; means of a tenth of the run")
+        lacks = _missing(report, name)
+        note = f"from {number_text(first)}; means of a tenth of the run"
+        yield FigureTile(name, number_text(last), f"{note}; {lacks}" if lacks else note)
     if STEP_SECONDS in curves:
         values = [value for _, value in curves[STEP_SECONDS]]
         planned = planned_seconds(report)
