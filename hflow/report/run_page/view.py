@@ -147,6 +147,11 @@ def story(report: RunReport) -> Iterator[str]:
             yield f"{name} went from {number_text(first)} to {number_text(last)}{lacks}."
         elif lacks:
             yield f"{name} is {number_text(last)}{lacks}."
+    for row in report.ledger.rewinds if report.ledger else ():
+        if not row.steps_lost:
+            yield (
+                f"It was resumed after step {row.step}." if row.step else "It began again: nothing was saved."
+            )
     if report.ledger:
         ends = ", ".join(f"{count:,} {end}" for end, count in report.ledger.ends.items())
         yield f"Samples: {ends}."
@@ -162,10 +167,11 @@ def _missing(report: RunReport, name: str) -> str:
 
 
 def faults(report: RunReport) -> Iterator[str]:
-    """Yield what went wrong: rewinds, restarts and warnings."""
+    """Yield what went wrong: steps that were done again, restarts and warnings."""
     for row in report.ledger.rewinds if report.ledger else ():
-        lost = f"; {plural(row.steps_lost, 'step')} done again" if row.steps_lost else ""
-        yield f"The run went back to the checkpoint of step {row.step}{lost}."
+        if row.steps_lost:
+            where = f"the checkpoint of step {row.step}" if row.step else "its beginning"
+            yield f"The run went back to {where}; {plural(row.steps_lost, 'step')} done again."
     for span in report.spans:
         if span.lane == "faults":
             yield f"Workers were started again in {seconds_text(span.end - span.start)} ({span.name})."
