@@ -11,18 +11,13 @@ from hflow.report.curve_parts import ends_of
 from hflow.report.formatting import count_text, missing_text, plural, seconds_text
 from hflow.report.page.gantt import Gantt
 from hflow.report.page.tables import Table
-from hflow.report.run_page.curves import CurveGroup, CurveView, curve_groups, number_text
+from hflow.report.run_page.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups, number_text
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 
 if TYPE_CHECKING:
     from hflow.launch.run_report import RunReport
 
-STEP_SECONDS, SAMPLES, STALENESS, MAX_STALENESS = (
-    "time/step_seconds",
-    "time/samples_per_second",
-    "staleness/mean",
-    "staleness/max",
-)
+STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
 NO_TRACE = "The run has no trace: it is written when the run ends."
 FEW_STEPS = "The trace has fewer than three steps, so none is drawn."
 TERMS: tuple[tuple[str, str], ...] = (
