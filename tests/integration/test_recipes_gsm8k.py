@@ -83,8 +83,11 @@ def byte_tokenizer() -> Any:
     ("name", "changes"),
     [
         ("grpo", ["batch=8"]),
-        ("grpo_async", ["batch=8", "cluster=cpu-1x2", "placement='actor=0 actor.gen=1'"]),
-        ("ppo", ["batch=32"]),
+        pytest.param(
+            *("grpo_async", ["batch=8", "cluster=cpu-1x2", "placement='actor=0 actor.gen=1'"]),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("ppo", ["batch=32"], marks=pytest.mark.long),
     ],
 )
 def test_two_steps_of_a_recipe(name: str, changes: list[str], checkpoint: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_every_recipe_has_a_twin() -> None:
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random
 
 
-CORE = [("grpo", "d2t2p2"), ("ppo", "t2p2")]
+CORE = [("ppo", "t2p2")]
 """Recipes and layouts that every change is tested with; `make test-long` tests all."""
 
 

@@ -116,7 +116,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
             )
     return LoraConfig(
         r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha,
         target_modules=wanted,
         task_type="CAUSAL_LM",
         base_model_name_or_path=settings.path,

@@ -142,7 +142,8 @@ class TorchModel(ModelBackend):
         if not is_whole or self.settings.head != "lm":
             return None
         assert self.settings.offload != "all", "an engine cannot share weights that are offloaded"
-        return self._model
+        model: nn.Module = self._model
+        return model
 
     def without_adapters(self, settings: ModelSettings) -> ModelBackend:
         """Return the model without its adapters, as a frozen model of its own."""
