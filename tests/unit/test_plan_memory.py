@@ -7,6 +7,8 @@ from dataclasses import replace
 import memory_kit as kit
 import plan_graphs as graphs
 import pytest
+import ranks
+import torch
 from cost_kit import H100
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -832,3 +834,22 @@ def test_a_real_engine_in_its_second_turn():
     load = engine_load.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
     assert embedded_memory.cache_bytes(found, load, 0, 0) == made.cache_bytes
     assert made.cache_bytes + embedded_memory.decode_step(found, load).total() == close_to(measured)
+
+
+@pytest.mark.long
+def test_real_steps_of_megatron_with_experts(tmp_path):
+    """On up to four ranks. Between steps tensor ranks also keep the buffer in which they gather tokens."""
+    import memory_ranks  # it imports megatron
+
+    ranks.start(memory_ranks.run, (str(tmp_path),), 4)
+    of_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    batch = microbatch(memory_ranks.SEQUENCES * memory_ranks.LENGTH, memory_ranks.NUM_LEARNED)
+    for case in memory_ranks.CASES:
+        found = [of[case] for of in of_rank if case in of]
+        planned = rank(kit.shape_of(kit.MIXED), case.layout, "megatron", **case.asked)
+        gathered = planned.width * kit.MIXED["hidden_size"] * batch.tokens if planned.tensor > 1 else 0
+        for one in found:
+            assert model_state(planned).total() + gathered == pytest.approx(one.state, rel=0.01), case
+        trained, inferred = (min(getattr(one, name) for one in found) for name in ("trained", "inferred"))
+        assert megatron_memory.train_step(planned, batch).total() == close_to(trained), case
+        assert megatron_memory.infer_step(planned, batch).total() == close_to(inferred), case

@@ -87,7 +87,10 @@ class PackedAttention(nn.Module):
             out = attend(q, k, v, inputs.layout, self.scale)
         else:
             out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, self.scale)
-        padded: Tensor = pad(out, (0, 0, 0, 0, 0, len(query) - num_tokens))
+        num_padding = len(query) - num_tokens
+        if not num_padding:
+            return out  # `pad` would copy it
+        padded: Tensor = pad(out, (0, 0, 0, 0, 0, num_padding))
         return padded
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, silu
 
@@ -89,6 +90,17 @@ class GroupedExperts(nn.Module):
         """
         gate, up = _each_linear(tokens, self.gate_up, per_expert).chunk(2, dim=-1)
         return _each_linear(silu(gate) * up * weights[:, None], self.down, per_expert), None
+
+
+def forget_routing(module: nn.Module) -> None:
+    """Drop what the dispatchers of tokens keep of the last forward pass.
+
+    The weights of a token's experts have a graph, which holds the inputs of recomputed layers and their
+    gradients.
+    """
+    for layer in module.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher.probs = None
 
 
 def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hflow.planner.memory import activations
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.model_shape import mean_active_experts
 
 
 def model_state(rank: Rank) -> Items:
@@ -49,7 +50,7 @@ def kept_after_infer(rank: Rank) -> Items:
 
 def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
-    layer = activations.kept_by_layer(rank, batch)
+    layer = activations.kept_by_layer(rank, batch) + _weighted_rows(rank, batch)
     recomputed = layer if rank.config.activation_checkpointing else 0
     num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
     kept = activations.kept_by_layers(rank, batch, num_layers, layer)
@@ -61,6 +62,15 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
     step = FP32_BYTES * rank.optimizer_share(1)
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
+
+
+def _weighted_rows(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes that a layer keeps of the rows of experts times the weights of their tokens."""
+    experts = rank.shape.experts
+    if experts is None:
+        return 0
+    rows = mean_active_experts(rank.shape) * experts.intermediate / rank.tensor
+    return round(rank.width * rows * batch.tokens)
 
 
 def _head(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> Items:

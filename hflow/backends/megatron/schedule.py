@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedTokens
 from hflow.backends.megatron.context_parallel import RowDivision
+from hflow.backends.megatron.experts import forget_routing
 from hflow.backends.megatron.model import Stage
 
 
@@ -105,6 +106,7 @@ class PipelineSchedule:
             pg_collection=groups,
             p2p_communicator=_KnownShapes(stage, lengths) if stage.parallel.pipe > 1 else None,
         )
+        forget_routing(self.stage.module)
         return results
 
     def _rows_between(self, tokens: StageTokens) -> int:

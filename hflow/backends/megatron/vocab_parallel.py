@@ -137,10 +137,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         highest = logits.amax(-1)
         _all_reduce(highest, dist.ReduceOp.MAX, group)
         shifted = logits - highest[:, None]
-        exponentials = shifted.exp()
+        exponentials = shifted.exp() if with_entropy else shifted.exp_()
         is_local = (ids >= vocab_start) & (ids < vocab_start + size)
         index = (ids - vocab_start).clamp(0, size - 1)
-        picked = shifted.gather(-1, index) * is_local
+        picked = (logits.gather(-1, index) - highest[:, None]) * is_local
         products = (exponentials * shifted).sum(-1) if with_entropy else torch.zeros_like(highest)
         sums = torch.cat([exponentials.sum(-1)[:, None], products[:, None], picked], dim=-1)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -157,10 +157,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """With p the probabilities: d log p_i / d l_j = [i = j] - p_j, d H / d l_j = -p_j (l_j - E[l])."""
         probabilities, index, is_local, *others = ctx.saved_tensors
         slope = grad_logprobs.sum(-1, keepdim=True)
-        if ctx.with_entropy:
+        if ctx.with_entropy:  # one more tensor of this size, and not one for each operation
             shifted, mean = others
-            slope = slope + grad_entropy[:, None] * (shifted - mean[:, None])
-        grad = (-probabilities * slope).scatter_add_(-1, index, grad_logprobs * is_local)
+            grad = (shifted - mean[:, None]).mul_(grad_entropy[:, None]).add_(slope).mul_(probabilities)
+        else:
+            grad = probabilities * slope
+        grad.neg_().scatter_add_(-1, index, grad_logprobs * is_local)
         return grad, None, None, None, None
 
 
