@@ -28,6 +28,10 @@ TOKEN_DTYPES: Mapping[str, type[np.generic]] = {
 """Dtypes of a trajectory's per-token fields; other values take the dtype of their contents."""
 
 
+LONG = 256
+"""Tokens of a row from which on it is faster to copy row by row than token by token."""
+
+
 class PackedValues(NamedTuple):
     """Packed values of one field; for TOKEN, row r is tokens `offsets[r]:offsets[r + 1]`."""
 
@@ -97,6 +101,9 @@ class FieldColumn:
 
     def pack(self, cells: Sequence[Cell]) -> Column:
         """Pack the values of cells in this order. The result is a copy, which may be changed."""
+        spans = _long_spans(cells) if self.unit is Unit.TOKEN else None
+        if spans is not None:
+            return Column(self.unit, np.concatenate(spans))
         positions_of: dict[int, list[int]] = {}
         for position, (packed, _) in enumerate(cells):
             positions_of.setdefault(id(packed), []).append(position)
@@ -133,6 +140,20 @@ class FieldColumn:
             return values[order]
         lengths = np.concatenate([np.diff(part.offsets) for part in parts if part.offsets is not None])
         return _copy_spans(values, _offsets(lengths)[:-1][order], lengths[order])
+
+
+def _long_spans(cells: Sequence[Cell]) -> list[Array] | None:
+    """Return the tokens of each cell; None if there are too few of them, or loose values."""
+    first = cells[0][0] if cells else None
+    if first is None or first.offsets is None or first.offsets[-1] < LONG * (len(first.offsets) - 1):
+        return None
+    spans = []
+    for packed, row in cells:
+        if packed is None or packed.offsets is None:
+            return None
+        assert isinstance(packed.values, np.ndarray)
+        spans.append(packed.values[packed.offsets[row] : packed.offsets[row + 1]])
+    return spans
 
 
 def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
