@@ -11,7 +11,8 @@ results to the device. As on CUDA, it is an error
 An operation that would make the host wait for the device is recorded: see `host_syncs`. Copies of memory that
 is not pinned count, as torch waits for them.
 
-There is one such device in a process, without streams or collectives of its own.
+There is one such device in a process. Its streams do nothing, as every operation is complete when it returns.
+The process groups of `PretendGroup` take tensors of the device, and as with NCCL no others.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -156,6 +159,12 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
+def _size(storage: torch.UntypedStorage) -> int:
+    """Return the bytes of a storage; 0 if they are free."""
+    is_free = storage.device.type == NAME and storage.data_ptr() in _freed
+    return 0 if is_free else storage.nbytes()
+
+
 # ------------------------------------------------------------------------------ kernels
 def _is_here(tensor: Tensor) -> bool:
     return tensor.device.type == NAME
@@ -274,8 +283,131 @@ class _Module:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
+    def set_device(self, device: object) -> None:
+        """Do nothing: there is one device."""
+
+    def synchronize(self, device: object = None) -> None:
+        """Record that the host waits for the device."""
+        _record("synchronize")
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: random numbers are the CPU generator's."""
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def record(self, stream: object = None) -> _Event:
+        return self
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _record("synchronize")
+
+
+class _Stream:
+    """A stream without work."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        _record("synchronize")
+
+
+_Module.Stream, _Module.Event = _Stream, _Event  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------- collectives
+_COLLECTIVES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+} | {
+    name: name
+    for name in (
+        *("_allgather_base", "_reduce_scatter_base", "alltoall_base", "alltoall", "allgather", "allreduce"),
+        *("broadcast", "gather", "recv", "reduce", "reduce_scatter", "scatter", "send"),
+    )
+}
+"""Method of a process group -> that of gloo."""
+
+
+class PretendGroup(dist.ProcessGroup):
+    """Collectives of tensors of the device, which gloo makes. Like NCCL's, they take no others."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch has registered the group, which its own class does not get."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it takes, by which torch chooses where objects are sent from."""
+        return [torch.device(NAME)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return gloo, whose options are those of the group."""
+        return self._gloo
+
+    def barrier(self, *args: Any, **options: Any) -> Any:
+        return self._gloo.barrier()
+
+
+def _collective(method: str) -> Callable[..., Any]:
+    def run(group: PretendGroup, *args: Any) -> Any:
+        work = getattr(group._gloo, method)(*(_map(_for_collective, value) for value in args))
+        if method not in ("send", "recv"):
+            work.wait()
+        return work
+
+    return run
+
+
+def _for_collective(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not _is_here(value):
+        raise RuntimeError(f"a collective of the device {NAME} got a tensor of {value.device}")
+    return _to_cpu(value)
+
+
+def _coalesced(method: str) -> Callable[..., Any]:
+    """Return a method that makes the collective of one pair of tensors after the other."""
+
+    def run(group: PretendGroup, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Any:
+        works = [getattr(group, method)(*pair, *options) for pair in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    return run
+
+
+for _name, _method in _COLLECTIVES.items():
+    setattr(PretendGroup, _name, _collective(_method))
+for _name in ("reduce_scatter_single", "all_gather_single"):
+    setattr(PretendGroup, f"{_name}_coalesced", _coalesced(_name))
 
 
 _libraries: list[torch.library.Library] = []
@@ -309,6 +441,8 @@ def _install() -> None:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         kernels.impl(name, _on_cpu_keys(op), "PrivateUse1")
+    dist.Backend.register_backend(NAME, PretendGroup, devices=[NAME])
+    torch.UntypedStorage.size = _size  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     torch.Tensor.pin_memory = _pin  # type: ignore[method-assign,assignment]
     _libraries.extend((fallback, kernels))

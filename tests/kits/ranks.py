@@ -14,16 +14,18 @@ PRELOADED = ["megatron_twin_ranks"]
 """The modules of this folder that import what ranks need: torch, transformers and megatron."""
 
 
-def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:
+def start(
+    function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, *, is_fresh: bool = False
+) -> None:
     """Run `function(rank, *args)` in `num_ranks` processes; return when all have succeeded.
 
-    The server that forks them is this process's only one.
+    The server that forks them is this process's only one. Fresh processes have imported nothing before.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
     try:
-        mp.start_processes(function, args, num_ranks, start_method="forkserver")
+        mp.start_processes(function, args, num_ranks, start_method="spawn" if is_fresh else "forkserver")
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]

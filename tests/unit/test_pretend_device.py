@@ -6,7 +6,15 @@ ends.
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+import megatron_twins as twins
+import pretend_ranks
+import pytest
+import ranks
+import torch
+import torch_kit as kit
 
 CASES = Path(__file__).with_name("pretend_device_cases.py")
 
@@ -15,3 +23,45 @@ def test_backends_engine_and_a_run_work_on_the_pretend_accelerator():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:]  # also if no case was found
+
+
+@pytest.mark.long
+def test_fsdp_on_two_accelerators_is_one_process_on_the_cpu(tmp_path):
+    """It waits for the device once for each update, and at the begin and the end of a step."""
+    ranks.start(pretend_ranks.run, (str(tmp_path),), 2)
+    results = torch.load(tmp_path / "results.pt", weights_only=False)
+    batch = kit.make_batch(kit.LENGTHS)
+    for name, changes in pretend_ranks.CASES.items():
+        metrics, weights, logprobs, syncs = results[name]
+        call, model = kit.CALLS[name], kit.model(tokens_per_microbatch=20, **changes)
+        precision = 1e-2 if "dtype" in changes else 1e-5
+        assert metrics == pytest.approx(model.train(call, kit.whole(batch), 5), abs=10 * precision)
+        wanted = kit.weights(model)
+        assert weights.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(weights[key], tensor, atol=precision, rtol=0)
+        inferred = model.infer(kit.LOGPROBS, [batch])[0].columns["result"].values
+        assert logprobs == pytest.approx(inferred, abs=10 * precision)
+        places = Counter(place.partition(":")[0] for _, place in syncs)
+        num_updates = 3 * call.options.get("epochs", 1)
+        assert places.pop("hflow/backends/torch_model/optimizer.py") == num_updates
+        assert places.keys() <= {"hflow/backends/common/microbatches.py", "hflow/backends/common/metrics.py"}
+    saved = kit.weights(kit.model(path=str(tmp_path / "mask"), architecture=None))
+    for key, tensor in results["mask"][1].items():
+        torch.testing.assert_close(saved[key], tensor)
+
+
+@pytest.mark.long
+def test_megatron_on_two_accelerators_is_one_process_on_the_cpu(tmp_path):
+    """Two tensor, pipeline, expert and context ranks. Its module is imported for the accelerator."""
+    twins.save_checkpoint(tmp_path / "checkpoint")
+    ranks.start(pretend_ranks.run_megatron, (str(tmp_path),), 2, is_fresh=True)
+    for twin in pretend_ranks.TWINS:
+        wanted = twins.expected(twin.node, twin.dtype, tmp_path / "checkpoint")
+        for rank in range(2):
+            metrics, weights = torch.load(tmp_path / f"{twin.name}.{rank}.pt", weights_only=False)
+            for got, expected in zip(metrics, wanted.metrics, strict=True):
+                assert got == (pytest.approx(expected, rel=2e-5, abs=1e-5) if rank in twin.heads else {})
+            assert weights.keys() == wanted.weights.keys()
+            for key, tensor in wanted.weights.items():
+                torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)

@@ -1,8 +1,8 @@
-"""Runs megatron-core on a CPU by rewriting its source while it is imported.
+"""Runs megatron-core on a CPU, or a device that is no GPU, by rewriting its source while it is imported.
 
-In the rewritten source, `torch.cuda` is a namespace that stands for the CPU, `"cuda"` is `"cpu"`, and
-`.cuda()` and pinned memory are removed. Nothing outside megatron changes, and nothing is looked up at run
-time. Machines with CUDA never import this module.
+In the rewritten source, `torch.cuda` is a namespace that stands for the device, `"cuda"` is its name,
+`.cuda()` moves to it, and pinned memory is removed. Nothing outside megatron changes, and nothing is looked
+up at run time. Machines with CUDA never import this module.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ _TOUCHED = re.compile(rb"cuda|pin_memory")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 
 
-def install() -> None:
+def install(device: str = "cpu") -> None:
     """Rewrite megatron-core when it is imported; safe to call again.
+
+    Args:
+        device: name of the device.
 
     Raises:
         BackendError: if it is already imported without the rewriting.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            assert finder.device == device, f"megatron-core is imported for {finder.device}"
+            return
     if _PACKAGE in sys.modules:
         raise BackendError(
             "megatron.core was imported before it was prepared for the CPU; "
             "call hflow.backends.megatron.device.prepare('cpu') first"
         )
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(device))
 
 
 class _Nothing:
@@ -59,7 +64,10 @@ class _Nothing:
 
 
 class _CpuAsCuda:
-    """The members of `torch.cuda` that megatron uses, for one CPU; other members are torch's."""
+    """The members of `torch.cuda` that megatron uses, for one device; other members are torch's."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     Stream = Event = stream = device = _Nothing
 
@@ -71,7 +79,7 @@ class _CpuAsCuda:
         return self
 
     def current_device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.device(self._name)
 
     def is_available(self) -> bool:
         return False
@@ -106,10 +114,14 @@ class _CpuAsCuda:
 
 
 class _Rewrite(ast.NodeTransformer):
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._tensor_type = r"torch.\1" if device == "cpu" else rf"torch.{device}.\1"
+
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if not isinstance(node.value, str):
             return node
-        text = "cpu" if node.value == "cuda" else _TENSOR_TYPE.sub(r"torch.\1", node.value)
+        text = self._device if node.value == "cuda" else _TENSOR_TYPE.sub(self._tensor_type, node.value)
         return ast.copy_location(ast.Constant(text), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
@@ -121,7 +133,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-            return node.func.value
+            node.func.attr, node.args, node.keywords = "to", [ast.Constant(self._device)], []
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant):
                 keyword.value = ast.copy_location(ast.Constant(False), keyword.value)
@@ -131,20 +143,27 @@ class _Rewrite(ast.NodeTransformer):
 class _Loader(importlib.machinery.SourceFileLoader):
     """Compiles the rewritten source. Its byte code is not cached, as Python would use it for the original."""
 
+    def __init__(self, fullname: str, path: str, device: str) -> None:
+        super().__init__(fullname, path)
+        self._device = device
+
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        tree = _Rewrite().visit(ast.parse(self.get_data(path)))
+        tree = _Rewrite(self._device).visit(ast.parse(self.get_data(path)))
         code: CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, _NAME, _CpuAsCuda())
+        setattr(module, _NAME, _CpuAsCuda(self._device))
         super().exec_module(module)
         if module.__name__ in _AFTER:
             _AFTER[module.__name__](module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, device: str) -> None:
+        self.device = device
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -156,7 +175,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         if fullname in _AFTER or _TOUCHED.search(Path(loader.path).read_bytes()):
             assert spec is not None
-            spec.loader = _Loader(fullname, loader.path)
+            spec.loader = _Loader(fullname, loader.path, self.device)
         return spec
 
 
@@ -206,7 +225,7 @@ def _count_in_lists(module: ModuleType) -> None:
     namespace: Any = module
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        return tensor.cpu().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     namespace.maybe_move_tensor_to_cpu = moved
 

@@ -14,16 +14,16 @@ def prepare(name: str) -> torch.device:
     """Import megatron for a device, which is then the process's only one; safe to call again.
 
     Args:
-        name: `cpu` or `cuda`.
+        name: `cpu`, `cuda`, or another accelerator that torch knows.
 
     Raises:
         BackendError: if there is no such device, or megatron was imported without this function.
     """
     device = local_device(name)
-    if device.type == "cpu":
+    if device.type != "cuda":
         from hflow.backends.megatron import cpu_shim
 
-        cpu_shim.install()
+        cpu_shim.install(device.type)
     # Megatron uses the old names of some collectives.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     with warnings.catch_warnings():

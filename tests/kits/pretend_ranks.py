@@ -1,0 +1,103 @@
+"""Results of two ranks on the pretend accelerator, which a test compares with one process on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megatron_twins as twins
+import pretend_device
+import torch
+import torch.distributed as dist
+import torch_kit as kit
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+from hflow.backends.interface import RankPosition
+from hflow.backends.torch_model import fsdp
+from hflow.config.schema import LoraConfig
+
+CASES: dict[str, dict[str, Any]] = {
+    "mask": {"activation_checkpointing": True},
+    "seq-mean": {"dtype": "bf16"},
+    "group-mean": {"lora": LoraConfig(r=4, alpha=8)},
+}
+"""A train node of `torch_kit`, and changes of its model."""
+
+
+def move_to_device(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
+    """Move tensors in place. FSDP sets `tensor.data`, which torch allows for its own devices only."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device and not tensor.is_meta:
+            moved = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            torch.utils.swap_tensors(
+                tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+            )
+
+
+_fsdp_init._move_states_to_device = move_to_device
+
+
+def run(rank: int, directory: str) -> None:
+    """Train each case with FSDP2, infer and save; rank 0 writes metrics, weights, log-probs and waits."""
+    torch.set_num_threads(1)
+    fsdp.MIN_UNIT_BYTES = 0  # each layer is sharded by itself
+    with pretend_device.installed() as device:
+        store = dist.FileStore(f"{directory}/store", 2)
+        dist.init_process_group(device, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        results = {name: train(name, device, rank, Path(directory)) for name in CASES}
+        if rank == 0:
+            torch.save(results, f"{directory}/results.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+TWINS = (
+    twins.Twin("ppo", tensor=2, settings=twins.SP),
+    twins.Twin("sft", pipe=2, settings=twins.RECOMPUTED),
+    twins.Twin("experts", data=2, expert=2, budget=20),
+    twins.Twin("critic", context=2),
+)
+
+
+def run_megatron(rank: int, directory: str) -> None:
+    """Train each twin with megatron, and write metrics and weights of every rank."""
+    torch.set_num_threads(1)
+    with pretend_device.installed() as device:
+        from hflow.backends.megatron.device import prepare
+
+        prepare(device)
+        from hflow.backends.megatron.backend import MegatronModel
+
+        store = dist.FileStore(f"{directory}/store", 2)
+        dist.init_process_group(device, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        for twin in TWINS:
+            settings = twins.settings(twin, Path(directory) / "checkpoint")
+            model = MegatronModel(
+                dataclasses.replace(kit.SETTINGS, device=device, **settings),
+                RankPosition(dist.group.WORLD, twin.data, twin.tensor, twin.pipe, twin.context, twin.expert),
+            )
+            shards = twins.shards(twin.data, twin.heads.index(rank)) if rank in twin.heads else []
+            call, _ = twins.NODES[twin.node]
+            metrics = [model.train(call, shards, step) for step in twins.STEPS]
+            weights = {key: tensor.cpu().clone() for key, tensor in model.weights()}
+            torch.save((metrics, weights), f"{directory}/{twin.name}.{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def train(name: str, device: str, rank: int, directory: Path) -> Any:
+    batch = kit.make_batch(kit.LENGTHS)
+    model = kit.model(2, dist.group.WORLD, device=device, tokens_per_microbatch=20, **CASES[name])
+    shard = [kit.halves(batch)[rank]]
+    with pretend_device.host_syncs() as syncs:
+        metrics = model.train(kit.CALLS[name], shard, 5)
+    inferred = model.infer(kit.LOGPROBS, [batch])[0].columns["result"].values
+    model.save(str(directory / name))()
+    dist.barrier()  # the directory exists
+    model.save_shards(str(directory / name / "shards"))()
+    weights = {key: tensor.cpu().clone() for key, tensor in model.weights()}
+    return metrics, weights, inferred, [(sync.kind, sync.place) for sync in syncs]
