@@ -8,7 +8,9 @@ from hflow.config import RunConfig
 from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.graph.ir import Graph
 from hflow.launch.compile import Compiled
-from hflow.planner.backends import descriptor
+from hflow.launch.worker_setup import make_processes
+from hflow.planner.backends import ENGINES, descriptor, engine_kind
+from hflow.planner.ir import Replica
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -17,14 +19,38 @@ def refuse_unrunnable(compiled: Compiled) -> None:
     Raises:
         NotYetError: for a reason that `hflow plan` prints too.
         BackendError: for packages that are missing on this machine, or do not fit together.
+        RunError: if this is so on a machine that does not have the plan's GPUs.
     """
     for reason in compiled.plan.unrunnable:
         raise NotYetError(reason)
     for replica in compiled.plan.replicas:
         problem = descriptor(replica.backend).find_problem(compiled.plan.cluster.device)
         if problem is not None:
-            raise BackendError(f"{replica.name} uses {replica.backend}, but {problem}")
+            _refuse_missing_gpus(compiled)  # the cause of other problems where there are none
+            instead = _other_engine(replica, compiled.plan.cluster.device)
+            raise BackendError(f"{replica.name} uses {replica.backend}, but {problem}{instead}")
     check_packages(compiled.graph)
+
+
+def _refuse_missing_gpus(compiled: Compiled) -> None:
+    """Refuse a plan for GPUs on a machine that would start Ray and has too few."""
+    if compiled.plan.cluster.device == "cuda" and compiled.config.workers == "ray":
+        make_processes(compiled.plan).refuse_impossible()
+
+
+def _other_engine(replica: Replica, device: str) -> str:
+    """Return how to choose an engine that this machine can run; empty if there is none."""
+    if replica.role != "gen":
+        return ""
+    is_divided = replica.layout.num_shards > 1
+    able = (
+        name
+        for name in ENGINES
+        if name != replica.backend
+        and (engine_kind(name).traits.is_model_parallel or not is_divided)
+        and engine_kind(name).find_problem(device) is None
+    )
+    return next((f", or set models.{replica.model}.gen.engine={name}" for name in able), "")
 
 
 def check_packages(graph: Graph) -> None:

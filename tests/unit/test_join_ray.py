@@ -6,13 +6,20 @@ import asyncio
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from hflow.errors import RunError, WorkerFailureError
+from hflow.launch.compile import compile_recipe
+from hflow.launch.preflight import refuse_unrunnable
+from hflow.planner.backends import engine_kind
 from hflow.planner.ir import ClusterSpec
+
+GSM8K = Path(__file__).parents[2] / "recipes/gsm8k/grpo.py"
 
 
 def test_a_cluster_that_does_not_answer_is_a_mistake_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +61,11 @@ def test_a_cluster_that_this_machine_cannot_hold_is_refused_before_ray_is_starte
         assert not isinstance(error.value, WorkerFailureError)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert num_gpus() == 0
+    compiled = compile_recipe(GSM8K, ["setup=qwen2.5-0.5b-1x24g"])
+    absent = replace(engine_kind("vllm"), packages=("an_absent_package",))
+    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: absent)
+    with pytest.raises(RunError, match="=rtx-4090-1x1 needs 1 GPU, but this machine has 0;"):
+        refuse_unrunnable(compiled)  # before the package, which would not help
     assert said == []
 
 

@@ -233,6 +233,21 @@ def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyP
         refuse_unrunnable(compiled)
 
 
+def test_an_engine_that_is_missing_names_one_that_is_not(monkeypatch: pytest.MonkeyPatch):
+    kinds = {name: engine_kind(name) for name in ("embedded", "vllm")}
+    kinds["vllm"] = replace(kinds["vllm"], packages=("an_absent_package",), install="pip install it")
+    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: kinds.get(name, kinds["embedded"]))
+    with pytest.raises(BackendError) as error:
+        refuse_unrunnable(compile_recipe(GRPO, ["models.actor.gen.engine=vllm"]))
+    assert str(error.value) == (
+        "actor@gen uses vllm, but an_absent_package is not installed; pip install it, or set "
+        "models.actor.gen.engine=embedded"
+    )
+    tensor = ["models.actor.gen.engine=vllm", "models.actor.gen.layout=t2"]
+    with pytest.raises(BackendError, match=r"pip install it$"):  # embedded has no tensor ranks
+        refuse_unrunnable(compile_recipe(GRPO, tensor))
+
+
 # ------------------------------------------------------------------- versions
 
 

@@ -98,9 +98,11 @@ class RayActors:
             except ConnectionError:
                 raise _no_cluster(cluster) from None
         elif address is None and cluster.device == "cuda" and (available := num_gpus()) < cluster.num_devices:
+            num = cluster.num_devices
             raise RunError(
-                f"cluster={cluster.name} needs {cluster.num_devices} GPUs, but this machine has {available}; "
-                f"`hflow plan` works here, and cluster=cpu-1x{min(2, cluster.num_devices)} runs"
+                f"cluster={cluster.name} needs {num} GPU{'s' * (num > 1)}, but this machine has {available}; "
+                f"`hflow plan` works here, and cluster=cpu-1x{min(2, num)} runs models that are small enough "
+                "for CPUs, such as that of `hflow run grpo`"
             )
 
     def actors(self, num_devices: int) -> list[Any]:
