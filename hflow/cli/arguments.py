@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hflow.errors import ConfigError
-from hflow.shipped import find_recipe, is_recipe_file
+from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 
 OVERRIDES = (
     "Keys of the configuration to change, such as steps=10, models.actor.optim.lr=3e-4 or "
@@ -39,6 +39,11 @@ def recipe_file(recipe: str) -> str:
             f"warning: {recipe} is the recipe that comes with hflow; for the file here write {own}", err=True
         )
     return str(file)
+
+
+def recipe_name(file: str) -> str:
+    """Return what a user calls a recipe's file: the name of a shipped recipe, else the file."""
+    return next((name for name, path in shipped_recipes().items() if str(path) == file), file)
 
 
 def optional_recipe_file(recipe: str | None) -> str | None:

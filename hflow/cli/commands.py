@@ -50,7 +50,9 @@ app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custo
     new_command.new
 )
 
-app.command(epilog=_examples("nodes", "nodes actor_train", "nodes rewards.math --json"))(nodes_command.nodes)
+app.command(epilog=_examples("nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json"))(
+    nodes_command.nodes
+)
 
 app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plan_commands.check)
 

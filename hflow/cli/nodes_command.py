@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from hflow import launch
-from hflow.report.nodes_text import render_node, render_nodes
+from hflow.cli.arguments import recipe_file
+from hflow.errors import ConfigError
+from hflow.launch import CatalogNode
+from hflow.report.nodes_text import render_node, render_nodes, render_recipe_nodes
+from hflow.shipped import is_recipe_file, shipped_recipes
 from hflow.terminal import print_json, show
+
+FIRST = (
+    "A ready node, such as actor_train, or a recipe: the name of a shipped one or a Python file. Default: "
+    "list all ready nodes."
+)
 
 
 def nodes(
+    subject: Annotated[
+        str | None, typer.Argument(metavar="NAME|RECIPE", help=FIRST, show_default=False)
+    ] = None,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="A node, such as actor_train. Default: list all.", show_default=False
-        ),
+        typer.Argument(metavar="NAME", help="A node of the recipe. Default: list all.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the ready nodes and rewards, or all that can be set of one."""
-    if name is None:
-        found = launch.ready_nodes()
-        if json:
-            print_json([node.to_json() for node in found])
+    """List the ready nodes and rewards, or those of a recipe, or all that can be set of one."""
+    if subject is None:
+        _show_all(launch.ready_nodes(), render_nodes, json)
+    elif is_recipe_file(subject) or subject in shipped_recipes():
+        found = launch.recipe_nodes(recipe_file(subject), name)
+        if name is None:
+            _show_all(found, partial(render_recipe_nodes, subject), json)
         else:
-            show(render_nodes(found))
-        return
-    node = launch.ready_node(name)
+            _show_one(found[0], json)
+    elif name is not None:
+        raise ConfigError(f"{subject} is not a recipe, which {name} could be a node of; name its .py file")
+    else:
+        _show_one(launch.ready_node(subject), json)
+
+
+def _show_all(
+    found: Sequence[CatalogNode], render: Callable[[Sequence[CatalogNode]], RenderableType], json: bool
+) -> None:
+    if json:
+        print_json([node.to_json() for node in found])
+    else:
+        show(render(found))
+
+
+def _show_one(node: CatalogNode, json: bool) -> None:
     if json:
         print_json(node.to_json())
     else:

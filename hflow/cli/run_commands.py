@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hflow import launch
-from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
+from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, recipe_name, split_recipe
 from hflow.cli.exit_codes import DIFFERENT, RunStopped
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
@@ -59,7 +59,10 @@ def run(
         if plan is not None or cfg:
             raise ConfigError("--resume continues the plan of the run; remove --plan and --cfg")
         if recipe is not None:
-            raise ConfigError(f"--resume continues the recipe of the run; remove {recipe}")
+            raise ConfigError(
+                f"--resume continues {resume} with the recipe that it has; remove the recipe "
+                f"{recipe_name(recipe)}"
+            )
         _show_start(f"reading {resume}")
         _finish(launch.resume(resume, changes, live))
     elif plan is not None:

@@ -22,7 +22,7 @@ from hflow.launch.ledger_queries import (
     why_texts,
 )
 from hflow.launch.new_recipe import NewRecipe, new_recipe
-from hflow.launch.node_catalog import ReadyNode, ready_node, ready_nodes
+from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
 from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
 from hflow.launch.run_report import read_report
 from hflow.launch.size import Target, size
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SAMPLE_COLUMNS",
+    "CatalogNode",
     "Compiled",
     "EvaluationOptions",
     "NewRecipe",
-    "ReadyNode",
     "Target",
     "check",
     "compare_plans",
@@ -61,6 +61,7 @@ __all__ = [
     "read_report",
     "ready_node",
     "ready_nodes",
+    "recipe_nodes",
     "resume",
     "run",
     "run_plan",

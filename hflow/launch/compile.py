@@ -11,7 +11,7 @@ from hflow.config import DataConfig, ModelConfig, RunConfig, load_config_and_key
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys, override_values
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
-from hflow.graph.ir import Graph, RecipeSpec
+from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_request import plan_request
@@ -134,6 +134,17 @@ def read_recipe(
     """
     config, _, graph, loaded = _read(recipe, overrides, config)
     return config, graph, loaded.bodies(_options(graph))
+
+
+def read_nodes(recipe: str | Path) -> tuple[Recipe, dict[str, NodeSpec]]:
+    """Return a recipe, and its nodes by name with the values of its configuration.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    config, _, _, loaded = _read(recipe, (), None)
+    return loaded, {node.name: node for node in apply_overrides(loaded.spec(), config.nodes).nodes}
 
 
 def _options(graph: Graph) -> dict[str, dict[str, Any]]:

@@ -1,16 +1,20 @@
-"""The ready nodes of `hflow.nodes` and `hflow.rewards`, read from their signatures and docstrings."""
+"""Ready nodes (`hflow.nodes`, `hflow.rewards`) and nodes of a recipe, from signatures and docstrings."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hflow import nodes, rewards
 from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.first_pass import first_pass_of
 from hflow.errors import RecipeError, nearest
+from hflow.graph.ir import NodeSpec
+from hflow.graph.source_location import definition_location
+from hflow.launch.compile import read_nodes
 from hflow.types import Unit
 
 UNITS = {
@@ -46,11 +50,11 @@ class NodeOption:
 
 
 @dataclass(frozen=True)
-class ReadyNode:
-    """A node that a recipe can use as it is."""
+class CatalogNode:
+    """A ready node, or a node of a recipe."""
 
     name: str
-    """As recipes write it, such as `nodes.actor_train`."""
+    """As recipes write it, such as `nodes.actor_train`; in a recipe, its own name."""
     kind: str
     """Its decorator."""
     level: str
@@ -64,13 +68,20 @@ class ReadyNode:
     outputs: tuple[NodeField, ...]
     knobs: tuple[NodeOption, ...]
     options: tuple[NodeOption, ...]
+    function: str = ""
+    """Of a recipe's node: the function that it runs, and where it is. Nodes may share one."""
+
+    @property
+    def config_name(self) -> str:
+        """NAME of its keys `nodes.NAME.KNOB`."""
+        return self.name.rpartition(".")[2]
 
     def to_json(self) -> dict[str, Any]:
         """Return the node as plain values."""
         return asdict(self)
 
 
-def ready_nodes() -> list[ReadyNode]:
+def ready_nodes() -> list[CatalogNode]:
     """Return all ready nodes: those of `hflow.nodes`, then those of `hflow.rewards`."""
     found = []
     for module in (nodes, rewards):
@@ -81,7 +92,7 @@ def ready_nodes() -> list[ReadyNode]:
     return found
 
 
-def ready_node(name: str) -> ReadyNode:
+def ready_node(name: str) -> CatalogNode:
     """Return a ready node.
 
     Args:
@@ -96,10 +107,50 @@ def ready_node(name: str) -> ReadyNode:
             return node
     names = [node.name.partition(".")[2] for node in known]
     hint = nearest(name.rpartition(".")[2], names)
-    raise RecipeError(f"there is no ready node {name!r}{hint or '; hflow nodes lists them'}")
+    raise RecipeError(
+        f"there is no ready node {name!r}{hint or '; hflow nodes lists them'}. A recipe's own: hflow nodes "
+        "RECIPE NAME"
+    )
 
 
-def _read(name: str, node: Definition[..., Any]) -> ReadyNode:
+def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNode]:
+    """Return the nodes of a recipe in its order, with the values of its configuration.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        name: return only the node with this name; None: all.
+
+    Raises:
+        RecipeError: for an error in the recipe, or if it has no such node.
+        ConfigError: for an error in its configuration.
+    """
+    loaded, specs = read_nodes(recipe)
+    if name is not None and name not in specs:
+        known = [node.name for node in loaded.nodes]
+        hint = nearest(name, known) or f"; it has {', '.join(known)}"
+        raise RecipeError(f"{recipe} has no node {name!r}{hint}")
+    return [
+        _with_values(_read(node.name, node), specs[node.name], node)
+        for node in loaded.nodes
+        if name in (None, node.name)
+    ]
+
+
+def _with_values(node: CatalogNode, spec: NodeSpec, definition: Definition[..., Any]) -> CatalogNode:
+    """Return a node of a recipe with the values that its configuration gives it."""
+    values = {**dict(spec.options), **spec.knob_values, "every": spec.every, "group": spec.group}
+    body, place = definition.body, definition_location(definition.body)
+    package, _, module = body.__module__.partition(".")
+    own = f"{body.__name__}, {Path(place.file).name}:{place.line}"
+    return replace(
+        node,
+        knobs=tuple(replace(knob, default=values[knob.name]) for knob in node.knobs),
+        options=tuple(replace(one, default=values.get(one.name, one.default)) for one in node.options),
+        function=f"{module.partition('.')[0]}.{body.__name__}" if package == "hflow" else own,
+    )
+
+
+def _read(name: str, node: Definition[..., Any]) -> CatalogNode:
     doc = inspect.getdoc(node.body) or ""
     arguments = _arguments(doc)
     if function := first_pass_of(node.body):
@@ -107,7 +158,7 @@ def _read(name: str, node: Definition[..., Any]) -> ReadyNode:
     of_decorator = _arguments(inspect.getdoc(type(node.kind).__init__) or "")
     accepted = inspect.signature(type(node.kind).__init__).parameters
     description = _description(doc)
-    return ReadyNode(
+    return CatalogNode(
         name=name,
         kind=node.kind.verb,
         level=node.kind.node_level.value,

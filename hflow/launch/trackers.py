@@ -145,6 +145,7 @@ class MlflowTracker(Tracker):
         if known is not None:
             self._run_id = known
             client.update_run(known, status="RUNNING")
+            self._tag_changes(run.config)
             return
         experiment = client.get_experiment_by_name(run.name)
         experiment_id = client.create_experiment(run.name) if experiment is None else experiment.experiment_id
@@ -153,6 +154,23 @@ class MlflowTracker(Tracker):
         for start in range(0, len(params), PARAMS_PER_BATCH):
             client.log_batch(self._run_id, params=params[start : start + PARAMS_PER_BATCH])
         _write_id(run.directory, "mlflow", self._run_id)
+
+    def _tag_changes(self, config: Mapping[str, Any]) -> None:
+        """Set a tag for each value that a resume changed: MLflow's parameters cannot change.
+
+        A tag of an earlier resume takes the present value.
+        """
+        from mlflow.entities import RunTag
+
+        data = self._client.get_run(self._run_id).data
+        texts = {key: str(value)[:MAX_PARAM] for key, value in config.items()}
+        tags = [
+            RunTag(f"{CHANGED_TAG}{key}", text)
+            for key, text in texts.items()
+            if data.tags.get(f"{CHANGED_TAG}{key}", data.params.get(key)) != text
+        ]
+        for start in range(0, len(tags), PARAMS_PER_BATCH):
+            self._client.log_batch(self._run_id, tags=tags[start : start + PARAMS_PER_BATCH])
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step."""
@@ -174,6 +192,8 @@ class MlflowTracker(Tracker):
 MAX_PARAM = 6000
 """Characters of the longest parameter that MLflow stores."""
 PARAMS_PER_BATCH = 100
+CHANGED_TAG = "resumed."
+"""How the tags begin that have the values which a resume has changed, as in `resumed.steps`."""
 MLFLOW_STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """How a run ended -> MLflow's word for it."""
 

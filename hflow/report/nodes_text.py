@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hflow.launch.node_catalog import NodeField, NodeOption, ReadyNode
+    from hflow.launch.node_catalog import CatalogNode, NodeField, NodeOption
 
 
-def render_nodes(nodes: Sequence[ReadyNode]) -> RenderableType:
+def render_nodes(nodes: Sequence[CatalogNode]) -> RenderableType:
     """Return a row for each node: name, kind, and what it does, in the order of a recipe."""
     table = Table.grid(padding=(0, 2))
     for section, title in _SECTIONS.items():
@@ -23,6 +23,16 @@ def render_nodes(nodes: Sequence[ReadyNode]) -> RenderableType:
                 table.add_row(f"  {node.name}", f"{node.kind} per {node.level}", Text(node.summary))
     more = Text("hflow nodes NAME lists the inputs, outputs and options of one", style="dim")
     return Group(table, Text(), more)
+
+
+def render_recipe_nodes(recipe: str, nodes: Sequence[CatalogNode]) -> RenderableType:
+    """Return a row for each node of a recipe, in its order: name, kind, function, and what it does."""
+    table = Table.grid(padding=(0, 2))
+    for node in nodes:
+        kind = f"{node.kind} per {node.level}"
+        table.add_row(Text(node.name, style="bold"), kind, Text(node.function), Text(node.summary))
+    more = f"hflow nodes {recipe} NAME lists the inputs, outputs and options of one, with their values"
+    return Group(table, Text(), Text(more, style="dim"))
 
 
 _SECTIONS = {
@@ -36,20 +46,21 @@ _SECTIONS = {
 """Kind of node, or `rewards`, and its title."""
 
 
-def _section(node: ReadyNode) -> str:
+def _section(node: CatalogNode) -> str:
     return "rewards" if node.name.startswith("rewards.") else node.kind
 
 
-def render_node(node: ReadyNode) -> RenderableType:
+def render_node(node: CatalogNode) -> RenderableType:
     """Return a node with its inputs, outputs, knobs and options."""
+    function = f"  {node.function}" if node.function else ""
     parts: list[RenderableType] = [
-        Text.assemble((node.name, "bold"), f"  {node.kind} per {node.level}"),
-        Text(node.description),
+        Text.assemble((node.name, "bold"), f"  {node.kind} per {node.level}{function}"),
+        *([Text(node.description)] if node.description else []),
     ]
     parts += _fields("reads", [*node.inputs, *node.provided])
     parts += _fields("returns", node.outputs)
-    name = node.name.partition(".")[2]
-    parts += _options(f"knobs, as nodes.{name}.KNOB=VALUE", node.knobs)
+    title = f"knobs, as nodes.{node.config_name}.KNOB=VALUE"
+    parts += _options(f"{title}; for this node alone" if function else title, node.knobs)
     parts += _options(f"options of @{node.kind}", node.options)
     return Group(*parts)
 

@@ -112,6 +112,9 @@ def test_mlflow_continues_one_run(tracked: Tracked, monkeypatch: pytest.MonkeyPa
     history = client.get_metric_history(found.info.run_id, "actor_train/loss")
     assert [(metric.step, metric.value) for metric in history] == list(enumerate(losses(summary), 1))
     assert (found.info.status, found.data.params["batch"]) == ("FINISHED", "4")
+    assert found.data.params["steps"] == "2", "MLflow's parameters cannot change"
+    changed = {key: value for key, value in found.data.tags.items() if key.startswith("resumed.")}
+    assert changed == {"resumed.steps": "4"}
 
 
 def test_mlflow_logs_to_a_local_database(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_commands_and_options_do_not_change():
         ],
         "export": ["--dtype", "--model", "directory", "target"],
         "new": ["--chat", "directory", "recipe"],
-        "nodes": ["--json", "name"],
+        "nodes": ["--json", "name", "subject"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
         "profile": ["--device", "--out"],
         "report": ["--html", "run"],
@@ -149,6 +149,26 @@ def test_check_prints_the_graph(good: str, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith("recipe small: ")
     assert all(name in out for name in ("actor_gen", "score", "group_advantage", "actor_train"))
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "mine/own.py"])
+def test_a_resume_names_the_recipe_that_it_does_not_take(recipe: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "run", recipe, "--resume", "earlier", "steps=3") == 2
+    assert (
+        "continues earlier with the recipe that it has; remove the recipe " + recipe
+        in capsys.readouterr().err
+    )
+
+
+def test_nodes_lists_those_of_a_recipe(good: str, monkeypatch, capsys):
+    assert hflow(monkeypatch, "nodes", good) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("actor_gen", "score", "group_advantage"))
+    assert hflow(monkeypatch, "nodes", good, "actor_train", "--json") == 0
+    (clip,) = [knob for knob in json.loads(capsys.readouterr().out)["knobs"] if knob["name"] == "clip"]
+    assert clip["default"] == 0.2
+    assert hflow(monkeypatch, "nodes", "actor_train", "score") == 2
+    assert "actor_train is not a recipe" in capsys.readouterr().err
 
 
 def test_plan_prints_a_page(good: str, monkeypatch, capsys):
@@ -216,7 +236,7 @@ def test_different_plans_exit_with_1(good: str, lock: str, monkeypatch, capsys):
         "subject": "num_steps",
         "before": "7",
         "after": "8",
-        "effect": "new",
+        "effect": "same",
     }
 
 

@@ -11,13 +11,44 @@ from rich.console import Console
 
 from hflow.config import RunConfig
 from hflow.dsl import overridable_keys
-from hflow.errors import ConfigError
-from hflow.launch import compose_recipe, new_recipe, ready_node, ready_nodes
+from hflow.errors import ConfigError, RecipeError
+from hflow.launch import compose_recipe, new_recipe, ready_node, ready_nodes, recipe_nodes
 from hflow.launch.compile import read_recipe
-from hflow.report.nodes_text import render_nodes
+from hflow.report.nodes_text import render_node, render_nodes, render_recipe_nodes
 from hflow.shipped import find_recipe, shipped_recipes
 from hflow.testing import try_recipe
 
+OWN = '''from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+heldout = Dataset("heldout", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str, *, tolerance: float = 0.25) -> float:
+    """Return how near a completion is.
+
+    Args:
+        completion: of the model.
+        answer: of the row.
+        tolerance: accepted distance.
+    """
+    return float(completion == answer)
+
+
+recipe = Recipe(
+    "mine",
+    data,
+    [
+        use(nodes.sft_view, actor),
+        use(nodes.sft_train, actor),
+        use(nodes.actor_gen, actor, name="eval_gen", data=heldout, max_tokens=4),
+        use(score, on="eval_gen"),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+    ],
+)
+'''
 OFTEN = ["ppo", "custom/retrieval", "gsm8k/grpo_7b"]
 NAMES = ["dapo", "distill", "tool_agent", "custom/llm_judge"]
 
@@ -94,6 +125,29 @@ def test_every_ready_node_is_listed_once() -> None:
     nodes = ready_nodes()
     text = "".join(part.text for part in Console(width=200).render(render_nodes(nodes)))
     assert sorted(re.findall(r"^  ((?:nodes|rewards)\.\w+)", text, re.M)) == sorted(n.name for n in nodes)
+
+
+def test_nodes_of_a_recipe_have_the_values_of_its_configuration(tmp_path: Path) -> None:
+    """Two nodes with one function have knobs of their own."""
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(OWN)
+    recipe.with_suffix(".yaml").write_text("nodes:\n  score: {tolerance: 0.5}\n  eval_gen: {every: 7}\n")
+    nodes = {node.name: node for node in recipe_nodes(recipe)}
+    assert list(nodes) == ["sft_view", "sft_train", "eval_gen", "score", "accuracy"]
+    score, accuracy = nodes["score"], nodes["accuracy"]
+    assert score.function == accuracy.function == "score, mine.py:8"
+    assert nodes["eval_gen"].function == "nodes.actor_gen"
+    assert score.summary == "Return how near a completion is."
+    assert [(k.name, k.default, k.meaning) for k in score.knobs] == [("tolerance", 0.5, "accepted distance.")]
+    assert [knob.default for knob in accuracy.knobs] == [0.25]
+    assert next(option.default for option in nodes["eval_gen"].options if option.name == "every") == 7
+    text = "".join(part.text for part in Console(width=200).render(render_node(accuracy)))
+    assert "knobs, as nodes.accuracy.KNOB=VALUE; for this node alone" in text
+    text = "".join(part.text for part in Console(width=200).render(render_recipe_nodes("mine.py", [score])))
+    assert "score  compute per sample  score, mine.py:8  Return how near a completion is." in text
+    assert recipe_nodes(recipe, "accuracy") == [accuracy]
+    with pytest.raises(RecipeError, match=r"has no node 'scroe'; did you mean 'score'\?"):
+        recipe_nodes(recipe, "scroe")
 
 
 def test_a_ready_node_is_described_by_its_signature_and_docstring() -> None:
