@@ -16,10 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hflow.errors import BackendError
-from hflow.types.attention_kernel import AttentionKernel, decode_kernel, flash_attn_version, packed_kernel
+from hflow.types.attention_kernel import (
+    AttentionKernel,
+    decode_kernel,
+    flash_attn_package,
+    flash_attn_version,
+    packed_kernel,
+)
 
 num_calls: Counter[AttentionKernel] = Counter()
 """Calls of each kernel in this process, without the recomputations inside of kernels."""
@@ -55,7 +60,7 @@ def varlen_attention(
     longest: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """Compute causal attention within each of S sequences: q `[T, H, d]`, k and v `[K, G, d]` -> `[T, H, d]`.
+    """Compute causal attention within each of S sequences: q `[T, H, d]`, k `[K, G, d]` -> `[T, H, w]`.
 
     The last query of a sequence attends to all of its keys, the one before it to all but the last, and so on.
 
@@ -63,16 +68,19 @@ def varlen_attention(
         kernel: `FLASH_ATTN` or `VARLEN`.
         q: queries.
         k: keys.
-        v: values.
+        v: values `[K, G, w]`; w is at most d, and smaller in latent attention.
         cumulative: int32 `[S + 1]` both: where the queries, and where the keys of each sequence begin.
         longest: most queries, and most keys of a sequence.
         scaling: factor of the scores; None for `d ** -0.5`.
     """
     num_calls[kernel] += 1
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the kernels have one head size
+        v = pad(v, (0, q.shape[-1] - width))
     if kernel is AttentionKernel.FLASH_ATTN:
         flash = _flash_attn()
         out: Tensor = flash(q, k, v, *cumulative, *longest, softmax_scale=scaling, causal=True)
-        return out
+        return out[..., :width]
     assert kernel is AttentionKernel.VARLEN
     grouped: dict[str, Any] = {}
     if _VARLEN_GROUPS_QUERIES:
@@ -81,7 +89,7 @@ def varlen_attention(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     attended = varlen_attn(q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(attended, Tensor)
-    return attended
+    return attended[..., :width]
 
 
 def padded_attention(
@@ -142,11 +150,4 @@ def _flash_attn() -> Any:
     Raises:
         BackendError: if the package was built for another torch.
     """
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except (ImportError, OSError) as error:
-        raise BackendError(
-            f"flash-attn {flash_attn_version()} cannot be imported with torch {torch.__version__}: "
-            f"{str(error).splitlines()[0]}. Install a build for this torch, or uninstall flash-attn"
-        ) from None
-    return flash_attn_varlen_func
+    return flash_attn_package().flash_attn_varlen_func

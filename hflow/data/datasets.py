@@ -111,6 +111,22 @@ def open_dataset(settings: DataSettings, columns: Mapping[str, Unit]) -> RowSour
     return source
 
 
+def check_columns(settings: DataSettings, columns: Mapping[str, Unit]) -> None:
+    """Check the first row of each file that is on this machine, without opening the whole dataset.
+
+    Raises:
+        DataError: for a file without the declared columns, as `open_dataset` raises.
+    """
+    for source in settings.sources or (settings,):
+        schema = RowSchema(columns, source.names, source.key)
+        paths = (source.path,) if isinstance(source.path, str) else source.path or ()
+        for pattern in paths:
+            names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+            for file in map(Path, sorted(names)):
+                if file.is_file() and file.suffix in _FILES:
+                    _FILES[file.suffix].check_columns(file, schema)
+
+
 def check_rows(settings: DataSettings, source: RowSource) -> None:
     """Check the first rows of each file, so that most mistakes are found before a run, and not during it.
 
@@ -189,7 +205,7 @@ class _FirstRows:
         return self._source.row(index)
 
 
-_FILES: Mapping[str, Callable[[Path, RowSchema], RowSource]] = {
+_FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {
     ".jsonl": JsonLines,
     ".parquet": Parquet,
 }

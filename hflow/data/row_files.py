@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,7 @@ class JsonLines:
             self._file = path.open("rb")
             self._starts, self._ends = self._find_lines(self._file.fileno(), path.stat().st_size)
         except OSError as error:
-            raise DataError(
-                f"{path} cannot be read: {error.strerror or error}; set {schema.key}.path to another file"
-            ) from error
+            raise _unreadable(path, schema, error) from error
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -59,14 +59,24 @@ class JsonLines:
                 f"{where} has {end - start:,} bytes; rows have at most {MAX_ROW_BYTES:,}. Write one object "
                 "per line."
             )
-        line = os.pread(self._file.fileno(), end - start, start)
+        return _parsed(os.pread(self._file.fileno(), end - start, start), self._schema, where)
+
+    @classmethod
+    def check_columns(cls, path: Path, schema: RowSchema) -> None:
+        """Check the first row of a file.
+
+        Raises:
+            DataError: as `row`, and if the file cannot be read.
+        """
         try:
-            value = parse_json(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); write one object per line") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{where} is a {type(value).__name__}; write one JSON object per line")
-        return self._schema.row(value, where)
+            with path.open("rb") as file:
+                line = b"\n"
+                while line and len(line.removesuffix(b"\n")) < cls._SHORTEST_ROW:
+                    line = file.readline(MAX_ROW_BYTES + 1)
+        except OSError as error:
+            raise _unreadable(path, schema, error) from error
+        if 0 < len(line) <= MAX_ROW_BYTES:
+            _parsed(line, schema, f"{path} row 0")
 
     @classmethod
     def _find_lines(cls, descriptor: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -85,6 +95,36 @@ class JsonLines:
         return starts[is_row], ends[is_row]
 
 
+def _unreadable(path: Path, schema: RowSchema, error: OSError) -> DataError:
+    reason = error.strerror or error
+    return DataError(f"{path} cannot be read: {reason}; set {schema.key}.path to another file")
+
+
+def _parsed(line: bytes, schema: RowSchema, where: str) -> dict[str, Any]:
+    """Return the declared columns of a line.
+
+    Raises:
+        DataError: if the line is not a JSON object or lacks a declared column.
+    """
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}); write one object per line") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is a {type(value).__name__}; write one JSON object per line")
+    return schema.row(value, where)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what pyarrow raises for a file into a `DataError`."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path} cannot be read as Parquet: {reason}; restore the file") from error
+
+
 class Parquet:
     """Rows of a Parquet file. The declared columns are kept in memory as Arrow arrays."""
 
@@ -96,13 +136,15 @@ class Parquet:
         """
         self._path = path
         self._schema = schema
-        try:
+        self.check_columns(path, schema)
+        with _readable(path):
+            self._table = pq.read_table(path, columns=schema.source_columns, memory_map=True)
+
+    @staticmethod
+    def check_columns(path: Path, schema: RowSchema) -> None:
+        """Check that a file has the declared columns. Raises as the constructor."""
+        with _readable(path):
             names = pq.read_schema(path).names
-            columns = [name for name in schema.source_columns if name in names]
-            self._table = pq.read_table(path, columns=columns, memory_map=True)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise DataError(f"{path} cannot be read as Parquet: {reason}; restore the file") from error
         schema.check(names, str(path))
 
     def __len__(self) -> int:

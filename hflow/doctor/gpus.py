@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from hflow.doctor.finding import Finding
 from hflow.planner.hardware import GIB
-from hflow.workers.real_devices import cuda_problem
+from hflow.types.attention_kernel import flash_attn_version
+from hflow.workers.real_devices import (
+    BF16_CAPABILITY,
+    build_problem,
+    capability_of,
+    cuda_problem,
+    flash_attn_problem,
+)
 
 MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
@@ -51,6 +58,7 @@ def check_cuda() -> Iterator[Finding]:
 def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check driver, torch, GPUs and the host for a run on some of a machine's GPUs."""
     yield _check_torch(gpus)
+    yield from _check_kernels(wanted)
     yield from check_listed_gpus(gpus, wanted)
     yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
     yield check_host_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus)
@@ -129,3 +137,29 @@ def _check_torch(gpus: Sequence[Gpu]) -> Finding:
         return Finding("gpu", "torch", True, detail)
     fix = f"update NVIDIA's driver to one for CUDA {torch.version.cuda}, or install an older build of torch"
     return Finding("gpu", "torch", False, f"{detail}: {problem}", fix)
+
+
+def _check_kernels(wanted: int) -> Iterator[Finding]:
+    """Check that torch and flash-attn have kernels for the first GPUs."""
+    import torch
+
+    if cuda_problem():
+        return  # `_check_torch` reports it
+    for index in range(min(wanted, torch.cuda.device_count())):
+        device = torch.cuda.get_device_properties(index)
+        yield check_capability(index, device.name, capability_of(device))
+    if flash_attn_version() is not None:
+        fix = "install a build of flash-attn for this torch, or uninstall it"
+        problem = flash_attn_problem()
+        detail = problem or f"flash-attn {flash_attn_version()} can be imported"
+        yield Finding("gpu", "flash-attn", not problem, detail, fix)
+
+
+def check_capability(index: int, name: str, capability: tuple[int, int]) -> Finding:
+    """Check that torch has kernels for a GPU, and that it computes in bf16."""
+    if problem := build_problem(name, capability):
+        fix = "install a build of torch for this GPU: https://pytorch.org/get-started/locally"
+        return Finding("gpu", f"kernels {index}", False, problem, fix)
+    detail = f"compute capability {capability[0]}.{capability[1]}"
+    fix = "train in fp32, models.NAME.dtype=fp32, or use a newer GPU"
+    return Finding("gpu", f"kernels {index}", capability >= BF16_CAPABILITY, detail, fix, required=False)

@@ -13,6 +13,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
+from hflow.launch.data_settings import check_data, replaced_data_warnings
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_shown
@@ -103,6 +104,8 @@ def compile_recipe(
     is_decided = config is not None
     config, set_keys, graph, loaded = _read(recipe, overrides, config)
     request = replace(plan_request(config, graph, recipe), engines=engines or {})
+    replaced = () if is_decided else tuple(replaced_data_warnings(config, graph, recipe, overrides))
+    request = replace(request, warnings=(*request.warnings, *replaced))
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
@@ -110,7 +113,8 @@ def compile_recipe(
         candidates = found.candidates
         config = with_choices(config, found.overrides)
         chosen = plan_request(config, graph, recipe)
-        request = replace(chosen, engines=request.engines, warnings=(*chosen.warnings, *found.warnings))
+        warnings = *chosen.warnings, *replaced, *found.warnings
+        request = replace(chosen, engines=request.engines, warnings=warnings)
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
@@ -169,6 +173,7 @@ def _read(
     graph = build_graph(bound)
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
+    check_data(config, graph)
     check_shown(config.report.show, graph)
     check_trackers(config.report)
     return config, set_keys, graph, loaded

@@ -20,6 +20,7 @@ from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import RecipeSpec
 from hflow.launch.compile import Compiled, check_names
+from hflow.launch.data_settings import check_data
 from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.model_fit import check_model_fit
@@ -147,6 +148,7 @@ def compile_evaluation(
     graph = build_graph(reduced)
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
+    check_data(config, graph)
     plan = compile_plan(graph, plan_request(config, graph, recipe))
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
 

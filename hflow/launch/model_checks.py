@@ -10,11 +10,13 @@ from hflow.backends.common.sharded_checkpoint import check_shards
 from hflow.backends.hf_config import max_length, read_config, translate_errors
 from hflow.backends.interface import SHARDS
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import ConfigError, DataError
+from hflow.errors import BackendError, ConfigError, DataError
 from hflow.graph.ir import NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.launch.plan_request import is_library_node
-from hflow.planner.backends import training_backend
+from hflow.planner.backends import engine_kind, training_backend
+from hflow.planner.ir import Plan, Replica
+from hflow.types.attention_kernel import flash_attn_version, head_size_problem, packed_kernel
 from hflow.workers.interface import WorkerSetup
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     for replica in compiled.plan.replicas:
         if replica.role != "gen" and (check := training_backend(replica.backend).check_model) is not None:
             check(setup.models[replica.model], configs[replica.model])
+        _check_head_size(replica, compiled.plan, configs[replica.model])
     sources = [node.spec for node in compiled.graph.nodes if node.spec.opens_stream]
     for model in dict.fromkeys(model for source in sources for model in source.models):
         _check_vocabulary(model, setup, configs[model])
@@ -46,6 +49,20 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
             _check_max_tokens(source, configs)
         if is_library_node(source, "chat_gen"):
             _check_chat_template(source, setup)
+
+
+def _check_head_size(replica: Replica, plan: Plan, config: PreTrainedConfig) -> None:
+    """Refuse heads that the replica's attention kernel cannot compute, of families that the planner lacks."""
+    if replica.model in dict(plan.shapes) or (
+        replica.role == "gen" and engine_kind(replica.backend).has_own_attention
+    ):
+        return
+    has_flash_attn = flash_attn_version() is not None
+    kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if problem := head_size_problem(kernel, size):
+        model = replica.model
+        raise BackendError(f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture")
 
 
 def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:

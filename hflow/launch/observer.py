@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hflow.config.schema import ReportConfig
 from hflow.launch.engine_gap_warning import EngineGapWarning
+from hflow.launch.evaluation_warning import EvaluationWarning
+from hflow.launch.no_gradient_warning import NoGradientWarning
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.metrics import Metric, find_metric
@@ -21,6 +22,7 @@ from hflow.runtime.events import Refusal
 from hflow.runtime.execution import step_metrics as metrics
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.metrics_log import MetricsLog
+from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.sample_text_files import write_samples
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
@@ -43,7 +45,7 @@ class RunObserver:
         display: shows some of the metrics.
         report: which metrics these are, and what to warn of; None: the defaults.
         checkpoints: learns the metrics, of which one may choose the best checkpoint.
-        samples: directory of the texts of samples; None: they are not written.
+        directory: the run's; None: texts of samples are not written.
         observers: trackers, and the recipe's observers.
     """
 
@@ -55,19 +57,24 @@ class RunObserver:
         display: Display,
         report: ReportConfig | None = None,
         checkpoints: Checkpoints | None = None,
-        samples: Path | None = None,
+        directory: RunDirectory | None = None,
         observers: ObserverThread | None = None,
     ) -> None:
         report = report or ReportConfig()
         self._shown_metrics = ShownMetrics(plan, report.show)
-        self._engine_gap = EngineGapWarning(plan.graph, report.max_engine_kl)
+        run = str(directory.path) if directory else plan.graph.name
+        self._step_warnings = (
+            EngineGapWarning(plan.graph, report.max_engine_kl),
+            NoGradientWarning(plan.graph, run),
+        )
+        self._evaluations = EvaluationWarning(plan.graph)
         self._num_steps = plan.schedule.num_steps
         self._rollout = RolloutTracker(runs_ahead=staleness_bound(plan.schedule) != 0)
         self._log = log
         self._trace = trace
         self._display = display
         self._checkpoints = checkpoints
-        self._samples = samples
+        self._samples = directory.samples if directory else None
         self._observers = observers
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
@@ -78,6 +85,11 @@ class RunObserver:
         """Last values of what is shown, by label."""
         self.warnings: list[str] = []
         """What the run was warned of."""
+
+    @property
+    def not_evaluated(self) -> Mapping[str, tuple[int, int]]:
+        """Side stream -> (refused samples, all samples) of its last evaluation, if it refused any."""
+        return self._evaluations.missing
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step and show it."""
@@ -90,8 +102,9 @@ class RunObserver:
         self._tell("on_step", self._step, values)
         self._rollout.add_step(values)
         self._show(values)
-        for warning in self._engine_gap.check(self._step, values):
-            self.on_warning(warning)
+        for check in self._step_warnings:
+            for warning in check.check(self._step, values):
+                self.on_warning(warning)
 
     def on_rollout(self, values: Mapping[str, float]) -> None:
         """Show the present state of generation, while a step is under way."""
@@ -104,6 +117,8 @@ class RunObserver:
         self._tell("on_evaluation", step, values)
         if values:
             self._show(values)
+        for warning in self._evaluations.check(step, values):
+            self.on_warning(warning)
 
     def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the texts of some samples of a batch."""
@@ -121,6 +136,7 @@ class RunObserver:
     def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
         """Show the first failure of each kind; all are counted in the metrics."""
         self._tell("on_refusal", node, str(reason), mask_secrets(message))
+        self._evaluations.add_refusal(node, message)
         if message and not reason.is_drop and (node, reason) not in self._noted:
             self._noted.add((node, reason))
             counted = metrics.REFUSED.member(reason)

@@ -281,6 +281,7 @@ class _Attempts:
             plan_digest=compiled.plan.digest,
             samples=samples,
             values=dict(self.observer.shown),
+            not_evaluated=self.observer.not_evaluated,
             warnings=tuple(self.observer.warnings),
         )
 
@@ -368,9 +369,7 @@ def _observer(
     report = compiled.config.report
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
-        observer = RunObserver(
-            compiled.plan, log, trace, display, report, checkpoints, directory.samples, observers
-        )
+        observer = RunObserver(compiled.plan, log, trace, display, report, checkpoints, directory, observers)
         try:
             yield observer
         finally:

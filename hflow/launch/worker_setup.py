@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.interface import FIRST_PASS_STREAM
-from hflow.config import DataConfig, ModelConfig
-from hflow.config.schema import SourceConfig
+from hflow.config import ModelConfig
 from hflow.data.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
-from hflow.data.hf_datasets import HUB
 from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
-from hflow.errors import ConfigError
-from hflow.graph.ir import DatasetSpec, Node, Read
+from hflow.graph.ir import Node, Read
 from hflow.launch.compile import Compiled
+from hflow.launch.data_settings import data_settings
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
 from hflow.planner.ir import Plan, Replica
@@ -50,7 +47,9 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
             for replica in compiled.plan.replicas
             if replica.role == "gen"
         },
-        datasets={dataset.name: _data_settings(compiled, dataset) for dataset in compiled.graph.datasets},
+        datasets={
+            dataset.name: data_settings(compiled.config, dataset) for dataset in compiled.graph.datasets
+        },
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
         factories=backends.factories() if factories is None else factories,
@@ -90,18 +89,15 @@ def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
 
     Raises:
         DataError: for a file that does not have the columns that the recipe declares.
-        ConfigError: for weights of sources that no training reads.
+        ConfigError: if the configuration names no rows of a dataset.
     """
     datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
     is_trained = {stream.name: stream.batch is not None for stream in compiled.plan.schedule.streams}
     dataset_of = {stream: compiled.graph.stream(stream).dataset for stream in is_trained}
-    trained = {dataset_of[stream] for stream, trained in is_trained.items() if trained}
     rows: dict[str, DatasetRows] = {}
     for stream, name in dataset_of.items():
         assert name is not None, f"root stream {stream} has no dataset"
-        settings = _data_settings(compiled, datasets[name])
-        if name not in trained:
-            _refuse_weights(settings)
+        settings = data_settings(compiled.config, datasets[name])
         source = open_dataset(settings, dict(datasets[name].columns))
         check_rows(settings, source)
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
@@ -114,72 +110,6 @@ def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained:
         weights = [source.weight for source in settings.sources]
         return WeightedOrder(source.sizes, weights, seed, settings.shuffle)
     return RowOrder(len(source), seed, settings.shuffle and is_trained)
-
-
-def _refuse_weights(settings: DataSettings) -> None:
-    for source in settings.sources:
-        if source.weight != 1:
-            raise ConfigError(
-                f"{source.key}.weight has no effect, as evaluations read every row once; remove it"
-            )
-
-
-def _data_settings(compiled: Compiled, dataset: DatasetSpec) -> DataSettings:
-    """Return the settings of a dataset.
-
-    Raises:
-        ConfigError: if the configuration names no rows, or too many.
-    """
-    config, key = compiled.config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
-    if not config.sources:
-        return replace(_source_settings(config, key, dataset), shuffle=config.shuffle)
-    default = SourceConfig()
-    for field in fields(SourceConfig):
-        if getattr(config, field.name) != getattr(default, field.name):
-            name, unset = field.name, _text(default, field.name)
-            raise ConfigError(
-                f"{key} has both {name} and sources; set {key}.{name}={unset}, and that of each source as "
-                f"{key}.sources.SOURCE.{name}"
-            )
-    return DataSettings(
-        shuffle=config.shuffle,
-        sources=tuple(
-            replace(_source_settings(source, f"{key}.sources.{name}", dataset), weight=source.weight)
-            for name, source in config.sources.items()
-        ),
-        key=key,
-    )
-
-
-def _text(config: SourceConfig, name: str) -> str:
-    """Return the value of a key as an override has it."""
-    value = getattr(config, name)
-    return "null" if value is None else str(value)
-
-
-def _source_settings(config: SourceConfig, key: str, dataset: DatasetSpec) -> DataSettings:
-    if config.path is None and config.generator is None:
-        raise ConfigError(
-            f"{key} has no rows; set {key}.path to a .jsonl or .parquet file with the columns "
-            f"{', '.join(name for name, _ in dataset.columns)}, or to a dataset such as hf:openai/gsm8k/main"
-        )
-    if config.path is not None and config.generator is not None:
-        raise ConfigError(f"{key} has both path and generator; set {key}.generator=null to read the file")
-    return DataSettings(
-        path=_absolute(config.path),
-        generator=config.generator,
-        split=config.split,
-        limit=config.limit,
-        names=config.map,
-        key=key,
-    )
-
-
-def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """Return paths that mean the same in every worker. A dataset of the Hub stays as it is."""
-    if isinstance(path, tuple):
-        return tuple(str(_absolute(item)) for item in path)
-    return path if path is None or path.startswith(HUB) else str(Path(path).resolve())
 
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:

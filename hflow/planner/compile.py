@@ -8,7 +8,13 @@ from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
-from hflow.planner.memory import check_host_memory, check_memory, engine_caches, margin_warnings
+from hflow.planner.memory import (
+    check_host_memory,
+    check_memory,
+    engine_caches,
+    host_memory_warnings,
+    margin_warnings,
+)
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
 from hflow.planner.search import decide_layouts, nearest_fit, throttles
@@ -55,7 +61,9 @@ def compile_plan(
         tight = margin_warnings(
             estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False)
         )
-        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *tight))
+        plan = dataclasses.replace(
+            plan, warnings=(*plan.warnings, *tight, *host_memory_warnings(estimates.host, request))
+        )
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
 

@@ -76,6 +76,11 @@ class Device:
         """Memory of one device."""
         return int(self.memory_gib * GIB)
 
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Memory of the machine for each of its devices; None if it is not known."""
+        return None if self.host_memory_gib is None else round(self.host_memory_gib * GIB)
+
 
 @dataclass(frozen=True, config=CHECKED)
 class Link:

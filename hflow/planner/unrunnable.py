@@ -27,6 +27,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.weight_routes import transport_reasons
+from hflow.types.attention_kernel import head_size_problem, packed_kernel
 
 
 def unrunnable_reasons(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
@@ -47,6 +48,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
     yield from _family_reasons(plan)
+    yield from _head_size_reasons(plan, request)
     for replica in plan.replicas:
         yield from layout_reasons(replica, workers)
         if replica.role == "gen":
@@ -79,6 +81,21 @@ def _family_reasons(plan: Plan) -> Iterator[str]:
                 f"{replica.backend} but not run yet. Set models.{replica.model}.backend="
                 f"{backend_of_any_family()}, or use a model of family {', '.join(FAMILIES)}."
             )
+
+
+def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield the models with attention heads of a size that the planned kernel does not compute."""
+    shapes = dict(plan.shapes)
+    for model in dict.fromkeys(r.model for r in plan.replicas if not _has_own_attention(r)):
+        if model in shapes:
+            dtype, has_flash_attn = request.model(model).compute_dtype, request.flash_attn is not None
+            kernel = packed_kernel(plan.cluster.device, dtype, has_flash_attn=has_flash_attn)
+            if problem := head_size_problem(kernel, shapes[model].head_dim):
+                yield f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture."
+
+
+def _has_own_attention(replica: Replica) -> bool:
+    return replica.role == "gen" and engine_kind(replica.backend).has_own_attention
 
 
 def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:

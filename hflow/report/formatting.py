@@ -81,6 +81,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def missing_text(num_refused: int, num_all: int) -> str:
+    """Format what the means of an evaluation lack: `20 of 100 samples were not evaluated`."""
+    return f"{num_refused:,} of {plural(num_all, 'sample')} {'was' if num_all == 1 else 'were'} not evaluated"
+
+
 def range_text(numbers: Sequence[int]) -> str:
     """Format numbers as runs: `0-7`, `0-3, 8-11`; of five or more runs, the first two and the last."""
     runs: list[list[int]] = []

@@ -13,7 +13,7 @@ from hflow.report.curve_parts import ends_of
 from hflow.report.formatting import seconds_text
 from hflow.report.live import sparkline
 from hflow.report.plan_text.section import add_row, dim, number, table, text
-from hflow.report.run_page.curves import number_text
+from hflow.report.run_page.curves import number_text, with_staleness
 from hflow.report.run_page.view import STEP_SECONDS, faults, planned_seconds, story
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def _names(report: RunReport) -> Iterator[str]:
     record = report.record
     nodes = [node["spec"] for node in record.plan["graph"]["nodes"]]
     train = [f"{spec['name']}/{name}" for spec in nodes if spec["verb"] == "train" for name in TRAINING]
-    yield from (name for name in (*record.results, *train, *ALWAYS) if name in record.curves)
+    curves = with_staleness(record.curves)
+    yield from (name for name in (*record.results, *train, *ALWAYS) if name in curves)
 
 
 def _lines(report: RunReport) -> Iterator[Text]:

@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hflow.report.formatting import missing_text
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -31,6 +33,8 @@ class RunSummary:
     """End -> number of samples."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Label -> last value of the metrics that the summary shows."""
+    not_evaluated: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Side stream -> (refused samples, all samples) of its last evaluation, if it refused any."""
     warnings: tuple[str, ...] = ()
     """What was noted as a warning while it ran."""
 
@@ -48,6 +52,8 @@ class RunSummary:
         table.add_column(no_wrap=True, overflow="ignore")
         for label, value in self.values.items():
             table.add_row(label, f"{value:.4g}")
+        for stream, missing in self.not_evaluated.items():
+            table.add_row(stream, missing_text(*missing))
         if self.samples:
             table.add_row("samples", _counted(self.samples))
         table.add_row("results", Text(str(self.directory)))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
+from types import ModuleType
+
+from hflow.errors import BackendError
+
+MAX_HEAD_SIZE = 256
+"""Largest head size of the variable-length kernels."""
+HEAD_SIZE_MULTIPLE = 8
+"""Head sizes of the variable-length kernels are a multiple of it."""
 
 
 class AttentionKernel(StrEnum):
@@ -35,6 +43,18 @@ def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> Attention
     return AttentionKernel.FLASH_ATTN if has_flash_attn else AttentionKernel.VARLEN
 
 
+def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
+    """Return why a kernel cannot compute heads of a size; None if it can."""
+    if kernel not in (AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN):
+        return None
+    if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
+        return None
+    return (
+        f"has heads of size {head_size}, but {kernel} needs a multiple of {HEAD_SIZE_MULTIPLE} up to "
+        f"{MAX_HEAD_SIZE}"
+    )
+
+
 def decode_kernel(dtype: str) -> AttentionKernel:
     """Return the embedded engine's kernel for one query per sequence.
 
@@ -51,3 +71,19 @@ def flash_attn_version() -> str | None:
         return metadata.version("flash-attn")
     except metadata.PackageNotFoundError:
         return None
+
+
+def flash_attn_package() -> ModuleType:
+    """Import the package flash-attn.
+
+    Raises:
+        BackendError: if it was built for another torch, or another CUDA.
+    """
+    try:
+        return import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendError(
+            f"flash-attn {flash_attn_version()} cannot be imported with torch {metadata.version('torch')}: "
+            f"{reason}. Install a build for this torch, or uninstall flash-attn"
+        ) from None

@@ -124,5 +124,5 @@ async def _on(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 def _build(setup: WorkerSetup, hosted: tuple[int, ...]) -> Worker:
     """Build the worker on the devices that this process finds."""
     found = find_devices()
-    check_devices(setup.plan.cluster, [found], found.versions)
+    check_devices(setup.plan, [found], found.versions)
     return Worker(setup, hosted, devices=found.names)

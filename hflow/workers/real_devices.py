@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
-from hflow.errors import RunError
+from hflow.errors import BackendError, RunError
 from hflow.planner.cluster import device_ranges
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan
+from hflow.types.attention_kernel import AttentionKernel, flash_attn_package, flash_attn_version
 
 MIN_MEMORY_SHARE = 0.95
 """Share of the plan's memory that a device must have. Drivers keep some of what data sheets say."""
+BF16_CAPABILITY = (8, 0)
+"""Compute capability from which kernels, also those of attention, compute in bf16."""
 SAME_PACKAGES = ("hflow", "torch", "transformers", "megatron-core", "vllm")
 """Distributions whose versions must be the same in all processes."""
 
@@ -33,9 +37,15 @@ class ProcessDevices:
     memory_bytes: int
     """Memory of that device."""
     problem: str
-    """Why torch cannot use CUDA, in one line; empty if it can."""
+    """Why torch cannot use CUDA, or that device, in one line; empty if it can."""
     versions: tuple[tuple[str, str], ...]
     """Name and version of each of `SAME_PACKAGES` that is installed."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA's compute capability of that device; (0, 0) on CPUs."""
+    flash_attn: str | None = None
+    """Version of the package flash-attn; None if there is none."""
+    flash_attn_problem: str = ""
+    """Why flash-attn cannot be imported; empty if it can, or on CPUs."""
 
 
 def find_devices() -> ProcessDevices:
@@ -51,9 +61,68 @@ def find_devices() -> ProcessDevices:
         names=tuple(names),
         kind=found[0].name if found else "",
         memory_bytes=found[0].total_memory if found else 0,
-        problem=problem,
+        problem=problem or (build_problem(found[0].name, capability_of(found[0])) if found else ""),
         versions=package_versions(),
+        capability=capability_of(found[0]) if found else (0, 0),
+        flash_attn=flash_attn_version(),
+        flash_attn_problem=flash_attn_problem() if found else "",
     )
+
+
+def capability_of(device: Any) -> tuple[int, int]:
+    """Return the compute capability in `torch.cuda.get_device_properties`."""
+    return device.major, device.minor
+
+
+def build_problem(name: str, capability: tuple[int, int]) -> str:
+    """Return why this build of torch has no kernels for a GPU, in one line; empty if it has.
+
+    Args:
+        name: of the GPU.
+        capability: its compute capability.
+    """
+    import torch
+
+    built = torch.cuda.get_arch_list()
+    if not built or can_execute(built, capability):
+        return ""
+    return (
+        f"torch {torch.__version__} is built for {', '.join(built)}, but {name} has compute capability "
+        f"{capability[0]}.{capability[1]}. Install a build of torch for it"
+    )
+
+
+def can_execute(built: Iterable[str], capability: tuple[int, int]) -> bool:
+    """Return whether a GPU can execute code of CUDA.
+
+    Args:
+        built: architectures that the code is compiled for. `sm_86` runs on 8.6 and later versions of 8, and
+            `sm_90a` on 9.0 alone; `compute_90` is compiled on the machine, for 9.0 and anything later.
+        capability: compute capability of the GPU.
+    """
+    for architecture in built:
+        kind, _, text = architecture.partition("_")
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+        version = int(digits[:-1]), int(digits[-1])
+        is_later = (
+            version <= capability
+            if kind == "compute"
+            else version[0] == capability[0] and (version[1] <= capability[1])
+        )
+        if version == capability or (is_later and not text.endswith("a")):
+            return True
+    return False
+
+
+def flash_attn_problem() -> str:
+    """Return why the package flash-attn cannot be imported; empty if it can, or if there is none."""
+    if flash_attn_version() is None:
+        return ""
+    try:
+        flash_attn_package()
+    except BackendError as error:
+        return str(error)
+    return ""
 
 
 def package_versions() -> tuple[tuple[str, str], ...]:
@@ -80,13 +149,11 @@ def cuda_problem() -> str:
     return str(caught[-1].message).splitlines()[0] if caught else "torch finds no CUDA device"
 
 
-def check_devices(
-    cluster: ClusterSpec, found: Sequence[ProcessDevices], versions: Sequence[tuple[str, str]]
-) -> None:
+def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequence[tuple[str, str]]) -> None:
     """Check that the processes of a run are what its plan assumes.
 
     Args:
-        cluster: of the plan.
+        plan: of the run.
         found: what each worker's process finds.
         versions: of the controller's packages.
 
@@ -101,25 +168,60 @@ def check_devices(
                     f"{where} has {f'{package} {theirs}' if theirs else f'no {package}'}, but this process "
                     f"has {package} {ours}. Install the same on all machines"
                 )
-        if cluster.device != "cuda":
-            continue
-        if process.problem:
-            raise RunError(
-                f"{where} cannot use a GPU: {process.problem}. There, "
-                f"`hflow doctor --gpus {cluster.devices_per_node}` says how to fix it"
-            )
-        if process.memory_bytes < MIN_MEMORY_SHARE * cluster.memory_bytes:
-            raise RunError(
-                f"{where} has {process.kind} with {process.memory_bytes / GIB:.1f} GiB, but "
-                f"cluster={cluster.name} assumes {cluster.memory_bytes / GIB:.1f} GiB. Set a cluster of the "
-                "devices that there are"
-            )
+        if plan.cluster.device == "cuda":
+            _check_gpu(where, process, plan.cluster)
+            hosted = [replica for replica in plan.replicas if worker in replica.workers]
+            names = {replica.name for replica in hosted}
+            _check_kernels(where, process, [c for c in plan.attention if c.replica in names])
+            _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
     kinds: dict[str, list[int]] = {}
     for worker, process in enumerate(found):
         kinds.setdefault(process.kind, []).append(worker)
-    if cluster.device == "cuda" and len(kinds) > 1:
+    if plan.cluster.device == "cuda" and len(kinds) > 1:
         listed = "; ".join(f"{kind}: worker {device_ranges(workers)}" for kind, workers in kinds.items())
         raise RunError(
             f"the workers have different GPUs ({listed}), but a plan has one kind. Use machines of one kind, "
             "or leave out the others with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec) -> None:
+    """Refuse a GPU that cannot be used, or has less memory than planned."""
+    if process.problem:
+        raise RunError(
+            f"{where} cannot use a GPU: {process.problem}. There, "
+            f"`hflow doctor --gpus {cluster.devices_per_node}` says how to fix it"
+        )
+    if process.memory_bytes < MIN_MEMORY_SHARE * cluster.memory_bytes:
+        raise RunError(
+            f"{where} has {process.kind} with {process.memory_bytes / GIB:.1f} GiB, but "
+            f"cluster={cluster.name} assumes {cluster.memory_bytes / GIB:.1f} GiB. Set a cluster of the "
+            "devices that there are"
+        )
+
+
+def _check_kernels(where: str, process: ProcessDevices, planned: Iterable[AttentionChoice]) -> None:
+    """Refuse a process whose kernels for packed sequences are not the planned ones, or cannot be loaded."""
+    version = process.flash_attn
+    kernel = AttentionKernel.VARLEN if version is None else f"{AttentionKernel.FLASH_ATTN} {version}"
+    for choice in planned:
+        if not choice.kernel.startswith((AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN)):
+            continue
+        if choice.kernel != kernel:
+            theirs = f"flash-attn {version}" if version else "no flash-attn"
+            raise RunError(
+                f"{where} has {theirs}, but the plan computes the attention of {choice.replica} with "
+                f"{choice.kernel}, as installed on this machine. Install the same on all machines"
+            )
+        if process.flash_attn_problem:
+            raise RunError(f"{where}: {process.flash_attn_problem}")
+
+
+def _check_precision(where: str, process: ProcessDevices, models: Collection[str]) -> None:
+    """Refuse a GPU that does not compute in bf16, if there are models that do."""
+    if models and process.capability < BF16_CAPABILITY:
+        raise RunError(
+            f"{where} has {process.kind} of compute capability {'.'.join(map(str, process.capability))}, but "
+            f"bf16 needs {'.'.join(map(str, BF16_CAPABILITY))}. Set models.{min(models)}.dtype=fp32, or use "
+            "newer GPUs"
         )

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.cli import main
+from hflow.launch import plan
 
 FAST = ["workers=inproc", "cluster=cpu-1x1", "steps=2", "batch=2", "schedule.max_refused_per_step=3"]
 TINY = "+model@models.actor=tiny-qwen2"
@@ -98,9 +101,9 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
 
-    def attempt(text: str, *overrides: str) -> str:
+    def attempt(text: str, *overrides: str, command: str = "run") -> str:
         (tmp_path / "r.py").write_text(text)
-        monkeypatch.setattr(sys, "argv", ["hflow", "run", "r.py", *FAST, *overrides])
+        monkeypatch.setattr(sys, "argv", ["hflow", command, "r.py", *FAST, *overrides])
         with pytest.raises(SystemExit) as stop:
             main()
         said = capsys.readouterr()
@@ -236,9 +239,28 @@ def test_a_dataset_that_does_not_fit(fails: Cli, tmp_path: Path, rows: str, mess
     assert message in fails(SFT, TINY, "data.train.path=r.jsonl", "data.train.shuffle=false")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train.path=r.jsonl", "data.train.generator=addition"],
+        ["data.train.path=r.jsonl"],
+        ["data.train.path=r.jsonl", "data.train.map={prompt:question,anwser:x}"],
+        ["data.train.sources={a:{path:r.jsonl,generator:addition}}"],
+    ],
+)
+def test_a_plan_refuses_data_as_a_run_does(fails: Cli, tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "r.jsonl").write_text('\n{"question": "1+1=", "answer": "2"}\n')
+    assert fails(SFT, TINY, *overrides, command="plan") == fails(SFT, TINY, *overrides)
+    mapped = [TINY, "data.train.path=[r.jsonl,none.jsonl]", "data.train.map={prompt:question}"]
+    assert plan(tmp_path / "r.py", mapped), "files that are not on this machine are left to the run"
+
+
 def test_other_data_files_that_cannot_be_read(fails: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.parquet").write_text("no parquet")
     assert "r.parquet cannot be read as Parquet: " in fails(SFT, TINY, "data.train.path=r.parquet")
+    pq.write_table(pa.Table.from_pylist([{"answer": "2"}]), tmp_path / "r.parquet")
+    line = fails(SFT, TINY, "data.train.path='*.parquet'", command="plan")
+    assert "r.parquet: no column 'prompt' (it has 'answer'); set data.train.map.prompt" in line
     assert "there is no data file" in fails(SFT, TINY, "data.train.path=none.jsonl")
     assert "data.train has no rows; set data.train.path" in fails(SFT, TINY)
 

@@ -18,7 +18,9 @@ from runs import ROOT, TINY, run, steps_of
 
 from hflow import launch
 from hflow.errors import ConfigError, RunError
+from hflow.launch.run_report import read_report
 from hflow.report.ledger_text import render_story
+from hflow.report.run_page.view import story
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
@@ -145,6 +147,18 @@ def test_an_evaluation_counts_the_samples_that_its_mean_lacks(tmp_path: Path):
     assert len(numbers) == 2, "one for each evaluation"
     assert sum(number or 0 for number in numbers) == refused
     assert 0 < refused < 12
+    assert numbers[-1] is not None
+    evaluated = [row["eval_gen/evaluated"] for row in rows if "eval_gen/evaluated" in row]
+    assert sum(number or 0 for number in (*numbers, *evaluated)) == 12, "two evaluations of six rows"
+    lacks = f"{numbers[-1]:.0f} of 6 samples were not evaluated"
+    assert summary.not_evaluated == {"eval_gen": (numbers[-1], 6)}
+    assert f"warning: eval_gen after step 0: {numbers[0] or 0:.0f} of 6 samples" in summary.warnings[0]
+    assert "picky.py:" in summary.warnings[0]
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(summary.render())
+    assert lacks in shown.get()
+    assert any(lacks in line for line in story(read_report(str(summary.directory))))
 
 
 def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_path: Path):

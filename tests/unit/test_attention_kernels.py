@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch_kit as kit
@@ -12,9 +13,10 @@ import hflow
 from hflow.backends import attention_kernels
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.launch.compile import compile_recipe
 from hflow.report.plan_text.header import attention_line
-from hflow.types.attention_kernel import AttentionKernel, packed_kernel
+from hflow.types.attention_kernel import AttentionKernel, head_size_problem, packed_kernel
 
 KERNELS = ("scaled_dot_product_attention", "varlen_attn", "flash_attn_varlen_func", "flex_attention")
 PACKAGE = Path(hflow.__file__).parent
@@ -118,3 +120,56 @@ def test_keys_are_repeated_only_where_no_kernel_shares_them(num_heads):
         q, *(x.repeat_interleave(4 // num_heads, 1) for x in (k, v)), None
     )
     torch.testing.assert_close(attention_kernels.padded_attention(q, k, v, None), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "is_right"),
+    [
+        (AttentionKernel.VARLEN, 256, True),
+        (AttentionKernel.VARLEN, 264, False),
+        (AttentionKernel.FLASH_ATTN, 80, True),
+        (AttentionKernel.FLASH_ATTN, 20, False),
+        (AttentionKernel.SDPA, 20, True),
+    ],
+)
+def test_head_sizes_of_the_kernels(kernel, size, is_right):
+    assert (head_size_problem(kernel, size) is None) is is_right
+
+
+def test_a_plan_with_heads_that_no_kernel_computes_cannot_run(monkeypatch):
+    monkeypatch.setattr("hflow.launch.plan_request.flash_attn_version", lambda: None)
+    heads = [
+        "models.actor.architecture.num_attention_heads=32",
+        "models.actor.architecture.num_key_value_heads=8",
+    ]
+    cluster = ["cluster=h100-1x1", "models.actor.gen.engine=embedded", "models.actor.path=null", *heads]
+    (reason,) = compile_recipe(RECIPE, cluster).plan.unrunnable
+    assert reason == (
+        "actor has heads of size 4, but torch varlen needs a multiple of 8 up to 256. Set "
+        "models.actor.dtype=fp32, or use another architecture."
+    )
+    assert not compile_recipe(RECIPE, [*cluster, "models.actor.dtype=fp32"]).plan.unrunnable
+
+
+@pytest.mark.parametrize("kernel", [AttentionKernel.VARLEN, AttentionKernel.FLASH_ATTN])
+def test_values_of_smaller_heads_are_padded_for_the_kernels(monkeypatch, kernel):
+    """The kernels, of which these are the shapes and the arithmetic, have one head size."""
+    torch.manual_seed(0)
+    lengths = [5, 3]
+    q, k, v = (torch.randn(8, heads, size) for heads, size in ((4, 24), (2, 24), (2, 16)))
+
+    def compute(q, k, v, starts, *_, **options):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        scaling = options["scale"] if "scale" in options else options["softmax_scale"]
+        rows = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
+        parts = (
+            attention_kernels.padded_attention(*(x.transpose(0, 1)[None] for x in r), scaling) for r in rows
+        )
+        return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+    monkeypatch.setattr(attention_kernels, "varlen_attn", compute)
+    monkeypatch.setattr(attention_kernels, "_flash_attn", lambda: compute)
+    starts = torch.tensor([0, 5, 8], dtype=torch.int32)
+    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3)
+    layout = PackedLayout.of(np.array(lengths), "cpu", torch.float32)
+    torch.testing.assert_close(got, attend(q, k, v, layout, 0.3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -128,12 +129,23 @@ class Noted(Recorded):
 
 def warned(tmp_path: Path, overrides: list[str], *kls: float, **report: float | None) -> list[str]:
     """Return what a run is warned of whose steps measure these KLs."""
+    rows = [{"actor_train/engine_kl": kl} for kl in kls]
+    return warned_of_steps(tmp_path, rows, overrides, ReportConfig(**report))
+
+
+def warned_of_steps(
+    tmp_path: Path,
+    rows: Sequence[Mapping[str, float]],
+    overrides: Sequence[str] = (),
+    report: ReportConfig | None = None,
+) -> list[str]:
+    """Return what a run is warned of whose steps have these metrics."""
     display = Noted()
     compiled = plan(ROOT / "recipes/grpo.py", overrides)
     with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
-        seen = RunObserver(compiled, log, Trace(), display, ReportConfig(**report))
-        for step, kl in enumerate(kls):
-            seen.on_step(step, {**BUSY, "actor_train/engine_kl": kl})
+        seen = RunObserver(compiled, log, Trace(), display, report)
+        for step, row in enumerate(rows):
+            seen.on_step(step, {**BUSY, **row})
     assert seen.warnings == display.notes
     return display.notes
 
@@ -155,6 +167,21 @@ def test_the_limit_of_the_gap_can_be_set(tmp_path: Path) -> None:
     assert warned(tmp_path, [], 0.02, max_engine_kl=0.02) == []
     assert len(warned(tmp_path, [], 0.02, max_engine_kl=0.019)) == 1
     assert warned(tmp_path, [], 1e9, max_engine_kl=None) == []
+
+
+def test_a_model_without_a_gradient_for_five_steps_is_warned_of_once(tmp_path: Path) -> None:
+    still = {"actor_train/loss": 0.0, "actor_train/grad_norm": 1e-9, "actor_gen/reward": 0.0}
+    learns = {**still, "actor_train/grad_norm": 0.1}  # the loss of a policy at its own samples is 0 too
+    assert warned_of_steps(tmp_path, [still] * 4 + [learns] + [still] * 4 + [learns] * 9) == []
+    (note,) = warned_of_steps(tmp_path, [learns, *[still] * 20])
+    assert "of actor_train were 0 in steps 2 to 6, so actor learns nothing" in note
+    assert "actor_gen/reward was 0 in all of them. Likely causes:" in note
+    assert "answers are cut" not in note
+    assert note.endswith("hflow samples grpo --text")
+    (note,) = warned_of_steps(tmp_path, [{**still, "actor_gen/truncated": 0.75}] * 5)
+    assert "answers are cut (actor_gen/truncated is 0.75)" in note
+    (note,) = warned_of_steps(tmp_path, [{**still, "actor_train/num_tokens": 0.0}] * 5)
+    assert note.endswith("No token of its batches is learned: actor_train/num_tokens is 0.")
 
 
 @pytest.mark.parametrize(

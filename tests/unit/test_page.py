@@ -150,6 +150,7 @@ def test_the_headline_has_the_main_figures():
     assert "It fits" in top.verdict
     assert top.cycle[0].node == "actor_gen"
     assert sum(link.percent for link in top.cycle) == pytest.approx(100, abs=0.1)
+    assert [link.share for link in top.cycle] == [f"{link.percent:.0f} %" for link in top.cycle]
 
 
 def test_written_samples_have_no_staleness():

@@ -100,7 +100,7 @@ def test_a_larger_replica_is_resharded():
 
 
 def test_a_resharding_that_changes_results_says_so():
-    found = diff(rows(), rows(cluster="cpu-1x4", num_steps=20))
+    found = diff(rows(), rows(cluster="cpu-1x4", batch=16))
     assert "reshard actor@train d2 -> d4" in found.verdict
     assert "results differ" in found.verdict
 
@@ -150,7 +150,7 @@ def test_another_backend_is_resharded():
 @pytest.mark.parametrize(
     ("changes", "subject", "effect"),
     [
-        ({"num_steps": 20}, "num_steps", Effect.NEW),
+        ({"num_steps": 20}, "num_steps", Effect.SAME),
         ({"batch": 16}, "batch", Effect.NEW),
         ({"max_staleness": 2}, "max_staleness", Effect.NEW),
         ({"sync_every": 2}, "sync_every", Effect.NEW),
@@ -162,6 +162,16 @@ def test_numbers_of_a_run(changes: dict[str, int], subject: str, effect: Effect)
     change = the(diff(rows(), rows(**changes)), "schedule", subject)
     assert change.after == str(next(iter(changes.values())))
     assert change.effect is effect
+
+
+@pytest.mark.parametrize(("schedule", "effect"), [("cosine", Effect.NEW), ("constant", Effect.SAME)])
+def test_other_steps_change_results_where_the_learning_rate_falls_until_the_last(
+    schedule: str, effect: Effect
+):
+    settings = {"models.actor.optim.schedule": schedule, "models.other.optim.schedule": "linear"}
+    found = diff(rows(settings=settings), rows(settings=settings, num_steps=20))
+    assert the(found, "schedule", "num_steps").effect is effect
+    assert ("results differ from here on" in found.verdict) is (effect is Effect.NEW)
 
 
 def test_staler_weights_raise_the_bound():

@@ -29,15 +29,17 @@ from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import MemoryCategory
+from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import (
     MEMORY_MARGIN,
     activations,
+    check_host_memory,
     check_memory,
     engine_caches,
     engine_load,
+    host_memory_warnings,
     memory_phases,
     offload,
     transfer,
@@ -47,6 +49,7 @@ from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.search import nearest_fit, with_settings
+from hflow.planner.weights.weight_routes import store_bytes
 from hflow.planner.workload import Workload
 from hflow.weights import buckets as worker_weights
 
@@ -632,6 +635,87 @@ def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute,
     wider = rank(LLAMA_7B, "d16", dtype=dtype, activation_checkpointing=recompute, on_cpu=on_cpu)
     assert torch_memory.train_step(wider, batch).total() <= needed
     assert model_state(wider).total() < model_state(asked).total()
+
+
+# ------------------------------------------------------------------------ the memory of machines
+def on_host(cluster="h100-1x2", host_memory_gib=None, **asked):
+    """Name -> bytes in the memory of each kind of machine, and the warnings of the plan."""
+    models = {name: model_config(**asked) for name in ("actor", "ref")}
+    device = replace(H100.device, host_memory_gib=host_memory_gib)
+    wanted = graphs.request(cluster, models=models, shapes=dict.fromkeys(models, SMALL))
+    wanted = replace(wanted, hardware=replace(H100, device=device))
+    plan = compile_plan(graphs.grpo(), wanted)
+    return [named(row.items) for row in plan.forecast.host], plan.warnings
+
+
+NUM = 160_832
+SAVED = "actor@train copy of the weights", "actor@train copy of the optimizer's state"
+
+
+def kept_for_engines(items):
+    return {name: size for name, size in items.items() if name not in SAVED}
+
+
+def test_sleeping_engines_keep_weights_on_the_host():
+    """Two whole engines take turns with the trainer; engines on their own devices only pause."""
+    (items,), _ = on_host(dtype="bf16", engine="embedded")
+    assert kept_for_engines(items) == {"actor@gen weights (asleep)": 2 * 2 * NUM}
+    (items,), _ = on_host("h100-1x4", dtype="bf16", engine="embedded", group="a", gen_group="b")
+    assert kept_for_engines(items) == {}
+    # vLLM pads two matrices of 64 columns by 28 rows.
+    (items,), _ = on_host(dtype="bf16", engine="vllm", gen_layout="t2", transport="disk")
+    assert kept_for_engines(items)["actor@gen weights (asleep)"] >= 2 * NUM
+
+
+def test_versions_in_the_object_store_and_their_copies_are_counted():
+    """Trainers on machine 0 store a version; machine 1 fetches it, and copies it for each of 2 engines."""
+    apart = {"dtype": "bf16", "engine": "vllm", "group": "a", "gen_group": "b", "gen_layout": "d2"}
+    sending, receiving = on_host("h100-2x2", layout="d2", transport="store", **apart)[0]
+    stored, copied = "actor@gen weights in the object store", "actor@gen weights for engine processes"
+    assert kept_for_engines(sending) == {stored: 2 * NUM}
+    assert kept_for_engines(receiving) == {stored: 2 * NUM, copied: 2 * 2 * NUM}
+    sending, receiving = on_host("h100-2x2", layout="d2", transport="store", delta=True, **apart)[0]
+    assert receiving["actor@gen weights received last"] == 2 * 2 * NUM
+    (sending,), _ = on_host("h100-2x2", layout="d2", transport="disk", **apart)
+    assert kept_for_engines(sending) == {}
+
+
+def test_too_little_host_memory_is_refused_and_little_is_warned_about():
+    needed = 2 * 2 * NUM + sum(on_host(dtype="bf16", engine="embedded")[0][0][name] for name in SAVED)
+    per_device = needed / 2 / 2**30
+    with pytest.raises(
+        PlanError, match=r"^machine 0 needs .* of host memory, but has .*\. Most of it is for"
+    ):
+        on_host(host_memory_gib=0.99 * per_device, dtype="bf16", engine="embedded")
+    _, (warning,) = on_host(host_memory_gib=1.03 * per_device, dtype="bf16", engine="embedded")
+    assert "of host memory are needed, without processes and data. Most of it is for" in warning
+    assert on_host(host_memory_gib=1.1 * per_device, dtype="bf16", engine="embedded")[1] == ()
+
+
+def test_what_is_largest_on_the_host_has_its_own_advice():
+    def advice(name):
+        row = HostMemory((0, 1), (MemoryItem(name, 2**30, MemoryCategory.WEIGHTS),), 2**29)
+        with pytest.raises(PlanError, match=r"^machines 0-1 need 1.0 GiB of host memory") as error:
+            check_host_memory([row])
+        return str(error.value).partition("GiB). ")[2]
+
+    more = ", or use more machines."
+    assert advice("actor@gen weights (asleep)").startswith("Give the engine devices of its own, as in ")
+    assert advice("ref@infer weights in host memory") == f"Set models.ref.offload=none{more}"
+    assert advice("a@gen weights in the object store") == f"Set models.a.gen.transport=disk{more}"
+    assert advice("a@train copy of the optimizer's state") == f"Set models.a.save_optimizer=false{more}"
+
+
+def test_a_store_that_is_too_small_is_warned_about():
+    """Ray's store has 30 % of a machine's memory, and at most 200 GB."""
+    wanted = graphs.request("h100-1x8")
+    for gib, expected in ((64, 0.3 * 8 * 64 * 2**30), (256, 200e9), (None, None)):
+        device = replace(H100.device, host_memory_gib=gib)
+        assert store_bytes(replace(wanted, hardware=replace(H100, device=device))) == expected
+    row = HostMemory((0,), (MemoryItem("a@gen weights in the object store", 2**40, "buffers"),), None)
+    small = replace(H100.device, host_memory_gib=64)
+    (warning,) = host_memory_warnings([row], replace(wanted, hardware=replace(H100, device=small)))
+    assert "Set models.a.gen.transport=disk, or start Ray with" in warning
 
 
 # -------------------------------------------------------------------------------------- refusals

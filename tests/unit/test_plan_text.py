@@ -461,7 +461,7 @@ def test_lengths_name_their_source():
     given = Workload(512, 1024.0, 0.6, 4096, is_assumed=False)
     text = lengths_text(given)
     # The mean of what is left after the cut at 4,096, of a mean of 1,024 before it.
-    assert has(text, "512 tokens", "1,022 on average", "60 %", "at most 4,096", "as given")
+    assert has(text, "512 tokens", "1,022 on average", "60 %", "at most 4,096", "set by workload")
     assumed = lengths_text(replace(given, is_assumed=True))
     assert has(assumed, "1,022", "assumed", "set workload.prompt")
 

@@ -1,6 +1,7 @@
 """Lengths that a plan assumes: where they come from, and what follows from their distribution."""
 
 import math
+from pathlib import Path
 from statistics import NormalDist
 
 import plan_graphs as graphs
@@ -11,6 +12,7 @@ from model_configs import model_config
 
 from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
+from hflow.launch.compile import plan
 from hflow.planner.compile import compile_plan
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.workload import (
@@ -20,6 +22,8 @@ from hflow.planner.workload import (
     quantile,
     sample_lengths,
 )
+
+GRPO = Path(__file__).parents[2] / "recipes/grpo.py"
 
 some = st.builds(
     Workload,
@@ -61,6 +65,25 @@ def test_one_number_that_is_missing_is_an_assumption():
     assert lengths_of(graphs.grpo(), workload=WorkloadConfig(prompt=9, response_mean=9.0))[
         "actor_gen"
     ].is_assumed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["data.train.generator=null", "data.train.path=mine.jsonl"], "path=mine.jsonl"),
+        (["data@data.train=addition-chat"], "generator=addition-chat"),
+        (["data.train.generator=null", "data.train.sources={a:{path:b.jsonl}}"], "sources={a}"),
+        (["data.train.split=heldout", "data.heldout.path=x.jsonl", "data.heldout.generator=null"], None),
+        (["data.train.generator=null", "data.train.path=mine.jsonl", "workload.prompt=7"], None),
+        (["workload.prompt=9"], None),
+    ],
+)
+def test_other_rows_than_those_that_lengths_were_set_for_are_warned_of(overrides, rows):
+    found = [line for line in plan(GRPO, overrides).warnings if "workload.prompt" in line]
+    assert len(found) == (rows is not None)
+    if rows is not None:
+        assumed = "prompts of 7 tokens, as workload.prompt says for data.train.generator=addition"
+        assert found[0].startswith(f"the plan assumes {assumed}, but the rows are now those of {rows}. If")
 
 
 def test_written_samples_fill_half_of_the_space_after_the_prompt():

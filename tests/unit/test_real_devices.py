@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import plan_graphs as graphs
 import pytest
 
 from hflow.errors import RunError
+from hflow.planner.compile import compile_plan
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan
 from hflow.workers.ray.machines import Machine, choose_machines
-from hflow.workers.real_devices import ProcessDevices, check_devices, cuda_problem, find_devices
+from hflow.workers.real_devices import (
+    ProcessDevices,
+    build_problem,
+    can_execute,
+    check_devices,
+    cuda_problem,
+    find_devices,
+    flash_attn_problem,
+)
 
 H100 = ClusterSpec("h100-2x2", "cuda", 2, 2, 80 * 10**9)
 VERSIONS = (("hflow", "0.1"), ("torch", "2.13"))
-GOOD = ProcessDevices("node-a", ("0",), "NVIDIA H100 80GB HBM3", int(79.2 * GIB), "", VERSIONS)
+GOOD = ProcessDevices("node-a", ("0",), "NVIDIA H100 80GB HBM3", int(79.2 * GIB), "", VERSIONS, (9, 0))
 L4 = replace(GOOD, kind="NVIDIA L4")
+T4 = replace(GOOD, kind="Tesla T4", capability=(7, 5))
+FLASH = replace(GOOD, flash_attn="2.8.3")
+
+
+def plan_on(cluster: ClusterSpec, kernel: str = "torch varlen", dtype: str = "bf16") -> Plan:
+    """A plan of one trainer on all devices of a cluster."""
+    plan = compile_plan(graphs.sft(), graphs.request("cpu-1x4"))
+    replicas = [replace(replica, dtype=dtype) for replica in plan.replicas]
+    attention = [AttentionChoice(replica.name, kernel, "why") for replica in replicas]
+    return replace(plan, cluster=cluster, replicas=tuple(replicas), attention=tuple(attention))
 
 
 def test_devices_that_are_as_planned_are_accepted() -> None:
-    check_devices(H100, [GOOD] * 4, VERSIONS)
+    check_devices(plan_on(H100), [GOOD] * 4, VERSIONS)
+    check_devices(plan_on(H100, "flash-attn 2.8.3"), [FLASH] * 4, VERSIONS)
+    check_devices(plan_on(H100, "torch sdpa", "fp32"), [T4] * 3 + [replace(T4, flash_attn="2.7")], VERSIONS)
     cpus = ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30)
     here = find_devices()
-    check_devices(cpus, [here, replace(here, kind="other", memory_bytes=0)], here.versions)
+    check_devices(plan_on(cpus), [here, replace(here, kind="other", memory_bytes=0)], here.versions)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +69,71 @@ def test_devices_that_are_as_planned_are_accepted() -> None:
 )
 def test_what_differs_is_named(devices: list[ProcessDevices], line: str) -> None:
     with pytest.raises(RunError, match=line):
-        check_devices(H100, devices, VERSIONS)
+        check_devices(plan_on(H100), devices, VERSIONS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "line"),
+    [
+        ("torch varlen", FLASH, "worker 1 on node-a has flash-attn 2.8.3, but .* with torch varlen, as"),
+        ("flash-attn 2.8.3", GOOD, "worker 1 on node-a has no flash-attn, but .* with flash-attn 2.8.3, as"),
+        (
+            "flash-attn 2.8.3",
+            replace(FLASH, flash_attn_problem="flash-attn 2.8.3 cannot be imported"),
+            "worker 1 on node-a: flash-attn 2.8.3 cannot be imported",
+        ),
+        (
+            "torch varlen",
+            T4,
+            r"Tesla T4 of compute capability 7.5, but bf16 needs 8.0. Set models.actor.dtype=",
+        ),
+    ],
+)
+def test_kernels_that_a_machine_lacks_are_named(kernel: str, device: ProcessDevices, line: str) -> None:
+    first = FLASH if kernel.startswith("flash") else GOOD
+    with pytest.raises(RunError, match=line):
+        check_devices(plan_on(H100, kernel), [first, device, first, first], VERSIONS)
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "is_right"),
+    [
+        (["sm_80", "sm_90"], (8, 9), True),
+        (["sm_80", "sm_86"], (8, 0), True),
+        (["sm_86"], (8, 0), False),
+        (["sm_75", "sm_90"], (7, 0), False),
+        (["sm_75", "sm_90"], (12, 0), False),
+        (["sm_90", "compute_90"], (12, 0), True),
+        (["sm_90a"], (9, 0), True),
+        (["sm_100a"], (10, 3), False),
+        (["sm_100"], (10, 3), True),
+    ],
+)
+def test_code_runs_on_later_versions_of_its_architecture(
+    built: list[str], capability: tuple[int, int], is_right: bool
+) -> None:
+    assert can_execute(built, capability) is is_right
+
+
+def test_a_gpu_that_torch_was_not_built_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_80", "sm_90"])
+    assert build_problem("NVIDIA H100", (9, 0)) == ""
+    assert build_problem("V100", (7, 0)).endswith(
+        "is built for sm_80, sm_90, but V100 has compute capability 7.0. Install a build of torch for it"
+    )
+
+
+def test_a_flash_attn_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\n more')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("hflow.workers.real_devices.flash_attn_version", lambda: "2.8.3")
+    problem = flash_attn_problem()
+    assert "cannot be imported with torch" in problem
+    assert problem.endswith(
+        "undefined symbol: _ZN3c10. Install a build for this torch, or uninstall flash-attn"
+    )
 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,11 +101,21 @@ def test_the_page_is_self_contained_and_names_are_only_text(report: RunReport) -
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_a_group_that_is_0_throughout_is_among_the_others() -> None:
-    curves = {"staleness/mean": ((1, 0.0), (2, 0.0)), "time/step_seconds": ((1, 0.4), (2, 0.0))}
+def test_staleness_that_is_0_throughout_is_not_drawn() -> None:
+    zero, shares = ((1, 0.0), (2, 0.0)), ((1, 1.0), (2, 1.0))
+    curves = {"staleness/max": zero, "staleness/lag_0": shares, "time/step_seconds": ((1, 0.4), (2, 0.0))}
     groups, others = curve_groups(curves, (), (), {})
     assert [group.title for group in groups] == ["Speed"]
-    assert [curve.name for curve in others] == ["staleness/mean"]
+    assert others == ()
+    groups, others = curve_groups({**curves, "staleness/max": ((1, 0.0), (2, 1.0))}, (), (), {})
+    assert [group.title for group in groups] == ["Staleness", "Speed"]
+    assert [curve.name for curve in others] == ["staleness/lag_0"]
+
+
+def test_the_number_beside_a_curve_is_the_final_value_of_the_other_tables() -> None:
+    rising = tuple((step, float(step)) for step in range(20))
+    groups, _ = curve_groups({"gen/reward": rising}, ["gen/reward"], (), {})
+    assert groups[0].curves[0].lines[0].final == "18.5", "the mean of 18 and 19"
 
 
 def test_the_page_has_every_curve_once(report: RunReport) -> None:

@@ -40,16 +40,25 @@ class TrainedNames:
     """Trained streams."""
     sources: frozenset[str]
     """Nodes that open those streams."""
+    is_rate_decayed: bool
+    """Whether the learning rate of a trained model depends on the number of steps, in either plan."""
 
 
 def trained_names(before: Rows, after: Rows) -> TrainedNames:
     """Return what is trained in either plan."""
     streams = [s for rows in (before, after) for s in rows["graph"]["streams"] if s["trained"]]
+    models = trained_models(before) | trained_models(after)
+    settings = [setting for rows in (before, after) for setting in rows["settings"]]
     return TrainedNames(
-        models=trained_models(before) | trained_models(after),
+        models=models,
         datasets=frozenset(stream["dataset"] for stream in streams if stream["dataset"]),
         streams=frozenset(stream["name"] for stream in streams),
         sources=frozenset(stream["source"] for stream in streams),
+        is_rate_decayed=any(
+            key == f"models.{model}.optim.schedule" and value != "constant"
+            for model in models
+            for key, value in settings
+        ),
     )
 
 
@@ -144,6 +153,9 @@ def _setting(difference: Difference, trained: TrainedNames) -> Effect:
 
 
 def _schedule(difference: Difference, trained: TrainedNames) -> Effect:
+    """Allow other numbers of steps; results differ only where the learning rate falls until the last one."""
+    if difference.subject == "num_steps" and not trained.is_rate_decayed:
+        return Effect.SAME
     return _SCHEDULE.get(difference.subject, Effect.NEW)
 
 

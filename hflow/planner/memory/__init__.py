@@ -7,7 +7,7 @@ looks for a plan that fits.
 """
 
 from hflow.planner.memory.capacity import MEMORY_MARGIN, check_memory, margin_warnings
-from hflow.planner.memory.host import check_host_memory, host_memory
+from hflow.planner.memory.host import check_host_memory, host_memory, host_memory_warnings
 from hflow.planner.memory.phases import engine_caches, memory_phases, unknown_models
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "check_memory",
     "engine_caches",
     "host_memory",
+    "host_memory_warnings",
     "margin_warnings",
     "memory_phases",
     "unknown_models",

@@ -41,6 +41,11 @@ class MemoryContext:
         """Return how an engine receives its weights, or None where they never change."""
         return next((route for route in self.plan.weights if route.dst == rank.replica.name), None)
 
+    def shares_weights(self, rank: Rank) -> bool:
+        """Return whether an engine uses the fp32 weights of its trainer in place."""
+        route = self.route_to(rank)
+        return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"
+
     def routes_from(self, rank: Rank) -> list[WeightRoute]:
         """Return the routes on which a training replica sends its weights."""
         return [route for route in self.plan.weights if route.src == rank.replica.name]

@@ -3,42 +3,62 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hflow.errors import PlanError
+from hflow.planner.backends import engine_kind
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import Plan
+from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.memory import activations, transfer
-from hflow.planner.memory.capacity import gib
+from hflow.planner.memory.capacity import MEMORY_MARGIN, gib
 from hflow.planner.memory.context import MemoryContext
+from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.items import ItemKey, Items, item
 from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.rank import Rank
+from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.request import PlanRequest
+from hflow.planner.weights.weight_routes import store_bytes
+
+_INPUTS = "inputs of layers"
+_ASLEEP = "weights (asleep)"
+_BASE = "base weights"
+_IN_STORE = "weights in the object store"
+_RELAYED = "weights for engine processes"
+_FIXES = {
+    "in host memory": "Set models.{model}.offload=none",
+    _INPUTS: "Set models.{model}.offload_activations=false",
+    _ASLEEP: "Give the engine devices of its own, as in placement='... {model}.gen=0-3'",
+    _BASE: "Set models.{model}.gen.layout to more tensor ranks",
+    transfer.RECEIVED_LAST: "Set models.{model}.gen.delta=false",
+    _IN_STORE: "Set models.{model}.gen.transport=disk",
+    _RELAYED: "Set models.{model}.gen.transport=disk",
+    transfer.SAVED_STATE: "Set models.{model}.save_optimizer=false",
+}
+"""End of an item's name -> what makes it smaller. All of them become smaller with more machines."""
 
 
 def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     """Return what is in the memory of every machine; equal machines share a row.
 
-    That is what is offloaded, and the copies of a checkpoint that is being written. On CPUs it is the
-    memory of the devices, which counts it. Left out are processes, data, Ray's object store, and the weights
-    that a sleeping engine keeps.
+    That is what is offloaded, the copies of a checkpoint that is being written, what engines keep while they
+    sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs it is the
+    memory of the devices, which counts it. Left out are processes and data.
     """
     hardware = request.hardware
     if plan.cluster.device == "cpu" or hardware is None:
         return ()
     context = MemoryContext(plan, request)
     saved = {replica for p in plan.placements if context.verb(p.node) == "save" for replica in p.replicas}
-    machines: dict[int, Items] = {machine: Items() for machine in range(plan.cluster.num_nodes)}
+    machines = {machine: _published(context, machine) for machine in range(plan.cluster.num_nodes)}
     for group in plan.groups:
         for ranks, devices in context.ranks_of_devices(group):
             on_one = _items_of(context, ranks, saved)
             for machine, num in Counter(map(plan.cluster.node_of, devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
-    per_device = hardware.device.host_memory_gib
-    capacity = None if per_device is None else round(per_device * GIB) * plan.cluster.devices_per_node
+    per_device = hardware.device.host_memory_bytes
+    capacity = None if per_device is None else per_device * plan.cluster.devices_per_node
     equal: dict[frozenset[tuple[ItemKey, int]], list[int]] = {}
     for machine, items in machines.items():
         equal.setdefault(frozenset(items.items()), []).append(machine)
@@ -53,23 +73,85 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     )
 
 
+def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
+    """Return what a rank of an engine on a GPU keeps in host memory all the time."""
+    items = Items()
+    if rank.config.lora is not None and engine_kind(rank.replica.backend).merges_adapters:
+        items += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total, _BASE)
+    route = context.route_to(rank)
+    return items if route is None else items + transfer.received_on_host(rank, route)
+
+
+def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
+    """Return what a rank of an engine on a GPU keeps in host memory while it sleeps.
+
+    An engine that wakes with the same weights keeps a copy of them. So does each engine that sleeps when a
+    run ends, or is stopped.
+    """
+    if context.shares_weights(rank):
+        return Items()
+    return item(MemoryCategory.WEIGHTS, engine_weights(rank), _ASLEEP)
+
+
 def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) -> Items:
     """Return what the ranks on one device keep in host memory."""
     items = Items()
+    asleep = {name for _, replicas in context.plan.schedule.shared for name in replicas}
     for rank in ranks:
+        name = rank.replica.name
         if rank.replica.role == "gen":
-            continue
-        name, kept = rank.replica.name, in_host_memory(rank)
+            kept = kept_by_engine(context, rank)
+            if name in asleep:
+                kept += kept_asleep(context, rank)
+        else:
+            kept = in_host_memory(rank)
         if name in saved:
             kept += transfer.checkpoint_copies(rank)
-        if rank.config.offload_activations:
+        if rank.replica.role != "gen" and rank.config.offload_activations:
             size = max(
                 activations.inputs_in_host_memory(rank, context.largest_microbatch(rank, placement.node))
                 for placement in context.plan.placements
                 if name in placement.replicas and context.verb(placement.node) == "train"
             )
-            kept += item(MemoryCategory.ACTIVATIONS, size, "inputs of layers")
+            kept += item(MemoryCategory.ACTIVATIONS, size, _INPUTS)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in kept.items()})
+    return items
+
+
+def _published(context: MemoryContext, machine: int) -> Items:
+    """Return the versions of weights that are published through the memory of a machine."""
+    items = Items()
+    for route in context.plan.weights:
+        for key, size in _published_on(context, route, machine).items():
+            items[ItemKey(f"{route.dst} {key.name}", key.category)] += size
+    return items
+
+
+def _published_on(context: MemoryContext, route: WeightRoute, machine: int) -> Items:
+    """Return what one route has in the memory of a machine.
+
+    Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
+    for its whole machine. An engine in a process of its own cannot read that store, so its worker makes a
+    copy for it.
+    """
+    plan = context.plan
+    shape, in_one_process = (
+        context.request.trained_shape(route.model),
+        context.request.settings.get("workers") == "inproc",
+    )
+    if route.transport not in ("store", "shared") or shape is None or in_one_process:
+        return Items()
+    src, dst = plan.replica(route.src), plan.replica(route.dst)
+    version = DTYPE_BYTES[context.request.model(route.model).compute_dtype] * num_parameters(shape)
+    senders = sum(plan.cluster.node_of(worker) == machine for worker in src.workers)
+    engines = sum(plan.cluster.node_of(worker) == machine for worker in dst.heads)
+    share = version * senders // src.layout.world
+    if route.transport == "shared":
+        return item(MemoryCategory.BUFFERS, share, "published weights")
+    receives = any(plan.cluster.node_of(worker) == machine for worker in dst.workers)
+    items = item(MemoryCategory.BUFFERS, version if receives else share, _IN_STORE)
+    if engine_kind(dst.backend).has_own_process:
+        items += item(MemoryCategory.BUFFERS, engines * version, _RELAYED)
     return items
 
 
@@ -82,13 +164,37 @@ def check_host_memory(rows: Iterable[HostMemory]) -> None:
     for row in rows:
         if row.capacity is None or row.total <= row.capacity:
             continue
-        name, size, category = max(row.items, key=lambda item: item.num_bytes)
-        is_activation = category is MemoryCategory.ACTIVATIONS
-        key = "offload_activations=false" if is_activation else "offload=none"
         is_one = len(row.machines) == 1
         machines, need, have = ("machine", "needs", "has") if is_one else ("machines", "need", "have")
         raise PlanError(
             f"{machines} {device_ranges(row.machines)} {need} {gib(row.total)} of host memory, but "
-            f"{have} {gib(row.capacity)}. Most of it is for {name} "
-            f"({gib(size)}). Set models.{name.partition('@')[0]}.{key}, or use more machines."
+            f"{have} {gib(row.capacity)}. {_largest(row)}, or use more machines."
         )
+
+
+def host_memory_warnings(rows: Iterable[HostMemory], request: PlanRequest) -> Iterator[str]:
+    """Yield a warning for each kind of machine that a plan leaves little memory, or too small a store."""
+    store = store_bytes(request)
+    for row in rows:
+        machines = f"machine{'s' * (len(row.machines) > 1)} {device_ranges(row.machines)}"
+        if row.capacity is not None and row.total > (1 - MEMORY_MARGIN) * row.capacity:
+            yield (
+                f"{machines}: {gib(row.total)} of {gib(row.capacity)} of host memory are needed, without "
+                f"processes and data. {_largest(row)}, or use more machines."
+            )
+        stored = [item for item in row.items if item.name.endswith(_IN_STORE)]
+        num_bytes = sum(item.num_bytes for item in stored)
+        if store is not None and num_bytes > store:
+            model = max(stored, key=lambda item: item.num_bytes).name.partition("@")[0]
+            yield (
+                f"{machines}: Ray's object store has {gib(round(store))} by default, but published weights "
+                f"take {gib(num_bytes)}, so Ray writes the rest to disk. Set models.{model}.gen.transport="
+                "disk, or start Ray with a larger --object-store-memory."
+            )
+
+
+def _largest(row: HostMemory) -> str:
+    """Return the largest item of a machine, and what to change."""
+    name, size, _ = max(row.items, key=lambda item: item.num_bytes)
+    fix = next((text for end, text in _FIXES.items() if name.endswith(end)), "Set a larger cluster")
+    return f"Most of it is for {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"

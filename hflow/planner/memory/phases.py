@@ -231,17 +231,11 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mappin
         return Items()
     suffix = " (asleep)" if is_asleep else ""
     items = Items()
-    if not _shares_weights(context, rank):
+    if not context.shares_weights(rank):
         items += item(MemoryCategory.WEIGHTS, engine_weights(rank), "weights" + suffix)
     if rank.on_cpu and phase != GENERATE:
         items += item(MemoryCategory.KV_CACHE, caches[rank.replica.name], "KV cache" + suffix)
     return items
-
-
-def _shares_weights(context: MemoryContext, rank: Rank) -> bool:
-    """Return whether an engine uses the fp32 weights of its trainer in place."""
-    route = context.route_to(rank)
-    return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"
 
 
 def _transient(context: MemoryContext, ranks: Ranks, phase: str, caches: Mapping[str, int]) -> Items:

@@ -25,6 +25,8 @@ COMPARE_BYTES = 1 + 8
 one place in `int64`."""
 MIN_FILE_BYTES = 64 << 20
 """Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
+RECEIVED_LAST = "weights received last"
+SAVED_STATE = "copy of the optimizer's state"
 STATE_BYTES = 3 * FP32_BYTES
 """Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
 
@@ -75,17 +77,28 @@ def received_weights(rank: Rank, route: WeightRoute) -> Items:
 
     It is in the memory of the host, unless the transport leaves buckets on the device.
     """
-    if not route.delta or not (rank.on_cpu or route.transport in ("collective", "ipc")):
+    if rank.on_cpu or route.transport in ("collective", "ipc"):
+        return _received_last(rank, route)
+    return Items()
+
+
+def received_on_host(rank: Rank, route: WeightRoute) -> Items:
+    """Return the same for an engine on a GPU whose transport leaves buckets in the memory of the host."""
+    return Items() if route.transport in ("collective", "ipc") else _received_last(rank, route)
+
+
+def _received_last(rank: Rank, route: WeightRoute) -> Items:
+    if not route.delta:
         return Items()
     num_parts = rank.tensor if rank.config.lora is None else 1  # every rank receives all adapters
     num_bytes = rank.width * (num_parameters(rank.trained_shape) // num_parts)
-    return item(MemoryCategory.BUFFERS, num_bytes, "weights received last")
+    return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
 
 
 def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
     """Return what an engine's rank needs while it receives weights: one tensor in host memory.
 
-    Until then, buckets are in Ray's object store, which is host memory that the plan does not count.
+    Until then, buckets are where their transport keeps them (`memory/host.py`).
     """
     if how != "pull" or not rank.on_cpu:
         return Items()
@@ -117,7 +130,7 @@ def checkpoint_copies(rank: Rank) -> Items:
         weights = adapters + (_file_share(rank, width) if is_merged else 0)
     state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
     return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
-        MemoryCategory.OPTIMIZER, state, "copy of the optimizer's state"
+        MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )
 
 

@@ -17,6 +17,7 @@ from hflow.planner.hardware import GIB
 from hflow.planner.ir import WeightRoute
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import EngineLoad, engine_load
+from hflow.planner.memory.host import kept_asleep, kept_by_engine
 from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
 from hflow.planner.memory.rank import Rank
@@ -36,7 +37,7 @@ class Fit:
     largest_batches: Mapping[str, int]
     """Engine -> sequences of mean length that its cache holds, where the cache does not grow as needed."""
     host: int = 0
-    """Bytes of offloaded state in the memory of the device's host."""
+    """Bytes of offloaded state and of sleeping engines in the memory of the device's host."""
 
 
 NODE = ""
@@ -57,7 +58,9 @@ class _Profile:
     engine: tuple[Rank, EngineLoad, int] | None
     """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
     host: int = 0
-    """Bytes of offloaded state in host memory."""
+    """Bytes in host memory: offloaded state, or what an engine keeps there."""
+    asleep: int = 0
+    """Bytes in host memory of an engine that sleeps."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,9 @@ class GroupMemory:
             total = used if phase == GENERATE else base + num_bytes
             if total > largest:
                 largest, fullest = total, phase
-        host = sum(self._profile(option, option.replica.model in apart).host for option in options)
+        sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
+        profiles = [self._profile(option, option.replica.model in apart) for option in options]
+        host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
     def _bytes_in(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
@@ -181,9 +186,12 @@ class GroupMemory:
         context = self._context(option, is_apart)
         held: dict[tuple[str, bool], int] = {}
         running: dict[tuple[str, bool], int] = {}
-        engine, host = None, 0
+        engine, host, asleep = None, 0, 0
         for rank in self._ranks(option):
-            if option.replica.role != "gen":
+            if option.replica.role == "gen":
+                host = max(host, kept_by_engine(context, rank).total())
+                asleep = max(asleep, kept_asleep(context, rank).total())
+            else:
                 host = max(host, in_host_memory(rank).total())
             before = self._held(context, rank, option, is_apart)
             for key, total in before.items():

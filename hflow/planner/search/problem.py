@@ -12,7 +12,7 @@ from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.graph_queries import root_stream, written_models
-from hflow.planner.hardware import GIB, Hardware
+from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
@@ -124,9 +124,9 @@ class SearchProblem:
     def host_memory_limit(self) -> float:
         """Bytes of host memory that a plan may use for each device; infinite if the memory is not known."""
         device = self.hardware.device
-        if device.host_memory_gib is None or device.type == "cpu":
+        if device.host_memory_bytes is None or device.type == "cpu":
             return math.inf
-        return (1 - self.margin) * device.host_memory_gib * GIB
+        return (1 - self.margin) * device.host_memory_bytes
 
     @cached_property
     def longest(self) -> int:

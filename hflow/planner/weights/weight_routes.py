@@ -21,6 +21,8 @@ from hflow.planner.weights.sharding import mean_copies
 
 STORE_FRACTION = 0.3
 """The fraction of a machine's memory that Ray gives its object store by default."""
+STORE_LIMIT = 200 * 10**9
+"""Bytes that Ray gives an object store at most by default."""
 
 
 _THROUGH_HOSTS = ("store", "disk", "shared")
@@ -128,14 +130,14 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
             return "ipc", "every engine is on the devices that hold its weights"
     if own_process and len(machines) == 1:
         return "shared", "the engines have processes of their own on this machine"
-    store_bytes = _store_bytes(request)
+    available = store_bytes(request)
     shape, sources = request.trained_shape(gen.model), {cluster.node_of(worker) for worker in src.workers}
     copies = 1.0 if shape is None else mean_copies(shape, gen.layout)
     num_bytes = route.moved_bytes / copies / len(sources)
-    if store_bytes is not None and num_bytes > store_bytes:
+    if available is not None and num_bytes > available:
         return "disk", (
             f"a version takes {num_bytes / GIB:.1f} GiB per machine, but the object store has only about "
-            f"{store_bytes / GIB:.1f} GiB"
+            f"{available / GIB:.1f} GiB"
         )
     return "store", "memory that processes share"
 
@@ -173,8 +175,12 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             )
 
 
-def _store_bytes(request: PlanRequest) -> float | None:
+def store_bytes(request: PlanRequest) -> float | None:
     """Return the bytes of a machine's object store; None if the memory of the machine is not known."""
-    if request.hardware is None or request.hardware.device.type != "cpu":
+    if request.hardware is None:
         return None
-    return STORE_FRACTION * request.hardware.device.memory_bytes * request.cluster.devices_per_node
+    device = request.hardware.device
+    size = device.memory_bytes if device.type == "cpu" else device.host_memory_bytes
+    return (
+        None if size is None else min(STORE_FRACTION * size * request.cluster.devices_per_node, STORE_LIMIT)
+    )

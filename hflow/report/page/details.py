@@ -243,9 +243,16 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
     )
 
 
+def transport_text(route: WeightRoute) -> str:
+    """Return what carries the bytes of a route, and why; empty if no transport does."""
+    return f"{route.transport}: {route.why}" if route.transport else ""
+
+
 def route_facts(route: WeightRoute) -> Facts:
     """Return the bytes of a weight route."""
     facts = [("how", HOW[route.how])]
+    if route.transport:
+        facts.append(("transport", transport_text(route)))
     if route.rows or route.moved_bytes or route.held_bytes:
         facts += [
             ("moves", bytes_text(route.moved_bytes)),

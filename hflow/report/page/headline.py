@@ -42,6 +42,7 @@ class CycleLink:
     seconds: str
     percent: float
     """Its share of the cycle's seconds."""
+    share: str
     why: str
     leads_back: bool
     """Whether the edge crosses steps."""
@@ -166,6 +167,7 @@ def _cycle(plan: Plan, period: Period) -> Iterator[CycleLink]:
             ref=ref_of(plan, step.node),
             seconds=seconds_text(step.seconds),
             percent=round(100 * step.seconds / total, 2),
+            share=share_text(step.seconds / total),
             why=step.why,
             leads_back=step.lag > 0,
         )

@@ -14,7 +14,8 @@ from hflow.report.formatting import (
     seconds_text,
     size_text,
 )
-from hflow.report.page.details import Listing, TimeShare, route_listing, time_parts
+from hflow.report.page.details import Listing, TimeShare, route_listing, time_parts, transport_text
+from hflow.report.plan_text.weights import NOTE
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: tuple[int, ...] = ()
+    note: str = ""
+    """What its words mean."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,9 @@ def _moves(plan: Plan) -> Table | None:
 
 
 def _how(route: WeightRoute) -> str:
-    how = f"{route.how} by {route.transport}" if route.transport else route.how
     if not route.saved_bytes:
-        return how
-    return f"{how}; {rank_order_text(route.moved_bytes, route.saved_bytes)}"
+        return route.how
+    return f"{route.how}; {rank_order_text(route.moved_bytes, route.saved_bytes)}"
 
 
 def _weights(plan: Plan) -> Table | None:
@@ -144,12 +146,13 @@ def _weights(plan: Plan) -> Table | None:
         return None
     return Table(
         "Weight routes: from training to generation",
-        ("from", "to", "how", "moves", "across machines", "in place already", "rows"),
+        ("from", "to", "how", "transport", "moves", "across machines", "in place already", "rows"),
         tuple(
             (
                 route.src,
                 route.dst,
                 _how(route),
+                transport_text(route),
                 bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
                 bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",
@@ -157,7 +160,8 @@ def _weights(plan: Plan) -> Table | None:
             )
             for route in plan.weights
         ),
-        right=(3, 4, 5, 6),
+        right=(4, 5, 6, 7),
+        note=NOTE,
     )
 
 

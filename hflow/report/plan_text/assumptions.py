@@ -58,7 +58,9 @@ def lengths_text(lengths: Workload) -> str:
     tokens = f"prompts of {count_text(lengths.prompt)} tokens, responses of {mean} on average"
     spread = f"(deviation {share_text(lengths.response_cv)}), at most {most}"
     origin = (
-        "assumed; set workload.prompt, .response_mean, .response_cv" if lengths.is_assumed else "as given"
+        "assumed; set workload.prompt, .response_mean, .response_cv"
+        if lengths.is_assumed
+        else "set by workload, or measured by the run of calibrate"
     )
     return f"{tokens} {spread}; {origin}"
 

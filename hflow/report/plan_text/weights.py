@@ -10,7 +10,8 @@ from hflow.report.plan_text.section import Section, add_row, dim, lines, number,
 
 NOTE = (
     "How new weights reach another copy of the model. shared: both use the same memory; gather: assembled "
-    "bucket by bucket on the same devices; pull: copied out slice by slice, then fetched by other devices. "
+    "bucket by bucket on the same devices; pull: copied out slice by slice, then fetched by other devices or "
+    "processes, by a transport (models.NAME.gen.transport). "
     "The bytes moved are the fewest possible: what a device already holds stays in place."
 )
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hflow.report.curve_parts import MAX_POINTS, Points, thinned
+from hflow.report.curve_parts import MAX_POINTS, Points, ends_of, thinned
 
 WIDTH, HEIGHT, MARGIN = 360, 110, 6
 """Size of a plot, and the space above and below its curve, in the units of its view box."""
 MAX_DOTS = 30
 """Points of a curve that are also drawn one by one."""
 
+MAX_STALENESS = "staleness/max"
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Policy", ("kl", "entropy", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
-    ("Staleness", ("staleness/mean", "staleness/max", "staleness/in_flight", "staleness/in_queue")),
+    ("Staleness", ("staleness/mean", MAX_STALENESS, "staleness/in_flight", "staleness/in_queue")),
     (
         "Speed",
         (
@@ -85,7 +86,8 @@ def curve_groups(
 ) -> tuple[tuple[CurveGroup, ...], tuple[CurveView, ...]]:
     """Return the curves that are shown at once, in groups, and all others.
 
-    A group that is 0 throughout, as staleness is in a synchronous run, is among the others.
+    The number beside a curve is its final value, the mean of its last tenth. Staleness that
+    is 0 throughout, as in a synchronous run, has no curve.
 
     Args:
         curves: metric -> its values.
@@ -93,6 +95,7 @@ def curve_groups(
         train_nodes: nodes whose metrics tell how the policy changes.
         units: metric -> (unit, meaning), of metrics that hflow computes.
     """
+    curves = with_staleness(curves)
     named = [("Results", tuple(results))]
     for title, names in GROUPS:
         members = [
@@ -100,12 +103,11 @@ def curve_groups(
             for name in names
             for node in (("",) if "/" in name else train_nodes)
         ]
-        if any(value != 0 for name in members for _, value in curves.get(name, ())):
-            named.append((title, tuple(dict.fromkeys(members))))
+        named.append((title, tuple(dict.fromkeys(members))))
     most = max((points[-1][0] for points in curves.values()), default=1)
     views = {}
     for name, points in curves.items():
-        series = Series(points, number_text(points[-1][1]))
+        series = Series(points, number_text(ends_of(points)[1]))
         views[name] = curve_view(name, [series], most, *units.get(name, ("", "")))
     groups = [
         CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
@@ -113,6 +115,12 @@ def curve_groups(
     shown = {curve.name for group in groups for curve in group.curves}
     others = tuple(view for name, view in views.items() if name not in shown)
     return tuple(group for group in groups if group.curves), others
+
+
+def with_staleness(curves: Mapping[str, Points]) -> Mapping[str, Points]:
+    """Return curves without those of staleness if it was 0 in every step."""
+    has_staleness = any(value for _, value in curves.get(MAX_STALENESS, ()))
+    return curves if has_staleness else {n: c for n, c in curves.items() if not n.startswith("staleness/")}
 
 
 def curve_view(

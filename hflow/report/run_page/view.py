@@ -8,21 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hflow.report.curve_parts import ends_of
-from hflow.report.formatting import count_text, plural, seconds_text
+from hflow.report.formatting import count_text, missing_text, plural, seconds_text
 from hflow.report.page.gantt import Gantt
 from hflow.report.page.tables import Table
-from hflow.report.run_page.curves import CurveGroup, CurveView, curve_groups, number_text
+from hflow.report.run_page.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups, number_text
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 
 if TYPE_CHECKING:
     from hflow.launch.run_report import RunReport
 
-STEP_SECONDS, SAMPLES, STALENESS, MAX_STALENESS = (
-    "time/step_seconds",
-    "time/samples_per_second",
-    "staleness/mean",
-    "staleness/max",
-)
+STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
 NO_TRACE = "The run has no trace: it is written when the run ends."
 FEW_STEPS = "The trace has fewer than three steps, so none is drawn."
 TERMS: tuple[tuple[str, str], ...] = (
@@ -142,8 +137,16 @@ def story(report: RunReport) -> Iterator[str]:
     for name in report.record.results:
         curve = report.record.curves[name]
         first, last = ends_of(curve)
+        lacks = f"; {missing}" if (missing := _missing(report, name)) else ""
         if len(curve) > 1:
-            yield f"{name} went from {number_text(first)} to {number_text(last)}."
+            yield f"{name} went from {number_text(first)} to {number_text(last)}{lacks}."
+        elif lacks:
+            yield f"{name} is {number_text(last)}{lacks}."
+    for row in report.ledger.rewinds if report.ledger else ():
+        if not row.steps_lost:
+            yield (
+                f"It was resumed after step {row.step}." if row.step else "It began again: nothing was saved."
+            )
     if report.ledger:
         ends = ", ".join(f"{count:,} {end}" for end, count in report.ledger.ends.items())
         yield f"Samples: {ends}."
@@ -151,11 +154,19 @@ def story(report: RunReport) -> Iterator[str]:
         yield f"Checkpoints after {', '.join(map(str, report.checkpoints))} steps."
 
 
+def _missing(report: RunReport, name: str) -> str:
+    """Return what the last value of an evaluation's metric lacks; empty if it lacks nothing."""
+    curves, stream = report.record.curves, name.partition("/")[0]
+    counts = [curves.get(f"{stream}/{kind}", ((0, 0.0),))[-1][1] for kind in ("refused", "evaluated")]
+    return missing_text(int(counts[0]), int(sum(counts))) if counts[0] else ""
+
+
 def faults(report: RunReport) -> Iterator[str]:
-    """Yield what went wrong: rewinds, restarts and warnings."""
+    """Yield what went wrong: steps that were done again, restarts and warnings."""
     for row in report.ledger.rewinds if report.ledger else ():
-        lost = f"; {plural(row.steps_lost, 'step')} done again" if row.steps_lost else ""
-        yield f"The run went back to the checkpoint of step {row.step}{lost}."
+        if row.steps_lost:
+            where = f"the checkpoint of step {row.step}" if row.step else "its beginning"
+            yield f"The run went back to {where}; {plural(row.steps_lost, 'step')} done again."
     for span in report.spans:
         if span.lane == "faults":
             yield f"Workers were started again in {seconds_text(span.end - span.start)} ({span.name})."
@@ -177,7 +188,9 @@ def _tiles(report: RunReport) -> Iterator[FigureTile]:
     yield FigureTile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
     for name in [name for name in record.results if not name.endswith("/loss")][:2]:
         first, last = ends_of(curves[name])
-        yield FigureTile(name, number_text(last), f"from {number_text(first)}; means of a tenth of the run")
+        lacks = _missing(report, name)
+        note = f"from {number_text(first)}; means of a tenth of the run"
+        yield FigureTile(name, number_text(last), f"{note}; {lacks}" if lacks else note)
     if STEP_SECONDS in curves:
         values = [value for _, value in curves[STEP_SECONDS]]
         planned = planned_seconds(report)

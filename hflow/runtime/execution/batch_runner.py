@@ -24,6 +24,7 @@ from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
     EVALUATION_REFUSED,
+    NUM_EVALUATED,
     RunEvents,
     StepMetrics,
     average_fields,
@@ -119,6 +120,7 @@ class BatchRunner:
         if is_evaluation:
             if batch.num_refused is not None:
                 values[EVALUATION_REFUSED.member(batch.stream)] = float(batch.num_refused)
+                values[NUM_EVALUATED.member(batch.stream)] = float(len(batch.samples))
             self._observer.on_evaluation(batch.step, values)
             if batch.stream not in self._roots.values():
                 await self._release(batch)

@@ -59,6 +59,9 @@ EVALUATION_REFUSED = declare(
     "samples",
     "samples that were refused in an evaluation, so that no mean counts them; from the first such one on",
 )
+NUM_EVALUATED = declare(
+    "{stream}/evaluated", "samples", "samples that the means of an evaluation count, beside `STREAM/refused`"
+)
 DROPPED = declare(
     "dropped/{reason}",
     "samples",

@@ -147,7 +147,7 @@ class RayWorkers(Workers):
         places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
         machines = [machine for machine, _ in places]
         found = [devices for _, devices in places]
-        check_devices(setup.plan.cluster, found, package_versions())
+        check_devices(setup.plan, found, package_versions())
         is_spread = any(machine != _this_machine() for machine in machines)
         files = pack(setup.recipe_directory) if is_spread else None
         report_progress(build_phase(setup.plan))
