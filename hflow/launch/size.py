@@ -56,7 +56,9 @@ class Target:
             return f"{self.samples:g} samples/s"
         if self.seconds is not None:
             return f"{self.seconds:g} s a step"
-        return "1 day" if self.days == 1 else f"{self.days:g} days"
+        assert self.days is not None
+        text = "1 day" if self.days == 1 else f"{self.days:g} days"
+        return text if self.days >= 1 else f"{text} ({seconds_text(self.days * SECONDS_PER_DAY)})"
 
 
 @dataclass(frozen=True)

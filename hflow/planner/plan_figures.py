@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hflow.planner.ir import Plan
+from hflow.planner.staleness import splits_batch
 
 SECONDS_PER_HOUR = 3600
 SECONDS_PER_DAY = 24 * SECONDS_PER_HOUR
@@ -29,6 +30,19 @@ class PlanFigures:
     dollars_per_step: float | None
     dollars: float | None
     """Of the whole run."""
+    is_lower_bound: bool = False
+    """Whether seconds, days and dollars leave out waiting for late responses."""
+
+
+def leaves_waiting_out(plan: Plan) -> bool:
+    """Return whether the period leaves out waiting for late responses.
+
+    That is so if generation runs ahead. A synchronous step takes as long as its longest response.
+    """
+    stream = plan.schedule.streams[0]
+    lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
+    runs_ahead = bool(stream.models) and plan.schedule.settings.max_staleness > 0
+    return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 
 def plan_figures(plan: Plan) -> PlanFigures:
@@ -52,4 +66,5 @@ def plan_figures(plan: Plan) -> PlanFigures:
         dollars_per_hour=per_hour,
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,
+        is_lower_bound=leaves_waiting_out(plan),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
 UNKNOWN = "-"
 MOST_CHANGES = 3
 """Number of a plan's own changes that are named under a setting."""
-FOLLOWING = ("replica", "group", "engine")
-"""Topics of a plan's decisions that follow from a setting."""
+FOLLOWING = {"replica": "layout", "group": "devices", "engine": "engine"}
+"""Topics of a plan's decisions that follow from a setting -> what the main value of a subject is."""
+AT_LEAST, AT_MOST = "\u2265 ", "\u2264 "
+MAX_CHANGE = 32
+"""Characters of a change that stand in one line of the table."""
+NOTES = (
+    "memory: what the fullest device needs at its peak, and the share of its memory. $: of all devices of "
+    "the cluster, idle or not."
+)
+LOWER_BOUND = (
+    f"{AT_LEAST}a step: generation runs ahead, and waiting for late responses is left out. hflow simulate "
+    "counts it."
+)
 
 
 def render_what_if(found: WhatIf) -> RenderableType:
@@ -39,19 +51,35 @@ def render_what_if(found: WhatIf) -> RenderableType:
     refusals = []
     for row in found.rows:
         if row.figures is None:
-            add_row(shown, row.change, Text("no plan", style="red"), *[UNKNOWN] * 4)
+            add_row(shown, broken(row.change), Text("no plan", style="red"), *[UNKNOWN] * 4)
             refusals.append(Text.assemble((f"{row.change}: ", "bold"), row.refusal or ""))
         else:
-            add_row(shown, row.change, *_cells(row.figures, row.speed_up))
+            add_row(shown, broken(row.change), *_cells(row.figures, row.speed_up))
             for line in _following(row.diff):
                 add_row(shown, dim(f"  {line}"), *[""] * 5)
-    notes = dim("speed: samples trained in the same time, compared with the plan as configured")
-    return Group(shown, Text(""), *refusals, notes)
+    notes = [dim(f"speed: samples trained in the same time, compared with the plan as configured. {NOTES}")]
+    known = (found.base, *(row.figures for row in found.rows if row.figures))
+    if any(figures.is_lower_bound for figures in known):
+        notes.append(dim(LOWER_BOUND))
+    return Group(shown, Text(""), *refusals, *notes)
+
+
+def broken(change: str) -> str:
+    """Return a change in lines that end behind a space, or behind a mark of a long setting."""
+    lines = [""]
+    for setting in re.split(r"(?<= )", change):
+        is_long = len(setting.rstrip()) > MAX_CHANGE
+        for part in re.split(r"(?<=[=_])|(?<=\.)(?!\d)", setting) if is_long else [setting]:
+            if lines[-1] and len(lines[-1] + part.rstrip()) > MAX_CHANGE:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
-    yield duration_text(figures.seconds_per_step)
-    yield UNKNOWN if speed_up is None else f"{speed_up:.2f} {TIMES}"
+    yield step_text(figures)
+    bound = AT_MOST if figures.is_lower_bound else ""
+    yield UNKNOWN if speed_up is None else f"{bound}{speed_up:.2f} {TIMES}"
     yield memory_text(figures)
     yield dollars_text(figures.dollars_per_step)
     yield dollars_text(figures.dollars)
@@ -60,10 +88,20 @@ def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
 def _following(diff: PlanDiff | None) -> Iterator[str]:
     """Yield what the plan decided otherwise because of a change, in a few lines."""
     changes = [change for change in diff.decided if change.topic in FOLLOWING] if diff else []
+    if any(change.topic == "group" for change in changes):  # which says where its replicas are
+        changes = [change for change in changes if not change.subject.endswith(" devices")]
     for change in changes[:MOST_CHANGES]:
-        yield f"{change.subject}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
+        name, _, attribute = change.subject.partition(" ")
+        what = f"{attribute or FOLLOWING[change.topic]} of {'group ' * (change.topic == 'group')}{name}"
+        yield f"{what}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
     if len(changes) > MOST_CHANGES:
-        yield f"and {len(changes) - MOST_CHANGES} more; see hflow plan --diff"
+        yield f"and {len(changes) - MOST_CHANGES} more, which --json lists"
+
+
+def step_text(figures: PlanFigures) -> str:
+    """Return the seconds of a step, and that they are a lower bound where they are."""
+    text = duration_text(figures.seconds_per_step)
+    return f"{AT_LEAST}{text}" if figures.is_lower_bound and text != UNKNOWN else text
 
 
 def duration_text(seconds: float | None) -> str:
@@ -82,6 +120,8 @@ def dollars_text(dollars: float | None) -> str:
     """Return an amount as text."""
     if dollars is None:
         return UNKNOWN
+    if 0 < dollars < 0.005:
+        return "< 0.01"
     return f"{dollars:.2f}" if dollars < 100 else count_text(dollars)
 
 
@@ -95,7 +135,10 @@ def render_sizes(found: Sizes) -> RenderableType:
         style = "bold green" if row is found.chosen else "" if row.reaches else "dim"
         cells = [Text(cell, style) for cell in size_cells(row)]
         add_row(shown, Text(row.cluster, style), *cells)
-    return Group(shown, Text(""), *(Text(line) for line in size_lines(found)))
+    notes = [NOTES]
+    if any(row.figures.is_lower_bound for row in found.rows if row.figures):
+        notes.append(LOWER_BOUND)
+    return Group(shown, Text(""), *(Text(line) for line in size_lines(found)), *map(dim, notes))
 
 
 def size_cells(row: SizedCluster) -> tuple[str, ...]:
@@ -105,7 +148,7 @@ def size_cells(row: SizedCluster) -> tuple[str, ...]:
         return (f"{row.num_devices:,}", "no plan", *[UNKNOWN] * 5)
     return (
         f"{row.num_devices:,}",
-        duration_text(figures.seconds_per_step),
+        step_text(figures),
         UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
         duration_text(None if figures.days is None else figures.days * SECONDS_PER_DAY),
         memory_text(figures),
@@ -125,8 +168,9 @@ def size_lines(found: Sizes) -> Iterator[str]:
         yield f"plans that reach it but cannot run yet: {', '.join(unrunnable)}"
     refused = [row for row in found.rows if row.refusal]
     if refused:
-        names = ", ".join(row.cluster for row in refused)
-        yield f"no plan on {names}; on {refused[-1].cluster}: {refused[-1].refusal}"
+        names, last = ", ".join(row.cluster for row in refused), refused[-1]
+        which = f". On {last.cluster}" if len(refused) > 1 else ""
+        yield f"no plan on {names}{which}: {last.refusal}"
 
 
 def size_table(found: Sizes) -> Table:

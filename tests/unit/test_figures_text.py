@@ -1,10 +1,14 @@
 """Durations and the table of `hflow size` as text."""
 
 import pytest
+from rich.console import Console
 
-from hflow.launch.size import SizedCluster
+from hflow.launch.size import SizedCluster, Target
+from hflow.launch.what_if import Changed, WhatIf
+from hflow.planner.diff import Effect, PlanDiff
+from hflow.planner.diff.compare import Change
 from hflow.planner.plan_figures import PlanFigures
-from hflow.report.figures_text import SIZE_HEADINGS, size_cells
+from hflow.report.figures_text import SIZE_HEADINGS, broken, dollars_text, render_what_if, size_cells
 from hflow.report.formatting import seconds_text
 
 
@@ -35,3 +39,54 @@ def test_runs_of_minutes_differ_in_the_table_of_sizes(days: float | None, expect
     figures = PlanFigures("cpu-1x2", 2, 5.0, 100.0, days, 2**30, 2**33, None, None, None)
     cells = size_cells(SizedCluster("cpu-1x2", 2, figures, True))
     assert dict(zip(SIZE_HEADINGS, cells, strict=True))["whole run"] == expected
+
+
+def test_what_follows_from_a_change_is_named_in_words() -> None:
+    figures = PlanFigures("h100-1x8", 8, 30.0, 100.0, 1.0, 2**30, 2**33, 10.0, 0.001, 20.0)
+    ahead = PlanFigures("h100-1x8", 8, 15.0, 200.0, 0.5, 2**30, 2**33, 10.0, 0.001, 20.0, is_lower_bound=True)
+    diff = PlanDiff(
+        "a",
+        "b",
+        (
+            Change("group", "all", "0-7", "0-3", Effect.SAME),
+            Change("replica", "actor@train", "d8", "d4", Effect.RESHARD),
+            Change("replica", "actor@train devices", "0-7", "0-3", Effect.SAME),
+            Change("replica", "actor@train backend", "torch", "megatron", Effect.RESHARD),
+            Change("engine", "actor@gen", "embedded", "vllm", Effect.SAME),
+        ),
+    )
+    changed = Changed("cluster=h100-1x4", figures, 1.0, diff)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render_what_if(WhatIf(figures, (changed, Changed("a=1", ahead, 2.0, None)))))
+    text = capture.get()
+    for line in (
+        "devices of group all: 0-7 -> 0-3",
+        "layout of actor@train: d8 -> d4",
+        "backend of actor@train: torch -> megatron",
+        "and 1 more, which --json lists",
+        "\u2265 15 s",
+        "\u2264 2.00",
+        "< 0.01",
+        "waiting for late responses is left out",
+    ):
+        assert line in text
+    assert "devices of actor@train" not in text, "the group says it"
+    with console.capture() as capture:
+        console.print(render_what_if(WhatIf(figures, (changed,))))
+    assert "late responses" not in capture.get()
+
+
+def test_a_long_change_is_not_broken_within_a_number() -> None:
+    assert broken("batch=256") == "batch=256"
+    long = "models.actor.tokens_per_microbatch=65536"
+    assert broken(long) == "models.actor.tokens_per_\nmicrobatch=65536"
+    weight = "nodes.actor_train.overlong_weight=0.25"
+    assert broken(weight) == "nodes.actor_train.overlong_\nweight=0.25"
+    assert broken("batch=256 schedule.max_staleness=1") == "batch=256 \nschedule.max_staleness=1"
+
+
+def test_small_amounts_and_short_targets() -> None:
+    amounts = [dollars_text(amount) for amount in (0.0, 0.004, 0.006, 1.5, 1234.0)]
+    assert amounts == ["0.00", "< 0.01", "0.01", "1.50", "1,234"]
+    assert [str(Target(days=days)) for days in (0.05, 1.0, 3.0)] == ["0.05 days (72 min)", "1 day", "3 days"]

@@ -9,13 +9,13 @@ from hflow.planner.cluster import used_links
 from hflow.planner.forecast import Forecast, Period
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
+from hflow.planner.plan_figures import leaves_waiting_out
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.limits_text import limit_text
 from hflow.report.page.gantt import ref_of
 from hflow.report.plan_text.assumptions import (
     calibration_text,
-    leaves_waiting_out,
     lengths_text,
     reached_text,
 )

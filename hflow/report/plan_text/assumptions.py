@@ -11,7 +11,6 @@ from hflow.planner.calibration import Calibration
 from hflow.planner.cluster import used_links
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.staleness import splits_batch
 from hflow.planner.workload import Workload, expected_max
 from hflow.report.formatting import count_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES, Section
@@ -39,17 +38,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _hardware(plan.hardware, plan.cluster)
     for line in plan.forecast.missing:
         yield "not estimated", line
-
-
-def leaves_waiting_out(plan: Plan) -> bool:
-    """Return whether the period leaves out waiting for late responses.
-
-    That is so if generation runs ahead. A synchronous step takes as long as its longest response.
-    """
-    stream = plan.schedule.streams[0]
-    lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
-    runs_ahead = bool(stream.models) and plan.schedule.settings.max_staleness > 0
-    return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 
 def lengths_text(lengths: Workload) -> str:

@@ -12,9 +12,9 @@ from rich.text import Text
 from hflow.planner.cluster import device_ranges, used_links
 from hflow.planner.forecast import CycleStep, Period, PhaseMemory
 from hflow.planner.ir import ClusterSpec, Plan
+from hflow.planner.plan_figures import leaves_waiting_out
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
-from hflow.report.plan_text.assumptions import leaves_waiting_out
 from hflow.report.plan_text.section import NO_FIGURES
 
 MIN_SHARE = 0.01
