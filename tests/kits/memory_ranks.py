@@ -26,11 +26,17 @@ from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """A model with experts in a layout."""
+    """A model in a layout."""
 
     layout: str
     dtype: str
     recompute: bool
+    is_dense: bool = False
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model, with experts unless it is dense."""
+        return kit.WIDE if self.is_dense else kit.MIXED
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -45,6 +51,8 @@ CASES = (
     Case("d2t2e2", "fp32", recompute=True),
     Case("d2t2e2", "bf16", recompute=False),
     Case("d4e4", "fp32", recompute=True),
+    Case("d2t2", "fp32", recompute=False, is_dense=True),
+    Case("d2t2", "bf16", recompute=True, is_dense=True),
 )
 SEQUENCES, LENGTH = 16, 64
 """Of each data rank."""
@@ -86,7 +94,7 @@ def measure(case: Case, layout: Layout, rank: int, group: Any) -> Measured:
 
     Memory that a thread of gloo frees seems to be held, so the smaller of two peaks counts.
     """
-    architecture = kit.MIXED
+    architecture = case.architecture
     settings = ModelSettings(
         "m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **case.asked
     )

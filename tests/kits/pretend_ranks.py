@@ -38,13 +38,11 @@ def move_to_device(parameters: list[nn.Parameter], buffers: list[Tensor], device
             )
 
 
-_fsdp_init._move_states_to_device = move_to_device
-
-
 def run(rank: int, directory: str) -> None:
     """Train each case with FSDP2, infer and save; rank 0 writes metrics, weights, log-probs and waits."""
     torch.set_num_threads(1)
     fsdp.MIN_UNIT_BYTES = 0  # each layer is sharded by itself
+    _fsdp_init._move_states_to_device = move_to_device
     with pretend_device.installed() as device:
         store = dist.FileStore(f"{directory}/store", 2)
         dist.init_process_group(device, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

@@ -15,6 +15,7 @@ from hflow.backends.megatron.model_dims import ExpertDims
 prepare("cpu")
 
 from hflow.backends.megatron.experts import GroupedExperts, Router  # noqa: E402
+from hflow.backends.megatron.layers import gated_silu  # noqa: E402
 
 
 def router(per_token: int, normalizes: bool) -> Router:
@@ -62,7 +63,7 @@ def test_experts_compute_with_their_own_rows(dtype, rows, per_expert):
     made = experts(3, 16, rows, dtype)
     assert made.gate_up.shape == (3, 2 * rows, 16)
     x = torch.randn(sum(per_expert), 16, dtype=dtype, requires_grad=True)
-    weights = torch.rand(len(x), dtype=dtype)
+    weights = torch.rand(len(x), dtype=dtype, requires_grad=True)
     out, bias = made(x, torch.tensor(per_expert), weights)
     assert bias is None
     wanted = []
@@ -71,5 +72,22 @@ def test_experts_compute_with_their_own_rows(dtype, rows, per_expert):
         wanted.append((silu(gate) * up * scale[:, None]) @ made.down[expert].T)
     part = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(out, torch.cat(wanted), atol=part, rtol=part)
+    got, expected = ([*made.parameters(), x, weights], [out, torch.cat(wanted)])
+    if len(x) and dtype == torch.float32:
+        factor = torch.randn_like(out)
+        found, known = (torch.autograd.grad((one * factor).sum(), got, retain_graph=True) for one in expected)
+        for one, other in zip(found, known, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     (out * torch.randn_like(out)).sum().backward()  # without rows too, as the exchange of tokens needs it
     assert x.grad is not None
+
+
+def test_a_gated_activation_has_the_bits_of_torchs_own():
+    torch.manual_seed(0)
+    x, factor = torch.randn(5, 12, requires_grad=True), torch.randn(5, 6)
+    gate, up = x.chunk(2, dim=-1)
+    results = [gated_silu(x, None), silu(gate) * up]
+    assert torch.equal(*results)
+    assert torch.equal(*(torch.autograd.grad((one * factor).sum(), x)[0] for one in results))
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gated_silu, (x.detach().double().requires_grad_(), weights))

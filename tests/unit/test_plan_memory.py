@@ -229,7 +229,7 @@ def test_logits_exist_in_chunks():
 def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():
     # Four stages of one layer, eight micro-batches; the embedding's and the head's parts aside.
     batch = microbatch(1_000, 0, num=8)
-    layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch)
+    layer = activations.kept_by_layer(rank(SMALL, "p4", "megatron"), batch, megatron_memory.NUM_MLP)
     held = [
         named(megatron_memory.train_step(rank(SMALL, "p4", "megatron", stage=p), batch))["activations"]
         for p in range(4)
@@ -921,7 +921,7 @@ def test_a_real_engine_in_its_second_turn():
 
 
 @pytest.mark.long
-def test_real_steps_of_megatron_with_experts(tmp_path):
+def test_real_steps_of_megatron(tmp_path):
     """On up to four ranks. Between steps tensor ranks also keep the buffer in which they gather tokens."""
     import memory_ranks  # it imports megatron
 
@@ -930,8 +930,8 @@ def test_real_steps_of_megatron_with_experts(tmp_path):
     batch = microbatch(memory_ranks.SEQUENCES * memory_ranks.LENGTH, memory_ranks.NUM_LEARNED)
     for case in memory_ranks.CASES:
         found = [of[case] for of in of_rank if case in of]
-        planned = rank(kit.shape_of(kit.MIXED), case.layout, "megatron", **case.asked)
-        gathered = planned.width * kit.MIXED["hidden_size"] * batch.tokens if planned.tensor > 1 else 0
+        planned = rank(kit.shape_of(case.architecture), case.layout, "megatron", **case.asked)
+        gathered = planned.width * planned.shape.hidden * batch.tokens if planned.token_share > 1 else 0
         for one in found:
             assert model_state(planned).total() + gathered == pytest.approx(one.state, rel=0.01), case
         trained, inferred = (min(getattr(one, name) for one in found) for name in ("trained", "inferred"))

@@ -84,7 +84,8 @@ class PackedAttention(nn.Module):
         q, k, v = (x[:num_tokens] for x in (query, key, value))
         q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
         if inputs.division is None:
-            out = attend(q, k, v, inputs.layout, self.scale)
+            # A view would keep the whole projection to q, k and v until the backward pass.
+            out = attend(q, k, v.contiguous(), inputs.layout, self.scale)
         else:
             out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, self.scale)
         num_padding = len(query) - num_tokens

@@ -23,7 +23,7 @@ from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedAttention
 from hflow.backends.megatron.experts import GroupedExperts, Router
 from hflow.backends.megatron.hf_mapping import stage_layers
-from hflow.backends.megatron.layers import RepeatedQkv, RMSNorm
+from hflow.backends.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
 
@@ -31,6 +31,7 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "activation_func": silu,
+    "use_te_activation_func": True,  # the layer's own, of `GatedSilu`
     "add_bias_linear": False,  # `block_spec` adds the biases that a model has
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -121,6 +122,7 @@ def _layer_spec(dims: ModelDims, copies: ProcessGroup | None) -> ModuleSpec:
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     modules.mlp.params["ffn_hidden_size"] = dims.intermediate
+    modules.mlp.submodules.activation_func = GatedSilu
     attention.core_attention = PackedAttention
     if dims.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

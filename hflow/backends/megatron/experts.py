@@ -17,8 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, linear
 
+from hflow.backends.megatron.layers import gated_silu
 from hflow.backends.megatron.model_dims import ExpertDims
 
 _ALIGNMENT = 16
@@ -88,8 +89,8 @@ class GroupedExperts(nn.Module):
             per_expert: int64 `[n]`, how many rows each expert has.
             weights: `[R]`, by which results are multiplied.
         """
-        gate, up = _each_linear(tokens, self.gate_up, per_expert).chunk(2, dim=-1)
-        return _each_linear(silu(gate) * up * weights[:, None], self.down, per_expert), None
+        activated = gated_silu(_each_linear(tokens, self.gate_up, per_expert), weights)
+        return _each_linear(activated, self.down, per_expert), None
 
 
 def forget_routing(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""Layers that replace megatron's: a q, k, v projection for few key-value heads, and an RMS norm.
+"""Layers that replace megatron's: a q, k, v projection for few key-value heads, a norm, a gated activation.
 
-Axes: U computed tokens, D hidden, H heads, E head size, T tensor ranks.
+Axes: U computed tokens, D hidden, H heads, E head size, F rows of an MLP on this rank, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
 
 class RepeatedQkv(nn.Module):
@@ -122,3 +122,47 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
         return rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+
+
+class GatedSilu(nn.Module):
+    """`gated_silu` as the activation of megatron's MLP, which keeps five tensors of F rows with its own."""
+
+    def __init__(self, config: Any) -> None:
+        """Take the argument that megatron passes; there is nothing to configure."""
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Activate `[..., 2 F]` -> `[..., F]`."""
+        return gated_silu(x, None)
+
+
+class _GatedSilu(torch.autograd.Function):
+    """Keeps its input, and computes what the gradient needs of it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        gate, up = x.chunk(2, dim=-1)
+        out = silu(gate).mul_(up)
+        return out if weights is None else out.mul_(weights[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weights = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        activated = silu(gate)
+        of_weights = None
+        if weights is not None:
+            of_weights = (activated * up).mul_(grad).sum(-1)
+            grad = grad * weights[:, None]
+        of_input = torch.empty_like(x)
+        of_gate, of_up = of_input.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=of_up)
+        of_activated = torch.mul(grad, up, out=activated)
+        torch.ops.aten.silu_backward(of_activated, gate, grad_input=of_gate)
+        return of_input, of_weights
+
+
+gated_silu: Callable[[Tensor, Tensor | None], Tensor] = _GatedSilu.apply
+"""Compute silu(gate) * up of `[..., 2 F]`, gate first: `[..., F]`. With weights, `[R]` for an input
+`[R, 2 F]`, each row is multiplied by its own."""

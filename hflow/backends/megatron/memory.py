@@ -13,7 +13,12 @@ from hflow.planner.memory import activations
 from hflow.planner.memory.items import Items, item, largest
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
-from hflow.planner.model_shape import mean_active_experts
+
+NUM_MLP = 3
+"""What an MLP keeps of gate, up, the activated gate and their product: all but the third (`layers.py`)."""
+
+NUM_MLP_BACKWARD = 3
+"""Tensors of an MLP's rows in its backward pass: the gradients of gate and up, and the activated gate."""
 
 
 def model_state(rank: Rank) -> Items:
@@ -50,27 +55,19 @@ def kept_after_infer(rank: Rank) -> Items:
 
 def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
-    layer = activations.kept_by_layer(rank, batch) + _weighted_rows(rank, batch)
+    layer = activations.kept_by_layer(rank, batch, NUM_MLP)
     recomputed = layer if rank.config.activation_checkpointing else 0
     num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
     kept = activations.kept_by_layers(rank, batch, num_layers, layer)
     in_layers = item(MemoryCategory.ACTIVATIONS, kept)
     yield in_layers + _head(rank, batch, with_gradient=True)
-    buffers = item(MemoryCategory.BUFFERS, activations.backward_buffers(rank, batch), "backward buffers")
+    needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
+    buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
     largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
     step = FP32_BYTES * rank.optimizer_share(1)
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
-
-
-def _weighted_rows(rank: Rank, batch: MicroBatch) -> int:
-    """Return the bytes that a layer keeps of the rows of experts times the weights of their tokens."""
-    experts = rank.shape.experts
-    if experts is None:
-        return 0
-    rows = mean_active_experts(rank.shape) * experts.intermediate / rank.tensor
-    return round(rank.width * rows * batch.tokens)
 
 
 def _head(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> Items:

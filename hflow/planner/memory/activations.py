@@ -21,9 +21,15 @@ LOGITS_PER_CHUNK = 1 << 26
 """Logits that exist at once on a rank (`backends/common/chunked.py`)."""
 
 
-def kept_by_layer(rank: Rank, batch: MicroBatch) -> int:
-    """Return the bytes that autograd keeps of one decoder layer until its backward pass."""
-    hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads)
+def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
+    """Return the bytes that autograd keeps of one decoder layer until its backward pass.
+
+    Args:
+        rank: computes it.
+        batch: the micro-batch.
+        num_mlp: as in `kept_per_token`.
+    """
+    hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
     return round(per_token * batch.tokens)
 
@@ -40,17 +46,18 @@ def routed_per_token(rank: Rank) -> float:
     return rank.width * shape.hidden * experts.per_token * num_layers / shape.num_layers
 
 
-def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
+def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, float]:
     """Return the bytes per token that a layer keeps: of rows of D, and of rows that tensor ranks divide.
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
     k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
-    activated gate and their product. Where layers differ, it is their mean.
+    activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
 
     Args:
         rank: gives the model and dtype.
         pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
             copies of q, k, v and the output, and the output without padding.
+        num_mlp: how many of these four the MLP keeps.
     """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size, rank.key_value_size
@@ -60,7 +67,7 @@ def kept_per_token(rank: Rank, *, pads: bool) -> tuple[int, float]:
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    return 2 * _kept_by_norm(shape.hidden, width), attention + 4 * width * mean_mlp_rows(shape)
+    return 2 * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -106,13 +113,18 @@ def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
     return norm + 2 * width * shape.head_dim * batch.tokens + learned
 
 
-def backward_buffers(rank: Rank, batch: MicroBatch) -> int:
+def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     """Return the bytes of the backward pass of a layer's MLP, beyond what is kept.
 
-    Two more of its rows, the gradient of the residual, and with sequence parallelism the gathered input.
+    Its rows, the gradient of the residual, and with sequence parallelism the gathered input.
+
+    Args:
+        rank: computes it.
+        batch: the micro-batch.
+        num_mlp: tensors of the MLP's rows that it needs.
     """
     hidden = rank.shape.hidden * (1 if rank.token_share == 1 else 2)
-    return rank.width * (2 * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
+    return rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
 
 
 def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
