@@ -135,10 +135,14 @@ def render_sizes(found: Sizes) -> RenderableType:
         style = "bold green" if row is found.chosen else "" if row.reaches else "dim"
         cells = [Text(cell, style) for cell in size_cells(row)]
         add_row(shown, Text(row.cluster, style), *cells)
-    notes = [NOTES]
+    lines = map(Text, size_lines(found))
+    return Group(shown, Text(""), *lines, *map(dim, _size_notes(found)))
+
+
+def _size_notes(found: Sizes) -> Iterator[str]:
+    yield NOTES
     if any(row.figures.is_lower_bound for row in found.rows if row.figures):
-        notes.append(LOWER_BOUND)
-    return Group(shown, Text(""), *(Text(line) for line in size_lines(found)), *map(dim, notes))
+        yield LOWER_BOUND
 
 
 def size_cells(row: SizedCluster) -> tuple[str, ...]:
@@ -179,4 +183,5 @@ def size_table(found: Sizes) -> Table:
 
     rows = tuple((row.cluster, *size_cells(row)) for row in found.rows)
     numbers = tuple(range(1, len(SIZE_HEADINGS) + 1))
-    return Table(" ".join(size_lines(found)), ("cluster", *SIZE_HEADINGS), rows, numbers)
+    title, note = " ".join(size_lines(found)), " ".join(_size_notes(found))
+    return Table(title, ("cluster", *SIZE_HEADINGS), rows, numbers, note)
