@@ -81,6 +81,8 @@ FIRST_PASS_STREAM = "@first_pass"
 """The stream of the fields that a train node's first pass reads of the model, and of its result."""
 SHARDS = "shards"
 """Subdirectory of a saved model that holds its sharded checkpoint (`ModelBackend.save_shards`)."""
+SHARDS_INDEX = "shards.json"
+"""File of that checkpoint that lists its tensors, and says after how many optimizer steps it was saved."""
 MERGED = "merged"
 """Subdirectory of a saved adapter that holds the merged model, where that is saved too."""
 
@@ -120,7 +122,8 @@ class ModelSettings:
     """Adapters that are trained in place of the weights; None: the weights are."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     num_updates: int = 0
-    """Optimizer steps of the model in the whole run, over which its learning rate decays."""
+    """Optimizer steps of the model until the end of the run, over which its learning rate decays. Those that
+    a resumed optimizer had made before the run count too."""
     save_optimizer: bool = True
     """Whether saving a trainable model includes its optimizer's state."""
     resume: bool = False

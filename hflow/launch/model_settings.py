@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hflow.backends.interface import SHARDS, ModelSettings
+from hflow.backends.interface import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.config import ModelConfig, RunConfig
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
+from hflow.json_text import read_json_object
 from hflow.launch.compile import Compiled
 from hflow.launch.merged_checkpoint import is_adapter
 from hflow.launch.model_metadata import model_dtype, source_model
@@ -29,8 +30,9 @@ def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
 def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     """Return the settings of every model's tokenizer."""
     sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
+    own = {name: compiled.config.models.get(name, ModelConfig()).chat_template for name in sources}
     return {
-        name: TokenizerSettings(source.path, source.alphabet, source.chat_template)
+        name: TokenizerSettings(source.path, source.alphabet, own[name] or source.chat_template)
         for name, source in sources.items()
     }
 
@@ -76,6 +78,8 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
             f"models.{spec.name}.lora adapts the weights of a checkpoint, but {spec.name} starts from random "
             f"ones; set models.{spec.name}.path, or remove models.{spec.name}.lora"
         )
+    is_resumed = _is_resumed(spec, config, _followers(compiled, spec))
+    num_earlier = _saved_updates(Path(str(config.path)) / SHARDS) if is_resumed else 0
     return ModelSettings(
         name=spec.name,
         head=spec.head,
@@ -93,9 +97,9 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         tokens_per_microbatch=config.tokens_per_microbatch,
         lora=config.lora,
         optim=config.optim,
-        num_updates=_num_updates(compiled, spec.name),
+        num_updates=num_earlier + _num_updates(compiled, spec.name),
         save_optimizer=config.save_optimizer,
-        resume=_is_resumed(spec, config, _followers(compiled, spec)),
+        resume=is_resumed,
     )
 
 
@@ -149,6 +153,19 @@ def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> b
             f"to load only its weights, or use a checkpoint saved with {key}.save_optimizer=true"
         )
     return True
+
+
+def _saved_updates(shards: Path) -> int:
+    """Return the number of optimizer steps that a sharded checkpoint was saved after.
+
+    Raises:
+        ConfigError: if its index is damaged.
+    """
+    index = shards / SHARDS_INDEX
+    num_steps = read_json_object(index, "sharded checkpoint").get("num_steps")
+    if type(num_steps) is not int:
+        raise ConfigError(f"{index}: num_steps is {num_steps!r}, not a number; use another checkpoint")
+    return num_steps
 
 
 def _num_updates(compiled: Compiled, model: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from hflow.config import RunConfig
+from hflow.config.schema import FaultsConfig
 from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.graph.ir import Graph
 from hflow.launch.compile import Compiled
@@ -81,7 +82,22 @@ def check_variables(config: RunConfig) -> None:
         )
 
 
-def check_saving(config: RunConfig) -> None:
+def check_faults(config: RunConfig) -> None:
+    """Check that there are processes that could fail on their own.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    for name in ("max_restarts", "hang_seconds"):
+        default = getattr(FaultsConfig(), name)
+        if config.workers == "inproc" and getattr(config.faults, name) != default:
+            raise ConfigError(
+                f"faults.{name} is about worker processes, but workers=inproc has none; set it to its "
+                f"default, {default}, or set workers=ray"
+            )
+
+
+def check_saving(config: RunConfig, graph: Graph) -> None:
     """Check that checkpoints are taken when the metric is known that chooses the best of them.
 
     Raises:
@@ -91,4 +107,16 @@ def check_saving(config: RunConfig) -> None:
         raise ConfigError(
             f"keep_best={config.keep_best} needs checkpoints at the steps where it is known; set save_every "
             "to the `every` of the evaluation"
+        )
+    name = (config.keep_best or "").removeprefix("-").partition("/")[0]
+    stream = next((stream for stream in graph.streams if stream.name == name), None)
+    if stream is None or graph.root_stream(name).trained:
+        return
+    source = graph.node(graph.root_stream(name).source).spec
+    evaluated = [steps for steps in range(source.after, config.steps, source.every) if steps]
+    if evaluated and all(steps % config.save_every for steps in evaluated):
+        raise ConfigError(
+            f"keep_best={config.keep_best} is known every {source.every} steps from step {source.after} on, "
+            f"but save_every={config.save_every} takes no checkpoint then; set save_every={source.every}, "
+            f"and nodes.{source.name}.after to a multiple of it"
         )

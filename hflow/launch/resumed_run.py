@@ -34,6 +34,11 @@ class ResumedRun:
     diff: PlanDiff
     """What differs from the plan that ran before."""
 
+    @property
+    def steps(self) -> int:
+        """Completed steps of the checkpoint."""
+        return self.point.steps if self.point else 0
+
 
 def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
     """Find a run and the checkpoint from which it continues, and compile its recipe.

@@ -22,7 +22,7 @@ from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_saving, check_variables, refuse_unrunnable
+from hflow.launch.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
 from hflow.launch.resumed_run import (
     ResumedRun,
     find_resumed,
@@ -42,7 +42,7 @@ from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.row_cursor import DatasetRows
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
@@ -106,8 +106,9 @@ def resume_run(
 def _run(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
-    check_saving(compiled.config)
+    check_saving(compiled.config, compiled.graph)
     check_variables(compiled.config)
+    check_faults(compiled.config)
     refuse_unrunnable(compiled)
     return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
 
@@ -144,16 +145,25 @@ async def _run_in_loop(
         stack.enter_context(directory.locked())
         if resumed is not None:
             rewind_run(directory, resumed.point)
+            directory.drop_metrics_after(resumed.steps)
             directory.keep_trace()
             directory.error.unlink(missing_ok=True)
             directory.write_plan(*files)
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
         checkpoints.drop_unfinished()
+        set_aside: list[str] = []
+        if resumed is not None:
+            set_aside = checkpoints.rewind(resumed.steps)
+            checkpoints.restore_values(read_metrics(directory.metrics) if directory.metrics.is_file() else ())
         observers = _open_observers(compiled, environment, directory, resumed)
         with _observer(compiled, directory, display, checkpoints, observers) as observer:
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
             for line in _checkpoint_notes(compiled, resumed):
                 display.note(line)
+            if set_aside:
+                display.note(
+                    f"later checkpoints are kept as {', '.join(set_aside)}; delete what you do not need"
+                )
             for warning in compiled.plan.warnings:
                 observer.on_warning(warning)
             signals = StopSignals(display.note)
@@ -306,7 +316,7 @@ def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterato
     """Yield what is saved and kept, and where a resumed run continues."""
     config = compiled.config
     if resumed is not None:
-        steps = resumed.point.steps if resumed.point else 0
+        steps = resumed.steps
         where = f"continues after step {steps}" if steps else "was never saved and begins again"
         change = f"; {resumed.diff.verdict}" if resumed.diff.decided else ""
         yield f"the run {where}{change}"

@@ -8,6 +8,8 @@ import pytest
 from runs import largest_difference, run, weights_of
 
 from hflow.errors import ConfigError
+from hflow.launch.compile import compile_recipe
+from hflow.launch.model_settings import model_settings
 
 # Every step takes the same eight rows, so that a run which starts anew goes on with the same data.
 SFT = ["workers=inproc", "cluster=cpu-1x1", "batch=8", "data.train.limit=8", "nodes.eval_gen.after=1000"]
@@ -26,6 +28,9 @@ def test_two_and_two_steps_are_four(checkpoint: Path, tmp_path: Path, backend: s
     whole = run("recipes/sft.py", tmp_path / "whole", *SFT, *OPTIM, "steps=4")
     second = [*SFT, *OPTIM, "steps=2", f"models.actor.path={checkpoint}", f"models.actor.backend={backend}"]
     resumed = run("recipes/sft.py", tmp_path / "resumed", *second, "models.actor.resume=true")
+    falling = [*second, "models.actor.resume=true", "models.actor.optim.schedule=linear"]
+    settings = model_settings(compile_recipe("recipes/sft.py", falling))["actor"]
+    assert settings.num_updates == 4  # the learning rate ends with the run, and not two updates before it
     begun = run("recipes/sft.py", tmp_path / "begun", *second, "models.actor.save_optimizer=false")
     assert largest_difference(weights_of(whole), weights_of(resumed)) < 1e-6
     assert largest_difference(weights_of(whole), weights_of(begun)) > 1e-4

@@ -76,3 +76,33 @@ def test_a_run_that_was_never_ready_is_named(tmp_path: Path):
 
 def _killed(self: Path, target: Path) -> Path:
     raise KeyboardInterrupt
+
+
+def test_a_resumed_run_keeps_its_best_checkpoint(tmp_path: Path):
+    rows = [{"step": 2, "e/x": 0.9}, {"step": 4, "e/x": 0.5}, {"step": 4}, {"step": 6, "e/x": None}]
+    for step in (2, 4, 6):
+        (tmp_path / f"step-{step}").mkdir()
+    checkpoints = Checkpoints(tmp_path, keep=1, best="e/x")
+    checkpoints.restore_values(rows)
+    checkpoints.add_values(6, {"e/x": 0.6})
+    assert checkpoints.steps == [2, 6]
+    assert (tmp_path / "best").readlink() == Path("step-2")
+
+
+def test_checkpoints_after_the_one_that_a_run_continues_from_are_set_aside(tmp_path: Path):
+    for step in (2, 4, 6):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / "best").symlink_to("step-6")
+    checkpoints = Checkpoints(tmp_path, best="e/x")
+    assert checkpoints.rewind(2) == ["before-rewind-step-4", "before-rewind-step-6"]
+    assert (checkpoints.last, (tmp_path / "latest").readlink()) == (2, Path("step-2"))
+    assert (tmp_path / "before-rewind-step-6").is_dir()
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_metrics_after_the_point_that_a_run_continues_from_are_dropped(tmp_path: Path):
+    directory = RunDirectory(tmp_path)
+    directory.drop_metrics_after(1)  # a run that was killed before its first step has none
+    directory.metrics.write_text('{"step": 2, "a": 0.5}\n{"step": 3, "a": 1}\n{"step": 1, "b": null}\n')
+    directory.drop_metrics_after(2)
+    assert directory.metrics.read_text() == '{"step": 2, "a": 0.5}\n{"step": 1, "b": null}\n'

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.common.sharded_checkpoint import INDEX, entry_name
+from hflow.backends.common.sharded_checkpoint import entry_name
+from hflow.backends.interface import SHARDS_INDEX
 from hflow.backends.megatron.device import prepare
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import slices_within, whole_box
@@ -56,7 +57,7 @@ def test_training_continues_exactly(directory, sides, writer, reader):
 
 def saved_weights(path):
     """Return the fp32 weights of a sharded checkpoint, whole."""
-    index = json.loads((path / INDEX).read_text())
+    index = json.loads((path / SHARDS_INDEX).read_text())
     files = {file: load_file(path / file) for row in index["tensors"].values() for _, file in row["boxes"]}
     whole = {name: torch.full(row["shape"], torch.nan) for name, row in index["tensors"].items()}
     for name, row in index["tensors"].items():
@@ -81,7 +82,7 @@ def test_weights_that_are_stepped_in_fp32_go_through_bf16_unchanged(directory, w
 @pytest.mark.parametrize("side", [*cases.PPO.values(), *cases.EXPERTS.values()], ids=lambda side: side.name)
 def test_every_entry_is_written_once_and_by_all_ranks(directory, side):
     path = directory / cases.written(side)
-    index = json.loads((path / INDEX).read_text())
+    index = json.loads((path / SHARDS_INDEX).read_text())
     files = {}
     for tensor, row in index["tensors"].items():
         count = np.zeros(row["shape"], int)
@@ -91,7 +92,7 @@ def test_every_entry_is_written_once_and_by_all_ranks(directory, side):
                 entry_name(tensor, box, kind) for kind in ("weight", "mean", "square")
             )
         assert (count == 1).all()
-    assert sorted(path.iterdir()) == sorted(path / found for found in (INDEX, *files))
+    assert sorted(path.iterdir()) == sorted(path / found for found in (SHARDS_INDEX, *files))
     for file, keys in files.items():
         with safe_open(path / file, framework="pt") as opened:
             assert sorted(opened.keys()) == sorted(keys)
@@ -164,9 +165,9 @@ def test_a_checkpoint_of_another_model_is_rejected(written, tmp_path):
 
 
 def rewrite(path: Path, change) -> None:
-    index = json.loads((path / INDEX).read_text())
+    index = json.loads((path / SHARDS_INDEX).read_text())
     change(index)
-    (path / INDEX).write_text(json.dumps(index))
+    (path / SHARDS_INDEX).write_text(json.dumps(index))
 
 
 def test_wrong_tensors_are_named(written):
@@ -216,4 +217,4 @@ def test_before_the_first_step_there_are_weights_only(tmp_path):
 
 def test_a_later_checkpoint_replaces_the_earlier(written):
     kit.model(seed=8).save_shards(str(written))()
-    assert json.loads((written / INDEX).read_text())["num_steps"] == 0
+    assert json.loads((written / SHARDS_INDEX).read_text())["num_steps"] == 0

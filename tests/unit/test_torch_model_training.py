@@ -200,10 +200,11 @@ def test_clipping_and_decay_follow_adamw():
 
 def test_learning_rates():
     settings = OptimConfig(lr=2.0, warmup_steps=4, schedule="linear", min_lr_ratio=0.5)
-    assert [learning_rate(settings, n, 10) for n in (0, 3, 4, 9, 14, 99)] == [0.5, 2.0, 2.0, 1.5, 1.0, 1.0]
+    assert [learning_rate(settings, n, 14) for n in (0, 3, 4, 9, 14, 99)] == [0.5, 2.0, 2.0, 1.5, 1.0, 1.0]
     cosine = dataclasses.replace(settings, schedule="cosine", min_lr_ratio=0.0)
-    assert learning_rate(cosine, 4 + 5, 10) == pytest.approx(1 + math.cos(math.pi / 2))
+    assert learning_rate(cosine, 4 + 5, 14) == pytest.approx(1 + math.cos(math.pi / 2))
     assert learning_rate(OptimConfig(lr=3.0), 1000, 1000) == 3.0
+    assert [learning_rate(settings, n, 3) for n in (2, 3, 4, 5)] == [1.5, 2.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,13 @@ from transformers import PreTrainedConfig
 
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.common.host_copy import host_copy
+from hflow.backends.interface import SHARDS_INDEX
 from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError, ConfigError
 from hflow.json_text import read_json_object
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
 from hflow.validation import CHECKED, from_mapping
 
-INDEX = "shards.json"
 FORMAT = 1
 FILE_BYTES = 2 << 30
 """A rank starts a new file when the current one has reached this size."""
@@ -302,7 +302,7 @@ def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> 
             entry["boxes"].append([box, name])
     model = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
     index = {"format": FORMAT, **model, "tensors": tensors}
-    path = directory / INDEX
+    path = directory / SHARDS_INDEX
     path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -334,13 +334,13 @@ class _StoredIndex:
 
 def _read_index(directory: Path) -> _StoredIndex:
     try:
-        values = read_json_object(directory / INDEX, "sharded checkpoint")
+        values = read_json_object(directory / SHARDS_INDEX, "sharded checkpoint")
         if values.get("format", FORMAT) != FORMAT:
             raise BackendError(
                 f"{directory} has format {values['format']}, but this version of hflow reads format "
                 f"{FORMAT}; {_OTHER_CHECKPOINT}"
             )
-        return from_mapping(_StoredIndex, values, str(directory / INDEX))
+        return from_mapping(_StoredIndex, values, str(directory / SHARDS_INDEX))
     except ConfigError as error:
         raise BackendError(
             f"{directory} holds no sharded checkpoint: {error}; {_OTHER_CHECKPOINT}"

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hflow.durable_files import FileChecksum, file_checksum, sync
@@ -20,6 +20,8 @@ from hflow.json_text import parse_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
+SET_ASIDE = "before-rewind-"
+"""Prefix of the names of checkpoints after the one from which their run was continued."""
 
 
 class Checkpoints:
@@ -115,6 +117,35 @@ class Checkpoints:
         link = self._directory / LATEST
         if self.last is not None and not (link.is_symlink() and link.readlink() == Path(f"step-{self.last}")):
             replace_link(link, f"step-{self.last}")
+
+    def rewind(self, step: int) -> list[str]:
+        """Rename the checkpoints of later steps, which the run takes again, and return their new names.
+
+        They are no longer checkpoints of the run, which would otherwise continue from the newest of them.
+        """
+        renamed = []
+        for later in (number for number in self.steps if number > step):
+            aside = self._directory / f"{SET_ASIDE}step-{later}"
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path(later).rename(aside)
+            renamed.append(aside.name)
+        self.link_latest()
+        best = self._directory / BEST
+        if best.is_symlink() and not best.exists():
+            best.unlink()
+        return renamed
+
+    def restore_values(self, rows: Iterable[Mapping[str, float | None]]) -> None:
+        """Note the metrics of a run that continues, so that its best checkpoint so far is kept.
+
+        Args:
+            rows: of `metrics.jsonl`, with `step`. Of the rows of a step, the last with the metric counts.
+        """
+        for row in rows:
+            value, step = row.get(self._metric or ""), row["step"]
+            if value is not None and step is not None:
+                self._values[int(step)] = self._sign * value
+        self._prune()
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Note the metrics of a number of completed steps, one of which may choose the best checkpoint."""
