@@ -56,7 +56,8 @@ class OptimConfig:
     warmup_steps: Int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes from the end of the warm-up to the end of the run."""
+    """How the learning rate changes from the end of the warm-up to the end of the run, where it is
+    `min_lr_ratio * lr`."""
     min_lr_ratio: StrictFloat = Field(default=0.0, ge=0)
     """Final learning rate divided by `lr`, for `linear` and `cosine`."""
     clip_grad: StrictFloat = Field(default=1.0, ge=0)
@@ -123,9 +124,10 @@ class ModelConfig:
     """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
     the planner uses this while the checkpoint does not exist yet."""
     alphabet: str | None = None
-    """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own."""
+    """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own. If `path` has
+    a tokenizer, that is used."""
     chat_template: str | None = None
-    """A Jinja chat template that replaces the tokenizer's own."""
+    """A Jinja chat template that replaces that of the tokenizer, and that of the model it starts from."""
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism)."""
@@ -278,7 +280,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, config=CHECKED)
 class FaultsConfig:
-    """What a run survives by itself: `faults`."""
+    """What a run on Ray survives by itself: `faults`."""
 
     max_restarts: Int = Field(default=3, ge=0)
     """How often a run continues from its last checkpoint after a worker, an engine's process or a machine has

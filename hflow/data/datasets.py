@@ -178,6 +178,11 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
         raise DataError(
             f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}; convert it to one"
         )
+    if split != DataSettings.split:
+        raise DataError(
+            f"{schema.key}.split is {split}, but {path} is a file, which has no splits; set "
+            f"{schema.key}.split={DataSettings.split}, and {schema.key}.limit to read its first rows only"
+        )
     return _FILES[file.suffix](file, schema)
 
 

@@ -16,7 +16,7 @@ from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.data_settings import check_data, replaced_data_warnings
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_request import plan_request
-from hflow.launch.shown_metrics import check_shown
+from hflow.launch.shown_metrics import check_metric_names
 from hflow.launch.trackers import check_trackers
 from hflow.observer import Observer
 from hflow.planner.backends import BACKENDS, ENGINES
@@ -174,7 +174,7 @@ def _read(
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph)
-    check_shown(config.report.show, graph)
+    check_metric_names(config, graph)
     check_trackers(config.report)
     return config, set_keys, graph, loaded
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from hflow.algo.pass_at_k import pass_at_k
 from hflow.config import ModelConfig, RunConfig, load_config
+from hflow.config.schema import ScheduleConfig
 from hflow.dsl import apply_overrides, load_recipe
 from hflow.errors import ConfigError
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
-from hflow.graph.ir import RecipeSpec
+from hflow.graph.ir import Graph, RecipeSpec
 from hflow.launch.compile import Compiled, check_names
 from hflow.launch.data_settings import check_data
 from hflow.launch.evaluation_options import EvaluationOptions
@@ -30,6 +31,7 @@ from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.saved_models import find_saved_models
 from hflow.planner.compile import compile_plan
 from hflow.planner.reported_field import reported_field
+from hflow.planner.unused_keys import without_unused_keys
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.scores import StreamScores, read_scores
 
@@ -141,11 +143,12 @@ def compile_evaluation(
         reduced, {node.name: config.nodes[node.name] for node in copies if node.name in config.nodes}
     )
     _check_samples(reduced, options.pass_at)
+    graph = build_graph(reduced)
+    config = with_overrides(_without_unused(_without_placement(base), graph), overrides)
     config = _with_saved_models(
         _reduced(config, reduced), base, reduced, _by_model(saved, reduced, options.model)
     )
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
-    graph = build_graph(reduced)
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph)
@@ -169,6 +172,17 @@ def _without_placement(config: RunConfig) -> RunConfig:
         report=replace(config.report, show=None, wandb=None, mlflow=None),
         models=models,
     )
+
+
+def _without_unused(config: RunConfig, graph: Graph) -> RunConfig:
+    """Return a configuration without what only training uses."""
+    models = {name: without_unused_keys(graph, name, model) for name, model in config.models.items()}
+    rules = ScheduleConfig(
+        max_concurrent=config.schedule.max_concurrent,
+        max_refused_per_step=config.schedule.max_refused_per_step,
+        interrupt=config.schedule.interrupt,
+    )
+    return replace(config, models=models, schedule=rules)
 
 
 def _reduced(config: RunConfig, spec: RecipeSpec) -> RunConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.config import ModelConfig, RunConfig
+from hflow.data.vocabulary import read_vocabulary
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
@@ -144,6 +145,26 @@ def replaced_templates(config: RunConfig) -> Iterator[str]:
                 f"messages in another form than it was trained on. Set models.{name}.chat_template=null to "
                 "use its own."
             )
+
+
+def overruled_alphabets(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each model whose tokenizer is another than that of its `alphabet`."""
+    for spec in graph.models:
+        model = config.models.get(spec.name, ModelConfig())
+        source = source_model(config, spec)
+        if model.alphabet is None:
+            continue
+        known = None if model.path is None else read_vocabulary(model.path, model.alphabet)
+        if source != spec:
+            used = f"the tokenizer of {source.name}, from which it starts,"
+        elif known not in (None, read_vocabulary(None, model.alphabet)):
+            used = f"the tokenizer in {model.path}"
+        else:
+            continue
+        yield (
+            f"models.{spec.name}.alphabet is not used, but {used} is. To silence this, set "
+            f"models.{spec.name}.alphabet=null."
+        )
 
 
 def _own_template(path: Path) -> Any:

@@ -20,6 +20,7 @@ from hflow.launch.model_metadata import (
     model_dtype,
     model_family,
     model_shape,
+    overruled_alphabets,
     overruled_architectures,
     replaced_templates,
 )
@@ -198,7 +199,9 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         flash_attn=flash_attn_version(),
         warnings=(
             *overruled_architectures(config),
+            *overruled_alphabets(config, graph),
             *replaced_templates(config),
+            *_constant_rates(config),
             *missing_checkpoints(config, graph),
             *_untrained_warnings(config, graph),
             *_chat_warnings(config, graph),
@@ -237,6 +240,17 @@ def _untrained_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
             yield (
                 f"{node.name} never fires: it starts after {node.spec.after} steps, and the run has "
                 f"{config.steps}. Set steps to more than {node.spec.after}, or nodes.{node.name}.after=0."
+            )
+
+
+def _constant_rates(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each model whose learning rate is constant, but has a final value."""
+    for name, model in config.models.items():
+        if model.optim.schedule == "constant" and model.optim.min_lr_ratio:
+            key = f"models.{name}.optim"
+            yield (
+                f"{key}.min_lr_ratio={model.optim.min_lr_ratio:g} has no effect with {key}.schedule="
+                f"constant. Set {key}.schedule to linear or cosine, or {key}.min_lr_ratio=0."
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from hflow.backends.interface import LOSS
+from hflow.config import RunConfig
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Stream
 from hflow.metrics import Metric, declared
@@ -44,18 +45,23 @@ class ShownMetrics:
         return {self._labels.get(name, name): values[name] for name in names}
 
 
-def check_shown(patterns: Sequence[str] | None, graph: Graph) -> None:
-    """Refuse names in `report.show` that no metric of this recipe can have.
+def check_metric_names(config: RunConfig, graph: Graph) -> None:
+    """Refuse names in `report.show` and `keep_best` that no metric of this recipe can have.
 
     Which metrics a train node returns is known only when it runs, so any `NODE/name` is accepted.
 
     Raises:
         ConfigError: for the first such name, with the nearest metric.
     """
-    for pattern in patterns or ():
+    best = () if config.keep_best is None else (config.keep_best.removeprefix("-"),)
+    patterns = [
+        *(("report.show", shown) for shown in config.report.show or ()),
+        *(("keep_best", b) for b in best),
+    ]
+    for key, pattern in patterns:
         if not _can_exist(pattern, graph):
             raise ConfigError(
-                f"report.show: {pattern!r} is not a metric of this recipe. Use a name from docs/metrics.md, "
+                f"{key}: {pattern!r} is not a metric of this recipe. Use a name from docs/metrics.md, "
                 f"NODE/NAME for what a node returns, or STREAM/FIELD{nearest(pattern, _names(graph))}"
             )
 

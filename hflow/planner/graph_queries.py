@@ -39,6 +39,15 @@ def saved_models(graph: Graph) -> tuple[str, ...]:
     return tuple(model.name for model in graph.models if model.name in written)
 
 
+def runs_outside_engines(graph: Graph, model: str) -> bool:
+    """Return whether a node trains a model, infers with it or updates it."""
+    return any(
+        model in (*node.spec.reads_weights, *node.spec.writes_weights)
+        for node in graph.nodes
+        if not node.spec.opens_stream
+    )
+
+
 def returns_keep(node: Node) -> bool:
     """Return whether a node may refuse samples or groups."""
     return any(returned.field == "keep" for returned in node.spec.returns)

@@ -12,10 +12,11 @@ from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
-from hflow.planner.graph_queries import root_stream, root_streams, trained_models
+from hflow.planner.graph_queries import root_stream, root_streams, runs_outside_engines, trained_models
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
+from hflow.planner.unused_keys import find_unused_key
 
 MINIMUMS = {
     "batch": 1,
@@ -34,6 +35,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         if getattr(request, name) < minimum:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {minimum}")
     _check_schedule(request.schedule, request.batch)
+    _check_unused_schedule(graph, request.schedule)
     for name, config in request.models.items():
         if config.sequence_parallel is not None and not traits(config.backend).is_model_parallel:
             raise PlanError(
@@ -50,6 +52,9 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         _check_lora(graph, name, request)
         _check_offload(graph, name, config)
         _check_compile(graph, name, config)
+        if (unused := find_unused_key(graph, name, config)) is not None:
+            key, reason = unused
+            raise PlanError(f"models.{name}.{key} is set, but {reason}; remove it")
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -67,17 +72,8 @@ def _check_compile(graph: Graph, name: str, config: ModelConfig) -> None:
             f"{key} compiles layers of the torch backend, but models.{name}.backend is {config.backend}; "
             "remove one of them"
         )
-    if config.compile and not _runs_outside_engines(graph, name):
+    if config.compile and not runs_outside_engines(graph, name):
         raise PlanError(f"{key} is set, but no node trains {name} or infers with it; remove it")
-
-
-def _runs_outside_engines(graph: Graph, name: str) -> bool:
-    """Return whether a node trains a model, infers with it or updates it."""
-    return any(
-        name in (*node.spec.reads_weights, *node.spec.writes_weights)
-        for node in graph.nodes
-        if not node.spec.opens_stream
-    )
 
 
 def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
@@ -92,7 +88,7 @@ def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
         )
     if offload == "none":
         return
-    if not _runs_outside_engines(graph, name):
+    if not runs_outside_engines(graph, name):
         raise PlanError(
             f"models.{name}.offload is {offload}, but no node trains {name} or infers with it; set it to none"
         )
@@ -146,6 +142,24 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
             f"schedule.queue is {settings.queue}, but a batch has {batch} groups; set schedule.queue to "
             f"{batch} or more"
         )
+
+
+_OF_TRAINED_GENERATION = ("max_staleness", "sync_every", "age_rule", "drop_older_than", "queue")
+
+
+def _check_unused_schedule(graph: Graph, settings: ScheduleConfig) -> None:
+    """Raise for rules of generation, if the samples that are trained are not generated."""
+    default, verbs = ScheduleConfig(), {node.spec.verb for node in graph.nodes}
+    is_generated = any(
+        graph.node(stream.source).spec.verb == "generate" for stream in root_streams(graph) if stream.trained
+    )
+    unused = () if is_generated else _OF_TRAINED_GENERATION
+    unused = unused if "generate" in verbs else (*unused, "interrupt")
+    for name in unused:
+        if getattr(settings, name) != getattr(default, name):
+            raise PlanError(
+                f"schedule.{name} is set, but no node generates the samples that are trained; remove it"
+            )
 
 
 def check_streams(graph: Graph) -> None:

@@ -38,6 +38,12 @@ def test_jsonl_rows_are_the_declared_columns(tmp_path: Path) -> None:
     assert list(source.row(0)) == list(COLUMNS)
 
 
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
+    settings = DataSettings(jsonl(tmp_path, [json.dumps(ROWS[0])]), split="train[:10%]", key="data.train")
+    with pytest.raises(DataError, match=r"data.train.split is train\[:10%\], but .* is a file, which has no"):
+        open_dataset(settings, COLUMNS)
+
+
 def test_parquet_rows_are_the_declared_columns(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data.parquet", row_group_size=3)
     source = open_dataset(DataSettings(str(tmp_path / "data.parquet")), COLUMNS)

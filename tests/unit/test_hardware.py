@@ -12,7 +12,7 @@ from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe, read_recipe
-from hflow.launch.model_settings import model_settings
+from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.launch.plan_request import (
     cluster_hardware,
     device_calibration,
@@ -494,6 +494,26 @@ def test_a_checkpoint_goes_before_the_architecture(tmp_path):
     )
     for change in ("models.actor.architecture=null", "~model@models.actor"):
         assert requested(GRPO, checkpoint(tmp_path, json.dumps(TINY)), change).warnings == ()
+
+
+def test_settings_that_others_overrule():
+    def warnings(*overrides: str, recipe: Path = GRPO) -> tuple[str, ...]:
+        return requested(recipe, *overrides).warnings
+
+    (warning,) = warnings("models.actor.alphabet=abc")
+    assert warning.startswith("models.actor.alphabet is not used, but the tokenizer in ")
+    (warning,) = warnings("models.ref.alphabet=abc", recipe=GRPO.with_name("ppo.py"))
+    assert warning.startswith("models.ref.alphabet is not used, but the tokenizer of actor, from which it")
+    (warning,) = warnings("models.actor.optim.schedule=constant")
+    assert "optim.min_lr_ratio=0.1 has no effect with models.actor.optim.schedule=constant" in warning
+
+
+def test_a_model_that_starts_from_another_may_have_its_own_chat_template():
+    chat = GRPO.with_name("ppo.py")
+    compiled = compile_recipe(chat, ["models.ref.chat_template=own"])
+    settings = tokenizer_settings(compiled)
+    assert (settings["ref"].chat_template, settings["actor"].chat_template) == ("own", None)
+    assert settings["ref"].path == settings["actor"].path
 
 
 def test_plain_text_for_a_model_with_a_chat_template(tmp_path):

@@ -17,7 +17,7 @@ from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.launch import plan_request
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
-from hflow.launch.preflight import check_variables, refuse_unrunnable
+from hflow.launch.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
 from hflow.planner.backends import InstallProblem, engine_kind
 from hflow.planner.serialise import to_json
 from hflow.report.page import render_page
@@ -130,6 +130,11 @@ def test_generation_is_slower_where_the_cache_holds_fewer_sequences():
 
 CANNOT_RUN = [
     (
+        ("models.actor.gen.transport=disk",),
+        "models.actor.gen.transport=disk cannot be used: actor@gen takes weights from the memory of its "
+        "workers, so nothing is sent. Set models.actor.gen.transport=auto.",
+    ),
+    (
         ("models.actor.gen.layout=d1t2",),
         "actor@gen has layout d1t2p1, but embedded supports data parallelism only. Set "
         "models.actor.gen.layout=d2.",
@@ -208,7 +213,8 @@ def test_truncated_sampling_cannot_run_where_its_log_probs_are_used(option: str)
         "Its log-probs are those of the truncated distribution, which actor_train cannot compare with those "
         "of the model. Set nodes.actor_gen.top_p=1.0 nodes.actor_gen.top_k=0."
     )
-    assert compile_recipe(GRPO, [f"nodes.eval_gen.{option}"]).plan.unrunnable == ()
+    evaluated = [f"nodes.eval_gen.{option}", "nodes.eval_gen.temperature=1.0"]
+    assert compile_recipe(GRPO, evaluated).plan.unrunnable == ()
 
 
 def test_a_plan_that_can_run_says_nothing():
@@ -223,6 +229,28 @@ def test_variables_of_workers_need_workers():
     config = compile_recipe(GRPO, ["env.NCCL_DEBUG=INFO", "workers=inproc"]).config
     with pytest.raises(ConfigError, match="workers=inproc has none; remove env"):
         check_variables(config)
+
+
+def test_faults_of_workers_need_workers():
+    check_faults(compile_recipe(GRPO, ["faults.hang_seconds=9.0"]).config)
+    config = compile_recipe(GRPO, ["faults.hang_seconds=9.0", "workers=inproc"]).config
+    with pytest.raises(ConfigError, match=r"faults.hang_seconds is about worker .* set it to its default"):
+        check_faults(config)
+
+
+def test_the_best_checkpoint_needs_one_where_its_metric_is_known():
+    def check(*overrides: str) -> None:
+        compiled = compile_recipe(GRPO, ["keep_best=-eval_gen/accuracy", *overrides])
+        check_saving(compiled.config, compiled.graph)
+
+    check("save_every=7")  # after 140 steps
+    check("save_every=20")
+    with pytest.raises(ConfigError, match="set save_every to the `every` of the evaluation"):
+        check()
+    with pytest.raises(ConfigError, match=r"every 20 steps from step 5 on, but save_every=10 takes no"):
+        check("save_every=10", "nodes.eval_gen.after=5")
+    with pytest.raises(ConfigError, match=r"keep_best: 'eval_gen/acuracy' is not .* 'eval_gen/accuracy'"):
+        compile_recipe(GRPO, ["keep_best=eval_gen/acuracy"])
 
 
 def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyPatch):

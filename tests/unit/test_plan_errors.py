@@ -6,9 +6,11 @@ import pytest
 from model_configs import model_config
 from plan_graphs import changed, compute, grpo, ppo, request, sft, train, without
 
+from hflow.config.schema import OptimConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
 from hflow.planner.compile import compile_plan
+from hflow.planner.unused_keys import without_unused_keys
 
 
 def refused(graph, message, cluster="cpu-1x2", **changes):
@@ -67,6 +69,49 @@ def test_what_cannot_be_compiled_is_refused():
     refused(grpo(), message, models=actor(compile=True, backend="megatron"))
     message = "models.actor.compile is set, but no node trains actor or infers with it; remove it"
     refused(without(grpo(), "actor_train"), message, models=actor(compile=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("ref", {"optim": OptimConfig(lr=1.0)}, "models.ref.optim.lr is set, but no node trains ref; remove"),
+        (
+            "ref",
+            {"activation_checkpointing": True},
+            "activation_checkpointing is set, but no node trains ref",
+        ),
+        ("ref", {"save_optimizer": False}, "models.ref.save_optimizer is set, but no node changes ref"),
+        ("ref", {"max_running": 3}, "models.ref.gen.max_running is set, but no node generates with ref"),
+        ("actor", {"layout": "d1"}, "models.actor.layout is set, but no node trains actor or infers with it"),
+        ("actor", {"backend": "megatron"}, "models.actor.backend is set, but no node trains actor or infers"),
+    ],
+)
+def test_keys_that_no_node_uses_are_refused(model, changes, message):
+    graph = grpo() if model == "ref" else without(grpo(), "actor_train")
+    refused(graph, message, models={model: model_config(**changes)})
+
+
+def test_keys_that_describe_a_model_may_be_unused():
+    graph, config = without(grpo(), "actor_train"), model_config(layout="d1", max_running=3, max_model_len=64)
+    compile_plan(grpo(), request(models={"ref": model_config(max_model_len=64)}))
+    assert without_unused_keys(graph, "actor", config) == model_config(max_running=3, max_model_len=64)
+    assert without_unused_keys(grpo(), "ref", config) == model_config(layout="d1", max_model_len=64)
+    assert without_unused_keys(grpo(), "actor", config) == config
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_staleness": 2}, {"sync_every": 2}, {"queue": 512}, {"interrupt": False}]
+)
+def test_rules_of_generation_need_generated_samples(changes):
+    message = f"schedule.{next(iter(changes))} is set, but no node generates the samples that are trained"
+    refused(sft(), message, schedule=ScheduleConfig(**changes))
+    compile_plan(grpo(), request(schedule=ScheduleConfig(max_concurrent=4096, **changes)))
+
+
+def test_a_group_that_no_model_names_is_refused():
+    groups = {"all": (0,), "gen": (1,)}
+    refused(grpo(), "groups.gen is set, but no model names it; set models.NAME.group=gen", groups=groups)
+    compile_plan(grpo(), request("cpu-1x2", groups=groups, models=actor(gen_group="gen")))
 
 
 def test_a_malformed_layout_is_refused():

@@ -90,10 +90,16 @@ def device_groups(
         min_sizes: group that a replica names -> devices of its largest layout; None without a layout.
 
     Raises:
-        PlanError: for an unknown group, groups that overlap, or more devices than the cluster has.
+        PlanError: for an unknown group, one that no replica names, groups that overlap, or more devices than
+            the cluster has.
     """
     if explicit:
         devices = {name: _explicit_devices(name, explicit, cluster) for name in min_sizes}
+        if (unused := next((name for name in explicit if name not in min_sizes), None)) is not None:
+            raise PlanError(
+                f"groups.{unused} is set, but no model names it; set models.NAME.group={unused} or "
+                f"models.NAME.gen.group={unused}, or remove it"
+            )
     else:
         devices = _assign_devices(cluster, min_sizes)
     _check_disjoint(devices)

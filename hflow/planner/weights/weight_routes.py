@@ -168,6 +168,12 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
                 f"models.{route.model}.gen.delta=true cannot be used: {gen.name} takes weights from the "
                 f"memory of its workers, so nothing is sent. Set models.{route.model}.gen.delta=false."
             )
+        if route.how != "pull" and request.model(route.model).gen.transport != "auto":
+            yield (
+                f"models.{route.model}.gen.transport={request.model(route.model).gen.transport} cannot be "
+                f"used: {gen.name} takes weights from the memory of its workers, so nothing is sent. Set "
+                f"models.{route.model}.gen.transport=auto."
+            )
         if reason is not None:
             yield (
                 f"models.{route.model}.gen.transport={route.transport} cannot be used: {reason}. Set "

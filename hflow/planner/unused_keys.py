@@ -1,0 +1,66 @@
+"""Keys of a model's configuration that no node of a graph uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from hflow.config.schema import GenConfig, ModelConfig
+from hflow.graph.ir import Graph
+from hflow.planner.graph_queries import runs_outside_engines, trained_models, written_models
+
+_OF_TRAINING = ("lora", "optim", "activation_checkpointing", "offload_activations")
+_OF_SAVING = ("save_optimizer",)
+_OF_FORWARD_PASSES = ("backend", "layout", "tokens_per_microbatch", "sequence_parallel", "compile", "offload")
+_DESCRIBES_MODEL = ("max_model_len",)
+"""Keys of `gen` that hold for a model of this size, whether it generates or not."""
+
+
+def find_unused_key(graph: Graph, model: str, config: ModelConfig) -> tuple[str, str] | None:
+    """Return the first key that is set but not used, as in `optim.lr`, and why; None if there is none."""
+    for keys, reason in _unused(graph, model):
+        for key in keys:
+            own, default = getattr(config, key), getattr(ModelConfig(), key)
+            if own != default:
+                return ".".join((key, *_first_difference(own, default))), reason
+    gen = config.gen
+    if not _generates(graph, model) and (changed := _first_difference(_generation(gen), GenConfig())):
+        return f"gen.{changed[0]}", f"no node generates with {model}"
+    return None
+
+
+def without_unused_keys(graph: Graph, model: str, config: ModelConfig) -> ModelConfig:
+    """Return a configuration with the defaults of the keys that are not used."""
+    default = ModelConfig()
+    unused = {key: getattr(default, key) for keys, _ in _unused(graph, model) for key in keys}
+    if not _generates(graph, model):
+        unused["gen"] = GenConfig(**{key: getattr(config.gen, key) for key in _DESCRIBES_MODEL})
+    return replace(config, **unused)
+
+
+def _unused(graph: Graph, model: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield keys that no node uses, and why."""
+    if model not in trained_models(graph):
+        yield _OF_TRAINING, f"no node trains {model}"
+    if model not in written_models(graph):
+        yield _OF_SAVING, f"no node changes {model}"
+    if not runs_outside_engines(graph, model):
+        yield _OF_FORWARD_PASSES, f"no node trains {model} or infers with it"
+
+
+def _generates(graph: Graph, model: str) -> bool:
+    return any(node.spec.opens_stream and model in node.spec.reads_weights for node in graph.nodes)
+
+
+def _generation(gen: GenConfig) -> GenConfig:
+    """Return the configuration without the keys that describe a model."""
+    return replace(gen, **{key: getattr(GenConfig(), key) for key in _DESCRIBES_MODEL})
+
+
+def _first_difference(own: Any, default: Any) -> tuple[str, ...]:
+    """Return the first key in which two groups of keys differ; nothing for other values."""
+    if not is_dataclass(own) or not is_dataclass(default):
+        return ()
+    names = (field.name for field in fields(own))
+    return tuple(name for name in names if getattr(own, name) != getattr(default, name))[:1]
