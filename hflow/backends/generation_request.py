@@ -74,6 +74,8 @@ def new_request(
             f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {vocab_size}; "
             "set the model's vocab_size to its tokenizer's"
         )
+    if "" in params.stop:
+        raise BackendError("a stop string is empty, which would end every completion at once; remove it")
     if params.stop and decode is None:
         raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
     return GenerationRequest(

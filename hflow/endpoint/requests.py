@@ -176,7 +176,7 @@ def _common(options: Mapping[str, Any], max_tokens: str) -> dict[str, Any]:
         "max_tokens": _number(options, max_tokens, int, 1),
         "stop": _stop(options),
         "temperature": _number(options, "temperature", float, 0.0),
-        "top_p": _number(options, "top_p", float, 0.0),
+        "top_p": _top_p(options),
         "top_k": _number(options, "top_k", int, 0),
         "seed": _number(options, "seed", int, 0),
         "is_streamed": _value(options, "stream", bool, False),
@@ -201,6 +201,13 @@ def _number(options: Mapping[str, Any], name: str, kind: type[int] | type[float]
     if not is_number or value < minimum:
         raise RequestRefused(f"{name} is {value!r}; it must be a number from {minimum} on", param=name)
     return kind(value)
+
+
+def _top_p(options: Mapping[str, Any]) -> float | None:
+    value: float | None = _number(options, "top_p", float, 0.0)
+    if value is not None and not 0 < value <= 1:
+        raise RequestRefused(f"top_p is {value}; it must be more than 0 and at most 1", param="top_p")
+    return value
 
 
 def _stop(options: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import networkx as nx
 
@@ -40,6 +41,8 @@ def check_graph(graph: Graph) -> None:
         check_arrival(node)
         check_cadence(graph, node)
         check_source(graph, node)
+        check_sampling(node)
+        check_calls(node)
 
 
 def check_kind(node: Node) -> None:
@@ -256,6 +259,49 @@ def check_source(graph: Graph, node: Node) -> None:
     learners = [n for n in graph.nodes if n.spec.verb == "train" and n.stream in node.spec.streams]
     if learners and node.spec.option("temperature") == 0:
         raise _error(node, f"{learners[0].name} trains on its samples, so temperature must be above 0")
+
+
+def check_sampling(node: Node) -> None:
+    """Check that sampling can draw tokens, and that no option of it is ignored."""
+    spec = node.spec
+    if spec.verb != "generate":
+        return
+    top_p, top_k = spec.option("top_p", 1.0), spec.option("top_k", 0)
+    if top_p <= 0:
+        raise _error(node, f"top_p is {top_p:g}, which leaves no token to sample. Set it to more than 0")
+    if spec.option("temperature") == 0 and (top_p < 1 or top_k):
+        name = "top_p" if top_p < 1 else "top_k"
+        raise _error(
+            node,
+            f"{name} has no effect with temperature=0, which takes the most likely token. Remove {name}, or "
+            "set temperature above 0",
+        )
+    if "" in spec.option("stop", ()):
+        raise _error(node, "stop has an empty text, which would end every completion at once. Remove it")
+
+
+_IGNORED_CALLS: Mapping[tuple[str, Level], tuple[str, tuple[tuple[str, Any], ...]]] = {
+    ("compute", Level.BATCH): (
+        "its body runs once on the whole batch, without limits and further attempts",
+        (("timeout", None), ("retries", None), ("backoff", 1.0), ("concurrency", None)),
+    ),
+    ("encode", Level.SAMPLE): (
+        "encode bodies run one after another on a thread",
+        (("timeout", None), ("concurrency", None)),
+    ),
+}
+"""Verb and level -> why some options of calls have no effect, and these with their defaults."""
+
+
+def check_calls(node: Node) -> None:
+    """Check that no option about the calls of a body is ignored."""
+    spec = node.spec
+    reason, options = _IGNORED_CALLS.get((spec.verb, spec.level), ("", ()))
+    for name, default in options:
+        if spec.option(name, default) != default:
+            raise _error(node, f"{name} has no effect, as {reason}. Remove {name}")
+    if spec.verb == "compute" and spec.option("retries") == 0 and spec.option("backoff", 1.0) != 1.0:
+        raise _error(node, "backoff has no effect with retries=0. Remove one of them")
 
 
 def _returned(node: Node) -> list[str]:

@@ -11,7 +11,29 @@ from hflow.lazy import algo
 from hflow.types import Metrics, PerSequence, PerToken, Sequences, State, Text
 
 
+def _unit_problem(knobs: Mapping[str, Any], *names: str) -> str | None:
+    """Return which of some knobs is not from 0 to 1, and how to fix it."""
+    wrong = next((name for name in names if not 0 <= knobs[name] <= 1), None)
+    return None if wrong is None else f"{wrong} is {knobs[wrong]}; it must be from 0 to 1"
+
+
+_HORIZON, _EPS = 10_000.0, 1e-4
+"""Defaults of `horizon` and `eps`."""
+
+
+def _check_kl_reward(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["beta"] < 0:
+        return f"beta is {knobs['beta']}; it must be 0 or more"
+    if knobs["target"] is None:
+        return "horizon has no effect without a target. Set target" if knobs["horizon"] != _HORIZON else None
+    for name in ("target", "horizon"):
+        if knobs[name] <= 0:
+            return f"{name} is {knobs[name]}; it must be more than 0"
+    return None if knobs["beta"] > 0 else "beta=0 stays 0, so that target has no effect. Set beta above 0"
+
+
 @compute(returns="token_reward")
+@checked_by(_check_kl_reward)
 def kl_reward(
     reward: PerSequence,
     behav_logprobs: PerToken,
@@ -22,7 +44,7 @@ def kl_reward(
     beta: float = 0.05,
     estimator: Literal["k1", "k2", "k3"] = "k1",
     target: float | None = None,
-    horizon: float = 10_000.0,
+    horizon: float = _HORIZON,
 ) -> tuple[PerToken, Metrics]:
     """Return the reward on the last learned token minus `beta` times the KL to the reference on every token.
 
@@ -52,7 +74,12 @@ def kl_reward(
     return seqs.at_end(reward) - weight * kl, {"kl": kl, "sequence_kl": sequence_kl, "beta": weight}
 
 
+def _check_gae(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return _unit_problem(knobs, "gamma", "lam")
+
+
 @compute(returns=("advantages", "value_targets"))
+@checked_by(_check_gae)
 def gae(
     token_reward: PerToken,
     values: PerToken,
@@ -103,6 +130,8 @@ def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> 
         return f"eps is {knobs['eps']}; it must be more than 0"
     if not knobs["std"] and knobs["std_over"] != "group":
         return "std_over has no effect with std=false. Remove one of them"
+    if not knobs["std"] and knobs["eps"] != _EPS:
+        return "eps has no effect with std=false. Remove one of them"
     if not 0 <= knobs["length_power"] <= 1:
         return f"length_power is {knobs['length_power']}; it must be from 0 to 1"
     return None
@@ -116,7 +145,7 @@ def group_advantage(
     *,
     std: bool = True,
     std_over: Literal["group", "batch"] = "group",
-    eps: float = 1e-4,
+    eps: float = _EPS,
     length_power: float = 0.0,
 ) -> PerSequence:
     """Return each reward minus its group's mean, over the standard deviation if `std` (GRPO).
@@ -219,9 +248,18 @@ def pass_at_k_advantage(
     return algo.pass_at_k_advantage(reward > right, seqs, k)
 
 
+def _check_turn_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["eps"] <= 0:
+        return f"eps is {knobs['eps']}; it must be more than 0"
+    if not knobs["std"] and knobs["eps"] != _EPS:
+        return "eps has no effect with std=false. Remove one of them"
+    return _unit_problem(knobs, "gamma")
+
+
 @compute(returns="advantages", min_group=2)
+@checked_by(_check_turn_advantage)
 def turn_advantage(
-    token_reward: PerToken, seqs: Sequences, *, gamma: float = 0.95, std: bool = True, eps: float = 1e-4
+    token_reward: PerToken, seqs: Sequences, *, gamma: float = 0.95, std: bool = True, eps: float = _EPS
 ) -> PerToken:
     """Return advantages of turns, for episodes whose turns have rewards of their own (`algo.turn_advantage`).
 
@@ -243,7 +281,12 @@ def leave_one_out(reward: PerSequence, seqs: Sequences) -> PerSequence:
     return algo.leave_one_out(reward, seqs)
 
 
+def _check_returns_to_go(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return _unit_problem(knobs, "gamma")
+
+
 @compute(returns="advantages")
+@checked_by(_check_returns_to_go)
 def returns_to_go(
     token_reward: PerToken,
     seqs: Sequences,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from hflow.dsl import checked_by, first_pass, train
+from hflow.dsl.body_check import BodyCheck
 from hflow.lazy import algo
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
 
@@ -43,6 +44,27 @@ def _check_policy_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str 
     return None
 
 
+def _with_weight_check(name: str, check: BodyCheck) -> BodyCheck:
+    """Return a check that also refuses knobs of the weight `exp(prox - behav)` that have no effect.
+
+    Args:
+        name: of the node in this module, for the defaults of its knobs.
+        check: of its other knobs.
+    """
+
+    def check_all(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+        cap = _default(globals()[name], "behav_weight_cap")
+        if knobs["over_cap"] != "mask" and knobs["behav_weight_cap"] is None:
+            return "over_cap has no effect without a cap. Set behav_weight_cap, or remove over_cap"
+        if knobs["prox"] == "none" and knobs["behav_weight_cap"] not in (None, cap):
+            return "behav_weight_cap has no effect with prox=none, where the weight is 1. Remove one of them"
+        if knobs["prox"] == "none" and knobs["over_cap"] != "mask":
+            return "over_cap has no effect with prox=none, where the weight is 1. Remove one of them"
+        return check(knobs, reads)
+
+    return check_all
+
+
 def _check_actor_train(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     """Return the first knob that the chosen loss ignores or lacks, or another problem."""
     loss = knobs["loss"]
@@ -70,7 +92,7 @@ def _default(body: Callable[..., Any], knob: str) -> Any:
 
 
 @train(reduce="token-mean")
-@checked_by(_check_actor_train)
+@checked_by(_with_weight_check("actor_train", _check_actor_train))
 def actor_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -181,7 +203,7 @@ def _over_cap(prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tenso
 
 
 @train(reduce="seq-mean")
-@checked_by(_check_policy_loss)
+@checked_by(_with_weight_check("gspo_train", _check_policy_loss))
 def gspo_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -228,7 +250,7 @@ def gspo_train(
 
 
 @train(reduce="seq-mean")
-@checked_by(_check_policy_loss)
+@checked_by(_with_weight_check("gmpo_train", _check_policy_loss))
 def gmpo_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -317,7 +339,7 @@ def _check_kl_cov(knobs: Mapping[str, Any], reads: Collection[str]) -> str | Non
 
 @train(reduce="token-mean")
 @first_pass(random_covariant)
-@checked_by(_check_share)
+@checked_by(_with_weight_check("clip_cov_train", _check_share))
 def clip_cov_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -386,7 +408,7 @@ def most_covariant(
 
 @train(reduce="token-mean")
 @first_pass(most_covariant)
-@checked_by(_check_kl_cov)
+@checked_by(_with_weight_check("kl_cov_train", _check_kl_cov))
 def kl_cov_train(
     out: Output,
     behav_logprobs: PerToken,

@@ -278,6 +278,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'temprature' is unknown to this endpoint; did you mean 'temperature'",
     ),
     ({"max_tokens": 0}, "max_tokens is 0; it must be a number from 1 on"),
+    ({"top_p": 0}, "top_p is 0.0; it must be more than 0 and at most 1"),
+    ({"top_p": 1.5}, "top_p is 1.5; it must be more than 0 and at most 1"),
     (
         {"max_tokens": 3, "max_completion_tokens": 3},
         "max_tokens and max_completion_tokens exclude each other",

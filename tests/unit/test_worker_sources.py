@@ -13,7 +13,7 @@ import worker_kit as kit
 from worker_kit import read, with_workers
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.errors import DataError, NotYetError, RecipeError, RunError
+from hflow.errors import DataError, RecipeError, RunError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory
@@ -231,9 +231,3 @@ def test_a_body_that_exits_refuses_its_sample(setup: WorkerSetup) -> None:
     changed = kit.with_program(setup, GEN, body=leaves)
     ended = with_workers(changed, lambda workers: generated(workers, 1))
     assert all(event.message.startswith("SystemExit: 3 (") for event in ended.values())
-
-
-def test_encode_nodes_cannot_have_a_timeout() -> None:
-    changed = kit.with_program(sft(), "sft_view", options={"timeout": 1.0})
-    with pytest.raises(NotYetError, match="'sft_view' cannot have a timeout yet"):
-        with_workers(changed, lambda workers: written(workers, range(1), 1))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hflow.data.row_arguments import bind_rows
-from hflow.errors import DataError, NotYetError
+from hflow.errors import DataError
 from hflow.planner.ir import Plan
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
@@ -40,9 +40,6 @@ class EncodeRunner:
         tokenizers: Mapping[str, Tokenizer],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        for program in programs.values():
-            if program.options.get("timeout") is not None:
-                raise NotYetError(f"encode node {program.name!r} cannot have a timeout yet. Remove timeout=.")
         self._plan = plan
         self._programs = programs
         self._writers = {

@@ -1,0 +1,6 @@
+# expect: actor_gen: top_p is 0, which leaves no token to sample. Set it to more than 0
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+data = Dataset(prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+recipe = Recipe("broken", data, [use(nodes.actor_gen, actor, group=2, top_p=0.0)])
