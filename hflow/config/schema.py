@@ -124,8 +124,8 @@ class ModelConfig:
     """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
     the planner uses this while the checkpoint does not exist yet."""
     alphabet: str | None = None
-    """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own. If `path` has
-    a tokenizer, that is used."""
+    """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own. A tokenizer
+    in `path` is used instead."""
     chat_template: str | None = None
     """A Jinja chat template that replaces that of the tokenizer, and that of the model it starts from."""
     backend: str = "torch"

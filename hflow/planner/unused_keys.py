@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -17,17 +18,32 @@ _DESCRIBES_MODEL = ("max_model_len",)
 """Keys of `gen` that hold for a model of this size, whether it generates or not."""
 
 
-def find_unused_key(graph: Graph, model: str, config: ModelConfig) -> tuple[str, str] | None:
-    """Return the first key that is set but not used, as in `optim.lr`, and why; None if there is none."""
+def find_unused_key(graph: Graph, model: str, config: ModelConfig) -> str | None:
+    """Return a line about the first key that is set but not used; None if there is none."""
+    gen = () if _generates(graph, model) else _first_difference(_generation(config.gen), GenConfig())
+    if gen:
+        return unused_line(f"models.{model}.gen.{gen[0]}", GenConfig(), f"no node generates with {model}")
     for keys, reason in _unused(graph, model):
         for key in keys:
             own, default = getattr(config, key), getattr(ModelConfig(), key)
-            if own != default:
-                return ".".join((key, *_first_difference(own, default))), reason
-    gen = config.gen
-    if not _generates(graph, model) and (changed := _first_difference(_generation(gen), GenConfig())):
-        return f"gen.{changed[0]}", f"no node generates with {model}"
+            if own == default:
+                continue
+            if inner := _first_difference(own, default):
+                return unused_line(f"models.{model}.{key}.{inner[0]}", default, reason)
+            return unused_line(f"models.{model}.{key}", ModelConfig(), reason)
     return None
+
+
+def unused_line(key: str, defaults: Any, reason: str) -> str:
+    """Return a line that refuses a key.
+
+    Args:
+        key: the whole key.
+        defaults: an object whose attribute of the key's last name is its default.
+        reason: why nothing uses it.
+    """
+    default = json.dumps(getattr(defaults, key.rpartition(".")[2]))
+    return f"{key} is set, but {reason}; remove it, or set it to its default, {default}"
 
 
 def without_unused_keys(graph: Graph, model: str, config: ModelConfig) -> ModelConfig:

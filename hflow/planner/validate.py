@@ -16,7 +16,7 @@ from hflow.planner.graph_queries import root_stream, root_streams, runs_outside_
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
-from hflow.planner.unused_keys import find_unused_key
+from hflow.planner.unused_keys import find_unused_key, unused_line
 
 MINIMUMS = {
     "batch": 1,
@@ -53,8 +53,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         _check_offload(graph, name, config)
         _check_compile(graph, name, config)
         if (unused := find_unused_key(graph, name, config)) is not None:
-            key, reason = unused
-            raise PlanError(f"models.{name}.{key} is set, but {reason}; remove it")
+            raise PlanError(unused)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -157,9 +156,8 @@ def _check_unused_schedule(graph: Graph, settings: ScheduleConfig) -> None:
     unused = unused if "generate" in verbs else (*unused, "interrupt")
     for name in unused:
         if getattr(settings, name) != getattr(default, name):
-            raise PlanError(
-                f"schedule.{name} is set, but no node generates the samples that are trained; remove it"
-            )
+            reason = "no node generates the samples that are trained"
+            raise PlanError(unused_line(f"schedule.{name}", default, reason))
 
 
 def check_streams(graph: Graph) -> None:
