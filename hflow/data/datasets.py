@@ -178,9 +178,9 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
         raise DataError(
             f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}; convert it to one"
         )
-    if split != DataSettings.split:
+    if "[" in split:  # the name of a split may be left from a generator that the file replaces
         raise DataError(
-            f"{schema.key}.split is {split}, but {path} is a file, which has no splits; set "
+            f"{schema.key}.split is {split}, but {path} is a file, all of which would be read; set "
             f"{schema.key}.split={DataSettings.split}, and {schema.key}.limit to read its first rows only"
         )
     return _FILES[file.suffix](file, schema)

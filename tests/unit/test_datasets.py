@@ -38,9 +38,9 @@ def test_jsonl_rows_are_the_declared_columns(tmp_path: Path) -> None:
     assert list(source.row(0)) == list(COLUMNS)
 
 
-def test_a_file_has_no_splits(tmp_path: Path) -> None:
+def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:
     settings = DataSettings(jsonl(tmp_path, [json.dumps(ROWS[0])]), split="train[:10%]", key="data.train")
-    with pytest.raises(DataError, match=r"data.train.split is train\[:10%\], but .* is a file, which has no"):
+    with pytest.raises(DataError, match=r"data.train.split is train\[:10%\], but .* is a file, all of which"):
         open_dataset(settings, COLUMNS)
 
 
