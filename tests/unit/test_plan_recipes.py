@@ -14,6 +14,7 @@ from hflow.launch.compile import compile_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.ir import Plan
 from hflow.planner.serialise import to_json
+from hflow.planner.unused_keys import without_unused_keys
 
 ROOT = Path(__file__).parents[2]
 CUSTOM = [path for path in sorted(ROOT.glob("recipes/custom/*.py")) if "\nrecipe = " in path.read_text()]
@@ -23,7 +24,8 @@ assert RECIPES, "no recipe found"
 
 def plan_of(path: Path, **changes: object) -> Plan:
     graph = build_graph(load_recipe(path).spec())
-    apart = {model.name: model_config("d1t2p2", "d2t2", "train", "gen") for model in graph.models}
+    config = model_config("d1t2p2", "d2t2", "train", "gen")
+    apart = {model.name: without_unused_keys(graph, model.name, config) for model in graph.models}
     models = apart if changes.pop("apart", False) else {}
     return compile_plan(graph, request(models=models, batch=64, **changes))
 
