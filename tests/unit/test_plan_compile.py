@@ -168,7 +168,7 @@ def test_needs_reads_and_writes():
 
 
 def test_a_written_stream_has_no_engines_and_no_lag():
-    plan = compile_plan(sft(), request(max_staleness=4))
+    plan = compile_plan(sft(), request())
     (stream,) = plan.schedule.streams
     assert (stream.replicas, stream.models) == ((), ())
     assert plan.staleness_bound == 0
