@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hflow.config import ModelConfig, RunConfig
+from hflow.config.schema import FaultsConfig
 from hflow.errors import ConfigError
 from hflow.graph.ir import Graph, Level
 from hflow.launch.auto_placement import AUTO
@@ -41,6 +42,7 @@ from hflow.planner.cluster import device_of
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.placement.placement_setting import GEN_SUFFIX, replace_layout
+from hflow.planner.unused_keys import without_unused_keys
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
 from hflow.runtime.execution.run_directory import read_metrics
@@ -97,11 +99,11 @@ def run_twin(
         config, graph = configuration(recipe, overrides, as_configured=layouts is None)
         common = comparable_config(config, graph, steps, out)
         reference = compile_recipe(
-            recipe, config=reference_config(dataclasses.replace(common, name="reference"))
+            recipe, config=reference_config(dataclasses.replace(common, name="reference"), graph)
         )
         twins = [
             (name, compile_recipe(recipe, config=dataclasses.replace(twin, name="twin")))
-            for name, twin in _twin_configs(common, layouts)
+            for name, twin in _twin_configs(common, graph, layouts)
         ]
         results = tuple(_run_and_compare(reference, twins, report_progress, processes))
     return TwinReport(results, tuple(describe_changes(graph, config)))
@@ -150,12 +152,14 @@ def _max_workers(cluster: ClusterSpec) -> int:
     return cluster.devices_per_node
 
 
-def _twin_configs(common: RunConfig, layouts: Sequence[str] | None) -> Iterator[tuple[str, RunConfig]]:
+def _twin_configs(
+    common: RunConfig, graph: Graph, layouts: Sequence[str] | None
+) -> Iterator[tuple[str, RunConfig]]:
     if layouts is None:
         yield AS_CONFIGURED, common
         return
     for name in layouts:
-        yield str(Layout.parse(name)), distributed_config(common, Layout.parse(name))
+        yield str(Layout.parse(name)), distributed_config(common, graph, Layout.parse(name))
 
 
 def _run_and_compare(
@@ -232,19 +236,23 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
         placement=placement,
         schedule=dataclasses.replace(config.schedule, max_staleness=0, sync_every=1),
         save_every=0,
-        models={spec.name: _comparable_model(config, spec.name) for spec in graph.models},
+        models={
+            spec.name: without_unused_keys(graph, spec.name, _comparable_model(config, spec.name))
+            for spec in graph.models
+        },
         nodes=_comparable_nodes(config, graph, steps),
     )
 
 
-def reference_config(config: RunConfig) -> RunConfig:
+def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
     """Return the reference's configuration: one process, one device, default backend, every step saved."""
-    return _on_cluster(config, 1, BACKENDS[0], None, workers="inproc", env=FrozenDict(), save_every=1)
+    changes = {"workers": "inproc", "env": FrozenDict(), "faults": FaultsConfig(), "save_every": 1}
+    return _on_cluster(config, graph, 1, BACKENDS[0], None, **changes)
 
 
-def distributed_config(config: RunConfig, layout: Layout) -> RunConfig:
+def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:
     """Return a configuration on Ray workers: all models in this layout, and engines on all workers."""
-    return _on_cluster(config, layout.world, model_parallel_backend(), layout, workers="ray")
+    return _on_cluster(config, graph, layout.world, model_parallel_backend(), layout, workers="ray")
 
 
 def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
@@ -263,7 +271,7 @@ def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
 
 def _comparable_model(config: RunConfig, name: str) -> ModelConfig:
     model = config.models.get(name, ModelConfig())
-    gen = dataclasses.replace(model.gen, engine=_engine().name)
+    gen = dataclasses.replace(model.gen, engine=_engine().name, transport="auto", delta=False)
     if _may_differ(model):  # options of the configured engine
         layout = None if gen.layout is None else _data_only(gen.layout)
         gen = dataclasses.replace(gen, layout=layout, cache_gib=None)
@@ -293,7 +301,7 @@ def _comparable_nodes(config: RunConfig, graph: Graph, steps: int) -> Mapping[st
 
 
 def _on_cluster(
-    config: RunConfig, world: int, backend: Any, layout: Layout | None, **changes: Any
+    config: RunConfig, graph: Graph, world: int, backend: Any, layout: Layout | None, **changes: Any
 ) -> RunConfig:
     def placed(model: ModelConfig) -> ModelConfig:
         gen = dataclasses.replace(model.gen, layout=f"d{world}", group=None)
@@ -305,7 +313,9 @@ def _on_cluster(
         cluster=f"{device_of(config.cluster)}-1x{world}",
         placement=None,
         groups={},
-        models={name: placed(model) for name, model in config.models.items()},
+        models={
+            name: without_unused_keys(graph, name, placed(model)) for name, model in config.models.items()
+        },
         **changes,
     )
 
