@@ -65,6 +65,7 @@ demo: env
 PEER ?= .venv-peers/bin/python
 speed: env
 	$(BIN)/python benchmarks/peers.py --peer $(PEER)
+	$(BIN)/python benchmarks/second_core.py
 	$(BIN)/python benchmarks/ray_calls.py
 	$(BIN)/python benchmarks/async.py
 	$(BIN)/python benchmarks/ledger.py
