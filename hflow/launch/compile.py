@@ -24,6 +24,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.search import search
+from hflow.planner.unused_keys import check_unused_keys
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
 
@@ -118,6 +119,7 @@ def compile_recipe(
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
+    check_unused_keys(graph, request)
     bodies = loaded.bodies(_options(graph))
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers)
 

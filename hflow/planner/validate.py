@@ -16,7 +16,6 @@ from hflow.planner.graph_queries import root_stream, root_streams, runs_outside_
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
-from hflow.planner.unused_keys import find_unused_key, unused_line
 
 MINIMUMS = {
     "batch": 1,
@@ -35,7 +34,6 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         if getattr(request, name) < minimum:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {minimum}")
     _check_schedule(request.schedule, request.batch)
-    _check_unused_schedule(graph, request.schedule)
     for name, config in request.models.items():
         if config.sequence_parallel is not None and not traits(config.backend).is_model_parallel:
             raise PlanError(
@@ -52,8 +50,6 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         _check_lora(graph, name, request)
         _check_offload(graph, name, config)
         _check_compile(graph, name, config)
-        if (unused := find_unused_key(graph, name, config)) is not None:
-            raise PlanError(unused)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -141,23 +137,6 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
             f"schedule.queue is {settings.queue}, but a batch has {batch} groups; set schedule.queue to "
             f"{batch} or more"
         )
-
-
-_OF_TRAINED_GENERATION = ("max_staleness", "sync_every", "age_rule", "drop_older_than", "queue")
-
-
-def _check_unused_schedule(graph: Graph, settings: ScheduleConfig) -> None:
-    """Raise for rules of generation, if the samples that are trained are not generated."""
-    default, verbs = ScheduleConfig(), {node.spec.verb for node in graph.nodes}
-    is_generated = any(
-        graph.node(stream.source).spec.verb == "generate" for stream in root_streams(graph) if stream.trained
-    )
-    unused = () if is_generated else _OF_TRAINED_GENERATION
-    unused = unused if "generate" in verbs else (*unused, "interrupt")
-    for name in unused:
-        if getattr(settings, name) != getattr(default, name):
-            reason = "no node generates the samples that are trained"
-            raise PlanError(unused_line(f"schedule.{name}", default, reason))
 
 
 def check_streams(graph: Graph) -> None:

@@ -10,7 +10,7 @@ from hflow.config.schema import OptimConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
 from hflow.planner.compile import compile_plan
-from hflow.planner.unused_keys import without_unused_keys
+from hflow.planner.unused_keys import check_unused_keys, without_unused_keys
 
 
 def refused(graph, message, cluster="cpu-1x2", **changes):
@@ -92,12 +92,13 @@ def test_what_cannot_be_compiled_is_refused():
 )
 def test_keys_that_no_node_uses_are_refused(model, changes, message):
     graph = grpo() if model == "ref" else without(grpo(), "actor_train")
-    refused(graph, message, models={model: model_config(**changes)})
+    with pytest.raises(PlanError, match=message):
+        check_unused_keys(graph, request(models={model: model_config(**changes)}))
 
 
 def test_keys_that_describe_a_model_may_be_unused():
     graph, config = without(grpo(), "actor_train"), model_config(layout="d1", max_running=3, max_model_len=64)
-    compile_plan(grpo(), request(models={"ref": model_config(max_model_len=64)}))
+    check_unused_keys(grpo(), request(models={"ref": model_config(max_model_len=64)}))
     assert without_unused_keys(graph, "actor", config) == model_config(max_running=3, max_model_len=64)
     assert without_unused_keys(grpo(), "ref", config) == model_config(layout="d1", max_model_len=64)
     assert without_unused_keys(grpo(), "actor", config) == config
@@ -108,8 +109,9 @@ def test_keys_that_describe_a_model_may_be_unused():
 )
 def test_rules_of_generation_need_generated_samples(changes):
     message = f"schedule.{next(iter(changes))} is set, but no node generates the samples that are trained"
-    refused(sft(), message, schedule=ScheduleConfig(**changes))
-    compile_plan(grpo(), request(schedule=ScheduleConfig(max_concurrent=4096, **changes)))
+    with pytest.raises(PlanError, match=message):
+        check_unused_keys(sft(), request(schedule=ScheduleConfig(**changes)))
+    check_unused_keys(grpo(), request(schedule=ScheduleConfig(**changes)))
 
 
 def test_a_group_that_no_model_names_is_refused():

@@ -75,7 +75,11 @@ def test_the_search_is_within_one_percent_of_trying_everything(
 @pytest.mark.parametrize(
     ("cluster", "model", "offloaded"),
     [
-        ("h100-1x2", "qwen2.5-1.5b", {"models.ref.offload": "all"}),
+        (
+            "h100-1x2",
+            "qwen2.5-3b",
+            dict.fromkeys(("models.actor.offload", "models.critic.offload"), "optimizer"),
+        ),
         (
             "h100-1x4",
             "qwen2.5-7b",
