@@ -17,6 +17,9 @@ prepare("cpu")
 
 from hflow.backends.megatron.optimizer import GroupAdamW  # noqa: E402
 
+pytestmark = (
+    pytest.mark.long
+)  # four processes compute for minutes; `test_twin.py` trains by megatron in every run
 FP32 = [name for name, twin in twins.TWINS.items() if twin.dtype == "fp32"]
 BF16 = [name for name, twin in twins.TWINS.items() if twin.dtype == "bf16"]
 
