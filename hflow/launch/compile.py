@@ -23,6 +23,7 @@ from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
+from hflow.planner.request import PlanRequest
 from hflow.planner.search import search
 from hflow.planner.unused_keys import check_unused_keys
 from hflow.runtime.simulation.simulate_plan import simulated_period
@@ -104,18 +105,21 @@ def compile_recipe(
     """
     is_decided = config is not None
     config, set_keys, graph, loaded = _read(recipe, overrides, config)
-    request = replace(plan_request(config, graph, recipe), engines=engines or {})
     replaced = () if is_decided else tuple(replaced_data_warnings(config, graph, recipe, overrides))
-    request = replace(request, warnings=(*request.warnings, *replaced))
+
+    def requested(config: RunConfig) -> PlanRequest:
+        request = plan_request(config, graph, recipe)
+        return replace(request, engines=engines or {}, warnings=(*request.warnings, *replaced))
+
+    request = requested(config)
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
         found = search(graph, replace(request, placement=placement, free=free), simulate=simulated_period)
         candidates = found.candidates
         config = with_choices(config, found.overrides)
-        chosen = plan_request(config, graph, recipe)
-        warnings = *chosen.warnings, *replaced, *found.warnings
-        request = replace(chosen, engines=request.engines, warnings=warnings)
+        request = requested(config)
+        request = replace(request, warnings=(*request.warnings, *found.warnings))
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)

@@ -31,7 +31,7 @@ from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.saved_models import find_saved_models
 from hflow.planner.compile import compile_plan
 from hflow.planner.reported_field import reported_field
-from hflow.planner.unused_keys import without_unused_keys
+from hflow.planner.unused_keys import check_unused_keys, without_unused_keys
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.scores import StreamScores, read_scores
 
@@ -152,7 +152,9 @@ def compile_evaluation(
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph)
-    plan = compile_plan(graph, plan_request(config, graph, recipe))
+    request = plan_request(config, graph, recipe)
+    plan = compile_plan(graph, request)
+    check_unused_keys(graph, request)
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
 
 

@@ -14,9 +14,10 @@ from hflow.errors import BackendError, ConfigError, DataError
 from hflow.graph.ir import NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.launch.plan_request import is_library_node
-from hflow.planner.backends import engine_kind, training_backend
+from hflow.planner.backends import training_backend
 from hflow.planner.ir import Plan, Replica
-from hflow.types.attention_kernel import flash_attn_version, head_size_problem, packed_kernel
+from hflow.planner.unrunnable import head_size_reason
+from hflow.types.attention_kernel import flash_attn_version
 from hflow.workers.interface import WorkerSetup
 
 if TYPE_CHECKING:
@@ -53,16 +54,11 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
 
 def _check_head_size(replica: Replica, plan: Plan, config: PreTrainedConfig) -> None:
     """Refuse heads that the replica's attention kernel cannot compute, of families that the planner lacks."""
-    if replica.model in dict(plan.shapes) or (
-        replica.role == "gen" and engine_kind(replica.backend).has_own_attention
-    ):
+    if replica.model in dict(plan.shapes):
         return
-    has_flash_attn = flash_attn_version() is not None
-    kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if problem := head_size_problem(kernel, size):
-        model = replica.model
-        raise BackendError(f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture")
+    if reason := head_size_reason(replica, plan, size, flash_attn_version() is not None):
+        raise BackendError(reason)
 
 
 def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:

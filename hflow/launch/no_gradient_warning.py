@@ -72,8 +72,8 @@ class NoGradientWarning:
         ]
         causes = (
             "Likely causes: all samples of a prompt get the same reward, as when a reward never recognises "
+            "an answer, or the task is too hard or too easy"
         )
-        causes += "an answer, or the task is too hard or too easy"
         cut = max((row.get(f"{root.name}/truncated", 0.0) for row in rows), default=0.0)
         if cut >= MANY_CUT:
             causes += f"; or answers are cut ({root.name}/truncated is {cut:.2g})"

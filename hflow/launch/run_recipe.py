@@ -42,7 +42,7 @@ from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.row_cursor import DatasetRows
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
+from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
@@ -143,9 +143,10 @@ async def _run_in_loop(
         if resumed is None:
             stack.enter_context(_removed_if_refused(directory))
         stack.enter_context(directory.locked())
+        metrics: list[dict[str, float | None]] = []
         if resumed is not None:
             rewind_run(directory, resumed.point)
-            directory.drop_metrics_after(resumed.steps)
+            metrics = directory.drop_metrics_after(resumed.steps)
             directory.keep_trace()
             directory.error.unlink(missing_ok=True)
             directory.write_plan(*files)
@@ -154,7 +155,7 @@ async def _run_in_loop(
         set_aside: list[str] = []
         if resumed is not None:
             set_aside = checkpoints.rewind(resumed.steps)
-            checkpoints.restore_values(read_metrics(directory.metrics) if directory.metrics.is_file() else ())
+            checkpoints.restore_values(metrics)
         observers = _open_observers(compiled, environment, directory, resumed)
         with _observer(compiled, directory, display, checkpoints, observers) as observer:
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")

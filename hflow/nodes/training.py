@@ -44,16 +44,19 @@ def _check_policy_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str 
     return None
 
 
-def _with_weight_check(name: str, check: BodyCheck) -> BodyCheck:
+_TOKEN_CAP, _SEQUENCE_CAP = 5.0, 2.0
+"""Defaults of `behav_weight_cap`, for weights of tokens and of sequences."""
+
+
+def _with_weight_check(cap: float, check: BodyCheck) -> BodyCheck:
     """Return a check that also refuses knobs of the weight `exp(prox - behav)` that have no effect.
 
     Args:
-        name: of the node in this module, for the defaults of its knobs.
-        check: of its other knobs.
+        cap: the default of `behav_weight_cap`.
+        check: of the node's other knobs.
     """
 
     def check_all(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-        cap = _default(globals()[name], "behav_weight_cap")
         if knobs["over_cap"] != "mask" and knobs["behav_weight_cap"] is None:
             return "over_cap has no effect without a cap. Set behav_weight_cap, or remove over_cap"
         if knobs["prox"] == "none" and knobs["behav_weight_cap"] not in (None, cap):
@@ -92,7 +95,7 @@ def _default(body: Callable[..., Any], knob: str) -> Any:
 
 
 @train(reduce="token-mean")
-@checked_by(_with_weight_check("actor_train", _check_actor_train))
+@checked_by(_with_weight_check(_TOKEN_CAP, _check_actor_train))
 def actor_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -109,7 +112,7 @@ def actor_train(
     tau_negative: float = 1.05,
     max_divergence: float | None = None,
     dro_beta: float | None = None,
-    behav_weight_cap: float | None = 5.0,
+    behav_weight_cap: float | None = _TOKEN_CAP,
     over_cap: Literal["mask", "truncate"] = "mask",
     kl_coef: float = 0.0,
     kl_estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3",
@@ -203,7 +206,7 @@ def _over_cap(prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tenso
 
 
 @train(reduce="seq-mean")
-@checked_by(_with_weight_check("gspo_train", _check_policy_loss))
+@checked_by(_with_weight_check(_SEQUENCE_CAP, _check_policy_loss))
 def gspo_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -213,7 +216,7 @@ def gspo_train(
     *,
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
-    behav_weight_cap: float | None = 2.0,
+    behav_weight_cap: float | None = _SEQUENCE_CAP,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> tuple[PerSequence, Metrics]:
     """Return PPO's loss `[S]` on the ratio of whole sequences, `(p_theta(y) / p_prox(y)) ** (1 / |y|)`.
@@ -250,7 +253,7 @@ def gspo_train(
 
 
 @train(reduce="seq-mean")
-@checked_by(_with_weight_check("gmpo_train", _check_policy_loss))
+@checked_by(_with_weight_check(_SEQUENCE_CAP, _check_policy_loss))
 def gmpo_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -260,7 +263,7 @@ def gmpo_train(
     *,
     clip: float = 0.4,
     clip_high: float | None = None,
-    behav_weight_cap: float | None = 2.0,
+    behav_weight_cap: float | None = _SEQUENCE_CAP,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> tuple[PerSequence, Metrics]:
     """Return the loss `[S]` of GMPO: minus the advantage times the geometric mean of clipped token ratios.
@@ -339,7 +342,7 @@ def _check_kl_cov(knobs: Mapping[str, Any], reads: Collection[str]) -> str | Non
 
 @train(reduce="token-mean")
 @first_pass(random_covariant)
-@checked_by(_with_weight_check("clip_cov_train", _check_share))
+@checked_by(_with_weight_check(_TOKEN_CAP, _check_share))
 def clip_cov_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -349,7 +352,7 @@ def clip_cov_train(
     *,
     clip: float = 0.2,
     clip_high: float | None = None,
-    behav_weight_cap: float | None = 5.0,
+    behav_weight_cap: float | None = _TOKEN_CAP,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> tuple[PerToken, Metrics]:
     """Return PPO's loss `[T]` without a few random tokens that lower the entropy most: Clip-Cov.
@@ -408,7 +411,7 @@ def most_covariant(
 
 @train(reduce="token-mean")
 @first_pass(most_covariant)
-@checked_by(_with_weight_check("kl_cov_train", _check_kl_cov))
+@checked_by(_with_weight_check(_TOKEN_CAP, _check_kl_cov))
 def kl_cov_train(
     out: Output,
     behav_logprobs: PerToken,
@@ -417,7 +420,7 @@ def kl_cov_train(
     most_covariant: PerToken,
     *,
     cov_kl_coef: float = 1.0,
-    behav_weight_cap: float | None = 5.0,
+    behav_weight_cap: float | None = _TOKEN_CAP,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> tuple[PerToken, Metrics]:
     """Return `-ratio A`, with a KL penalty on the tokens that lower the entropy most: KL-Cov.

@@ -85,17 +85,19 @@ def _family_reasons(plan: Plan) -> Iterator[str]:
 
 def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield the models with attention heads of a size that the planned kernel does not compute."""
-    shapes = dict(plan.shapes)
-    for model in dict.fromkeys(r.model for r in plan.replicas if not _has_own_attention(r)):
-        if model in shapes:
-            dtype, has_flash_attn = request.model(model).compute_dtype, request.flash_attn is not None
-            kernel = packed_kernel(plan.cluster.device, dtype, has_flash_attn=has_flash_attn)
-            if problem := head_size_problem(kernel, shapes[model].head_dim):
-                yield f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture."
+    shapes, has_flash_attn = dict(plan.shapes), request.flash_attn is not None
+    known = [replica for replica in plan.replicas if replica.model in shapes]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, has_flash_attn) for r in known]
+    yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
 
 
-def _has_own_attention(replica: Replica) -> bool:
-    return replica.role == "gen" and engine_kind(replica.backend).has_own_attention
+def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
+    """Return why the kernel for a replica's attention cannot compute its heads; None if it can."""
+    if replica.role == "gen" and engine_kind(replica.backend).has_own_attention:
+        return None
+    kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
+    problem, model = head_size_problem(kernel, head_size), replica.model
+    return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 
 
 def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:

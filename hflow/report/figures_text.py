@@ -26,7 +26,7 @@ FOLLOWING = {"replica": "layout", "group": "devices", "engine": "engine"}
 """Topics of a plan's decisions that follow from a setting -> what the main value of a subject is."""
 AT_LEAST, AT_MOST = "\u2265 ", "\u2264 "
 MAX_CHANGE = 32
-"""Characters of a change that stand in one line of the table."""
+"""Most characters of a change in one line of the table."""
 NOTES = (
     "memory: what the fullest device needs at its peak, and the share of its memory. $: of all devices of "
     "the cluster, idle or not."

@@ -1,6 +1,6 @@
 """Runs megatron-core on a CPU, or a device that is no GPU, by rewriting its source while it is imported.
 
-In the rewritten source, `torch.cuda` is a namespace that stands for the device, `"cuda"` is its name,
+In the rewritten source, `torch.cuda` is a namespace for the device, `"cuda"` is its name,
 `.cuda()` moves to it, and pinned memory is removed. Nothing outside megatron changes, and nothing is looked
 up at run time. Machines with CUDA never import this module.
 """

@@ -134,11 +134,8 @@ def _published_on(context: MemoryContext, route: WeightRoute, machine: int) -> I
     for its whole machine. An engine in a process of its own cannot read that store, so its worker makes a
     copy for it.
     """
-    plan = context.plan
-    shape, in_one_process = (
-        context.request.trained_shape(route.model),
-        context.request.settings.get("workers") == "inproc",
-    )
+    plan, shape = context.plan, context.request.trained_shape(route.model)
+    in_one_process = context.request.settings.get("workers") == "inproc"
     if route.transport not in ("store", "shared") or shape is None or in_one_process:
         return Items()
     src, dst = plan.replica(route.src), plan.replica(route.dst)

@@ -121,8 +121,8 @@ class RunDirectory:
             number = 1 + sum(1 for _ in self.path.glob("trace-*.json"))
             self.trace.rename(self.path / f"trace-{number}.json")
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Remove the rows of more than `step` completed steps, as the run takes them again.
+    def drop_metrics_after(self, step: int) -> list[dict[str, float | None]]:
+        """Remove the rows of more than `step` completed steps, which the run takes again; return the others.
 
         Raises:
             ConfigError: for a line that is not a row; names it.
@@ -132,6 +132,7 @@ class RunDirectory:
         kept = [row for row in rows if (row["step"] or 0) <= step]
         if len(kept) < len(rows):
             replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        return kept
 
     @property
     def weights(self) -> Path:
