@@ -19,7 +19,7 @@ class GenerationRequest:
     """A prompt and the tokens drawn after it so far.
 
     `ids` is the prompt followed by the drawn tokens. `logprobs` and `versions` have entries for drawn tokens
-    only.
+    only, `routed_experts` for the first of `ids` that were computed.
     """
 
     request_id: int
@@ -30,6 +30,7 @@ class GenerationRequest:
     """Number of tokens, prompt included, at which the request ends with `length`."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed_experts: list[bytes] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
 
     def result(self, stop_reason: str) -> GenerationResult:
@@ -39,6 +40,7 @@ class GenerationRequest:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             stop_reason=stop_reason,
+            routed_experts=tuple(self.routed_experts),
         )
 
 

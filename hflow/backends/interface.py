@@ -76,6 +76,12 @@ BEHAV_GAP_MAX = declare("{node}/behav_gap.max", "nats", "largest of these differ
 BEHAV_KL = declare(
     "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
 )
+REROUTED = declare(
+    "{node}/rerouted",
+    "",
+    "share of tokens and layers for which the trainer's router would have chosen other experts than the "
+    "engine's, which it replays (routing_replay)",
+)
 
 FIRST_PASS_STREAM = "@first_pass"
 """The stream of the fields that a train node's first pass reads of the model, and of its result."""
@@ -398,6 +404,8 @@ class SamplingParams:
     num_resumed: int = 0
     """Number of the prompt's last tokens that were drawn before an interruption. A stop string may begin
     in them."""
+    routing_replay: bool = False
+    """Whether to record the experts that compute each token."""
 
 
 @dataclass(frozen=True)
@@ -413,6 +421,17 @@ class GenerationResult:
     """Version of the weights that drew each token."""
     stop_reason: str
     """`stop`, `length`, or `abort` for an interrupted request."""
+    routed_experts: tuple[bytes, ...] = ()
+    """The experts that computed each of the first tokens, the prompt's among them (`RoutingFormat`), for
+    requests with `routing_replay`. The last drawn token has none, as it was not computed."""
+
+
+def extended(first: tuple[bytes, ...], later: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return the experts of a sequence that was computed twice: where both recorded, the first ones.
+
+    These computed the distribution from which the next token was drawn.
+    """
+    return first + later[len(first) :]
 
 
 class GenerationEngine(abc.ABC):

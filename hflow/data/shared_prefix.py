@@ -6,6 +6,7 @@ prompt of 1,000 tokens are 12,000 tokens, of which 5,000 are distinct.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,20 +30,26 @@ class PrefixSharing:
     """int64 `[T]`: the row that has each token's result."""
 
 
-def share_prefixes(batch: Batch) -> PrefixSharing | None:
+def share_prefixes(batch: Batch, names: Sequence[str] = ("input_ids",)) -> PrefixSharing | None:
     """Find the tokens with which several sequences of a group begin.
 
     Args:
-        batch: has `input_ids`. The members of a group need not be neighbours.
+        batch: has these columns. The members of a group need not be neighbours.
+        names: columns on which the hidden states of a token depend.
 
     Returns:
         None if too little would be saved.
     """
-    ids = np.asarray(batch.columns["input_ids"].values)
+    columns = [np.asarray(batch.columns[name].values) for name in names]
     starts, owner = batch.offsets[:-1], np.arange(batch.num_tokens)
     for rows in _groups(batch.groups):
-        leader, *others = (ids[starts[row] : starts[row] + batch.lengths[row]] for row in rows)
-        shared = min((_common_prefix(leader, other) for other in others), default=0)
+        shared = min(
+            _common_prefix(
+                values[starts[rows[0]] :][: batch.lengths[rows[0]]], values[starts[row] :][:length]
+            )
+            for row, length in zip(rows[1:], batch.lengths[rows[1:]], strict=True)
+            for values in columns
+        )
         for row in rows[1:]:
             owner[starts[row] : starts[row] + shared] = np.arange(starts[rows[0]], starts[rows[0]] + shared)
     token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
@@ -61,5 +68,6 @@ def _groups(labels: Rows) -> list[Rows]:
 def _common_prefix(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> int:
     """Return the number of leading tokens that two sequences have in common."""
     length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
+    differs = one[:length] != other[:length]
+    different = np.flatnonzero(differs.any(axis=tuple(range(1, differs.ndim))))
     return int(different[0]) if len(different) else length

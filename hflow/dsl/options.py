@@ -87,6 +87,7 @@ SAMPLING: Options = {
     "max_tokens": Option("int", 128, minimum=1),
     "stop": Option("tuple[str, ...]", ()),
     "tool_format": Option("None | str"),
+    "routing_replay": Option("bool", False),
 }
 """Options of generation."""
 

@@ -125,6 +125,7 @@ class Generate(StreamSource):
         max_tokens: int = 128,
         stop: tuple[str, ...] = (),
         tool_format: str | None = None,
+        routing_replay: bool = False,
         returns: str | tuple[str, ...] | None = None,
         on: str | None = None,
         data: Dataset | None = None,
@@ -148,6 +149,8 @@ class Generate(StreamSource):
             stop: texts that end a completion.
             tool_format: how the model writes tool calls: `hermes`, or the two characters around a call, such
                 as `[]`. Default: `hermes`.
+            routing_replay: record which experts of a mixture-of-experts model the engine chooses for each
+                token, and use the same ones wherever a node trains or infers with the model on these samples.
             returns: names of the streams, if the body returns several trajectories, and of the fields after
                 them. A single stream is named after the function.
             on: the stream from whose samples the new stream derives. Default: a dataset feeds it.

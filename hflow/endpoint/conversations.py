@@ -268,6 +268,7 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
         loss_mask=trajectory.loss_mask[:end],
         behav_logprobs=trajectory.behav_logprobs[:end],
         versions=trajectory.versions[:end],
+        routed_experts=trajectory.routed_experts[:end],
         messages=trajectory.messages[: turn.num_recorded],
         num_turns=num_turns,
         tools=trajectory.tools,

@@ -9,6 +9,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, column_fields
 from hflow.graph.ir import Level, Node, NodeSpec, Parameter, Read, RecipeSpec
 from hflow.graph.prox import computes_own_prox, framework_parameters
+from hflow.graph.routing_replay import replay_parameters
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 
@@ -21,7 +22,10 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
     """
     scopes = list(_scopes(node, spec, assignment, fields))
     stream = assignment.stream_of[node.name]
-    framework = framework_parameters(node, trains_own_samples(node, spec, assignment))
+    framework = (
+        *framework_parameters(node, trains_own_samples(node, spec, assignment)),
+        *replay_parameters(node, spec, assignment),
+    )
     reads: list[Read] = []
     unbound: list[str] = []
     for parameter in (*node.parameters, *framework):

@@ -13,6 +13,7 @@ from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, stat
 from hflow.graph.field_table import build_field_table
 from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
 from hflow.graph.prox import check_prox, resolve_prox, unread_prox
+from hflow.graph.routing_replay import check_routing_replay
 from hflow.graph.streams import assign_streams
 from hflow.graph.tensordicts import add_tensordict_reads
 from hflow.graph.warnings import warnings_of
@@ -48,6 +49,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
         notes=tuple(note for node in nodes for note in unbound_notes(node, spec, assignment, fields)),
     )
     check_graph(graph)
+    check_routing_replay(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
+from hflow.graph.ir import ROUTED_EXPERTS, Graph, Node, NodeSpec, RecipeSpec
+from hflow.graph.routing_replay import OPTION as ROUTING_REPLAY
 
 SAMPLED = "_sampled"
 """Ending of the names of copies that draw several samples of each prompt."""
@@ -50,7 +51,8 @@ def evaluation_spec(
         raise ConfigError(
             f"recipe {spec.name!r} scores no sample of {', '.join(chosen)}; add a compute node per sample"
         )
-    nodes = {node.name: _explicit(graph, node) for node in kept}
+    replayed = {read.producer for node in kept for read in node.reads if read.field == ROUTED_EXPERTS}
+    nodes = {node.name: _explicit(graph, node, node.name in replayed) for node in kept}
     bodies = {name: name for name in nodes}
     if sampling is not None:
         for node in kept:
@@ -121,12 +123,20 @@ def _generates(graph: Graph, stream: str) -> bool:
     return graph.node(graph.stream(stream).source).spec.verb == "generate"
 
 
-def _explicit(graph: Graph, node: Node) -> NodeSpec:
-    """Return a spec that names its dataset, or the stream that it works on, with the cadence of one run."""
+def _explicit(graph: Graph, node: Node, records_experts: bool) -> NodeSpec:
+    """Return a spec that names its dataset, or the stream that it works on, with the cadence of one run.
+
+    Args:
+        graph: of the whole recipe.
+        node: one of its nodes.
+        records_experts: whether a node that is kept reads the experts that this one records.
+    """
     spec, stream = node.spec, graph.stream(node.stream)
     spec = replace(spec, every=1, after=0)
     if not spec.opens_stream:
         return replace(spec, on=stream.name)
+    if not records_experts:
+        spec = replace(spec, options=tuple((k, v) for k, v in spec.options if k != ROUTING_REPLAY))
     return replace(spec, data=stream.dataset, on=stream.parent)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
+from hflow.graph.ir import ROUTED_EXPERTS, TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
+from hflow.graph.routing_replay import records_experts
 from hflow.graph.streams import StreamAssignment, dataset_columns
 from hflow.types import Unit
 
@@ -67,15 +68,16 @@ def column_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
 def _source_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
     """Return what a stream has from its source: dataset columns and the fields of the trajectory."""
     columns = column_fields(spec, stream)
+    units = dict(TRAJECTORY_FIELDS)
+    if records_experts(spec, stream.source):
+        units[ROUTED_EXPERTS] = Unit.TOKEN
     for name in columns:
-        if name in TRAJECTORY_FIELDS:
+        if name in units:
             where = next(d.where for d in spec.datasets if d.name == stream.dataset)
             raise RecipeError(
                 f"{where}: column {name!r} has the name of a trajectory field. Rename the column"
             )
-    trajectory = {
-        name: Field(name, stream.name, stream.source, unit) for name, unit in TRAJECTORY_FIELDS.items()
-    }
+    trajectory = {name: Field(name, stream.name, stream.source, unit) for name, unit in units.items()}
     return {**columns, **trajectory}
 
 

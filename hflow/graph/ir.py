@@ -33,6 +33,9 @@ TRAJECTORY_FIELDS: Mapping[str, Unit] = {
 """Fields that every stream has from its source, besides the columns of the dataset."""
 
 
+ROUTED_EXPERTS = "routed_experts"
+"""The field with the experts that computed each token, of streams whose source has `routing_replay`."""
+
 FIRST_PASS = "first_pass"
 """The kind of the parameter with which a train body receives the result of its first pass."""
 
@@ -201,7 +204,8 @@ class Read:
     parameter: str
     """The body's parameter. A name with `@` is a field that hflow itself needs and the body does not receive:
     `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`, and to
-    compare the engine's log-probs with the trainer's)."""
+    compare the engine's log-probs with the trainer's), `@routed_experts` (option `routing_replay` of the
+    stream's source)."""
     field: str
     stream: str
     """The stream that has the field. If it is not the reader's stream, the two are joined by sample."""

@@ -50,6 +50,9 @@ FAMILIES: Mapping[str, Mapping[str, int | None]] = {
 transformers' defaults for keys that a config lacks. None: as many key-value heads as heads; D / H for the
 head size."""
 
+EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts" in sizes)
+"""Those of them with experts."""
+
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.

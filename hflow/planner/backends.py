@@ -212,6 +212,8 @@ class Backend(Descriptor):
     memory: TrainingMemory
     needs_process_per_rank: bool = False
     """Whether several ranks cannot share a process, as `workers=inproc` would need."""
+    replays_experts: bool = False
+    """Whether it can compute with the experts that an engine recorded (`routing_replay`)."""
     update_dtypes: tuple[str, ...] = ("fp32", "bf16")
     """Compute dtypes in which update nodes may change its weights."""
     check_model: Callable[[ModelSettings, PreTrainedConfig], None] | None = None
@@ -242,6 +244,8 @@ class EngineKind(Descriptor):
     devices and cores by name. Only the head of its tensor ranks builds it."""
     has_own_attention: bool = False
     """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
+    records_experts: bool = False
+    """Whether it can record the experts that compute each token (`routing_replay`)."""
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hflow.graph.ir import Level, Node, NodeSpec
-from hflow.planner.architectures import FAMILIES, can_run
+from hflow.planner.architectures import EXPERT_FAMILIES, FAMILIES, can_run
 from hflow.planner.backends import (
     BACKENDS,
+    ENGINES,
     backend_of_any_family,
     context_backend,
     engine_kind,
@@ -45,6 +46,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _engine_reasons(node, plan)
             yield from _truncation_reasons(node, plan)
             yield from _length_reasons(node.spec, request)
+            yield from _routing_replay_reasons(node, plan, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
     yield from _family_reasons(plan)
@@ -190,6 +192,44 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
                 f"the model. Set nodes.{name}.top_p=1.0 nodes.{name}.top_k=0."
             )
             return
+
+
+def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
+    if not node.spec.option("routing_replay", False):
+        return
+    (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
+    shape = dict(plan.shapes).get(model)
+    if shape is None:
+        yield (
+            f"{key} is set, but the planner does not know the experts of {model}. Set models.{model}.path or "
+            f"models.{model}.architecture, or remove {key}."
+        )
+    elif shape.experts is None:
+        yield f"{key} is set, but {model} has no experts (family {shape.family}). Remove {key}."
+    elif not can_run(shape):
+        families = ", ".join(EXPERT_FAMILIES)
+        yield (
+            f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "
+            f"Remove {key}."
+        )
+    for replica in plan.replicas:
+        if replica.model != model:
+            continue
+        if replica.role == "gen" and not engine_kind(replica.backend).records_experts:
+            recording = " or ".join(name for name in ENGINES if engine_kind(name).records_experts)
+            yield (
+                f"{key} is set, but {replica.backend} does not record experts. Set "
+                f"models.{model}.gen.engine={recording}, or remove {key}."
+            )
+        if replica.role != "gen" and not training_backend(replica.backend).replays_experts:
+            replaying = " or ".join(name for name in BACKENDS if training_backend(name).replays_experts)
+            yield (
+                f"{key} is set, but {replica.backend} does not replay experts. Set "
+                f"models.{model}.backend={replaying}, or remove {key}."
+            )
+    if request.model(model).compile:
+        yield f"{key} is set, but compiled layers do not replay experts. Set models.{model}.compile=false."
 
 
 def _length_reasons(spec: NodeSpec, request: PlanRequest) -> Iterator[str]:

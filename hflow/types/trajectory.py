@@ -42,6 +42,9 @@ class Trajectory:
     tools: tuple[Callable[..., Any] | Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
     """Tools that the model may call, as functions or JSON schemas. A `complete` without `tools=` offers them
     again."""
+    routed_experts: tuple[bytes, ...] = field(default=(), repr=False)
+    """The experts that computed each of the first tokens, which an engine records with `routing_replay`
+    (`RoutingFormat`). Later tokens have not been computed, as the last drawn one, or were not recorded."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}
@@ -50,6 +53,11 @@ class Trajectory:
                 f"the token fields of a trajectory must have the same length, but input_ids has "
                 f"{len(self.input_ids)}, loss_mask {len(self.loss_mask)}, behav_logprobs "
                 f"{len(self.behav_logprobs)}, versions {len(self.versions)}"
+            )
+        if len(self.routed_experts) > len(self.input_ids):
+            raise ValueError(
+                f"routed_experts has {len(self.routed_experts)} entries, but the trajectory has "
+                f"{len(self.input_ids)} tokens"
             )
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(

@@ -181,7 +181,9 @@ def value_of(field, sample, lengths):
 
 def num_bytes(plan, key, lengths, workload):
     field, sample = key
-    return field_size(plan.graph, field).of(workload.prompt, lengths[sample] - workload.prompt)
+    return field_size(plan.graph, field, dict(plan.shapes)).of(
+        workload.prompt, lengths[sample] - workload.prompt
+    )
 
 
 layout_texts = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(1, 2)).filter(
@@ -276,13 +278,13 @@ def test_numbers_have_the_width_of_the_packed_store():
     for field in (*fields, "reward"):
         name = f"actor_gen/{field}"
         packed = store.gather("actor_gen", [name], (0,)).columns[field].nbytes
-        assert field_size(graph, name).of(prompt=1, response=3) == packed, field
+        assert field_size(graph, name, {}).of(prompt=1, response=3) == packed, field
 
 
 def test_text_bytes_grow_with_tokens():
     graph = graphs.grpo()
-    assert field_size(graph, "actor_gen/prompt").of(prompt=10, response=100) == 40
-    assert field_size(graph, "actor_gen/completion").of(prompt=10, response=100) == 400
+    assert field_size(graph, "actor_gen/prompt", {}).of(prompt=10, response=100) == 40
+    assert field_size(graph, "actor_gen/completion", {}).of(prompt=10, response=100) == 400
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_text_bytes_grow_with_tokens():
 def test_returned_fields_have_the_width_of_their_type(scalar, unit, expected):
     returned = graphs.GAE[0].__class__("made", unit, scalar)
     graph = graphs.changed(graphs.grpo(), "score", returns=(returned,))
-    assert field_size(graph, "actor_gen/made").of(prompt=40, response=60) == expected
+    assert field_size(graph, "actor_gen/made", {}).of(prompt=40, response=60) == expected
 
 
 # ---------------------------------------------------------------------------- large clusters

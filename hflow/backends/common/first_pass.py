@@ -22,7 +22,7 @@ from hflow.backends.common.prox import UpdateProgress
 from hflow.backends.common.seeds import seed_words, uniforms
 from hflow.backends.interface import FIRST_PASS_STREAM, NodeCall
 from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
+from hflow.data.batch_arguments import FRAMEWORK_READ, bind_batch, sequences_of, unpack_batch
 from hflow.types import Output, Unit
 
 RANDOM = "random"
@@ -51,7 +51,7 @@ class FirstPassRunner:
         first = call.first_pass
         if first is None:
             return minibatch
-        outputs = self.run_forwards(_output_call(first), minibatch) if _output_names(first) else []
+        outputs = self.run_forwards(_output_call(call, first), minibatch) if _output_names(first) else []
         if not self.runs_body:
             return minibatch
         own = [_inputs(first, batch) for batch in minibatch.microbatches]
@@ -96,8 +96,11 @@ def _reads_random(first: NodeCall) -> bool:
     return any(read.stream == FIRST_PASS_STREAM and read.field == RANDOM for read in first.reads)
 
 
-def _output_call(first: NodeCall) -> NodeCall:
-    """Return an infer call that returns the fields of the model's output that a first pass reads."""
+def _output_call(call: NodeCall, first: NodeCall) -> NodeCall:
+    """Return an infer call that returns the fields of the model's output that a first pass reads.
+
+    Its forward pass is that of the node: it reads what the framework needs.
+    """
     names = _output_names(first)
 
     def fields(out: Output) -> Any:
@@ -108,7 +111,7 @@ def _output_call(first: NodeCall) -> NodeCall:
         first,
         node=f"{first.node}.{FIRST_PASS_STREAM}",
         body=fields,
-        reads=(),
+        reads=tuple(read for read in call.reads if read.parameter.startswith(FRAMEWORK_READ)),
         provided=(("out", "output"),),
         returns=tuple((_column(name), Unit.TOKEN.value) for name in names),
         knobs={},

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.backends.common.expert_replay import ROUTED_EXPERTS, ReplayedExperts, replayed_experts
 from hflow.backends.packed_attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import get_column, sequences_of, to_tensor
@@ -36,6 +37,8 @@ class PackedTokens:
     layout: PackedLayout
     sharing: PrefixSharing | None
     """Which tokens are computed once, on the host. `layout.shared` is the same on the device."""
+    replayed: ReplayedExperts | None
+    """The experts that routers are to choose; None: they choose themselves."""
 
     def computed_rows(self, positions: Tensor) -> Tensor:
         """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
@@ -99,16 +102,19 @@ def count_valid(batch: Batch) -> dict[Unit, int]:
     }
 
 
-def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedTokens:
+def pack_tokens(
+    batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False
+) -> PackedTokens:
     """Move a batch's tokens and their layout to the device. All index tables are made on the host.
 
     Args:
-        batch: has `input_ids`.
+        batch: has `input_ids`, and for replay `routed_experts`.
         device: the model's device.
         dtype: dtype of the forward pass, on which the attention kernel depends.
+        replays: whether routers choose the experts of the engine.
     """
     positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
-    sharing = share_prefixes(batch)
+    sharing = share_prefixes(batch, ("input_ids", ROUTED_EXPERTS) if replays else ("input_ids",))
     shared = None if sharing is None else _on_device(sharing, device)
     input_ids = to_tensor(get_column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
@@ -118,15 +124,16 @@ def pack_tokens(batch: Batch, device: torch.device, dtype: torch.dtype) -> Packe
         position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
         layout=PackedLayout.of(batch.lengths, device, dtype, shared),
         sharing=sharing,
+        replayed=replayed_experts(batch, sharing, device) if replays else None,
     )
 
 
-def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> PackedBatch:
+def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False) -> PackedBatch:
     """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
     learned = to_tensor(batch.columns[LEARNED].values, device)
     return PackedBatch(
-        **vars(pack_tokens(batch, device, dtype)),
+        **vars(pack_tokens(batch, device, dtype, replays)),
         batch=batch,
         seqs=seqs,
         targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hflow.backends.embedded_engine.admission import PromptGroup, admit
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
+from hflow.backends.embedded_engine.expert_recorder import ExpertRecorder
 from hflow.backends.embedded_engine.forward import RunModel, choose_forward
 from hflow.backends.embedded_engine.module import (
     FreedParameters,
@@ -75,6 +76,7 @@ class EmbeddedEngine(GenerationEngine):
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
         self._run_model: RunModel = choose_forward(settings, self._module)
+        self._recorder = ExpertRecorder(self._module)
         self._has_adapters = settings.lora is not None
         """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
         self._device = next(self._module.parameters()).device
@@ -116,9 +118,11 @@ class EmbeddedEngine(GenerationEngine):
         """Queue a request.
 
         Raises:
-            BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings
-                and the engine has no `decode`.
+            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
+                and the engine has no `decode`, or if experts shall be recorded and the model has none.
         """
+        if params.routing_replay and not self._recorder.num_layers:
+            raise BackendError("routing_replay is set, but the engine's model has no experts; remove it")
         request = new_request(
             request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
         )
@@ -219,7 +223,8 @@ class EmbeddedEngine(GenerationEngine):
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
         packed = pack_step(self._running, groups, self._cache, self._dtype, self._device)
-        logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
+        with self._recorder.recording(self._running, groups):
+            logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
         if packed.sequence_logits is None:
             return logits[: len(self._running)]
         return logits[packed.sequence_logits]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
+from hflow.backends.common.hf_routers import let_routers_replay
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
@@ -80,6 +81,8 @@ class TorchModel(ModelBackend):
         layers = _decoder_layers(self._model)
         if settings.compile:
             compile_layers(layers, settings.name)
+        else:
+            let_routers_replay(layers)
         place_model(module, layers, device, dtype, self.group)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)

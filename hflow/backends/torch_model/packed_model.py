@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.common.chunked import in_chunks
+from hflow.backends.common.hf_routers import REPLAYED
 from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput
@@ -58,12 +59,14 @@ class PackedModel(nn.Module):
             get_requested: returns the set that `LmOutput` shares between micro-batches. FSDP would pass on a
                 copy of the set itself.
         """
+        replayed = {} if packed.replayed is None else {REPLAYED: packed.replayed}
         with activations_in_host_memory(self.offload_activations):
             hidden = self.backbone(
                 input_ids=packed.computed_ids[None],
                 position_ids=packed.position_ids[None],
                 use_cache=False,
                 packed_layout=packed.layout,
+                **replayed,
             ).last_hidden_state[0]
         if consume is None:
             zero: Tensor = self.head(hidden[:0]).sum()

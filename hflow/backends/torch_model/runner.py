@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.checks import check_temperature
+from hflow.backends.common.expert_replay import add_rerouted, replays_experts
 from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import PackedBatch, pack_batch, placeholder_batch
@@ -50,10 +51,14 @@ class TorchRunner:
 
         def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
             self.module.train()
+
+            def microbatch_loss(packed: PackedBatch, output: Output) -> Tensor:
+                if packed.replayed is not None:
+                    add_rerouted(record.metrics, packed.replayed)
+                return loss.microbatch_loss(packed, output, record.metrics)
+
             for batch in minibatch.microbatches:
-                part = self._forward(
-                    batch, call, lambda packed, output: loss.microbatch_loss(packed, output, record.metrics)
-                )
+                part = self._forward(batch, call, microbatch_loss)
                 torch.autograd.backward(part)
                 record.loss += part.detach()
             for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
@@ -81,7 +86,7 @@ class TorchRunner:
     ) -> Result:
         """Run a prepared micro-batch and `consume`, which runs within the forward pass, on whole weights."""
         check_temperature(call)
-        packed = pack_batch(batch, self.device, self.dtype)
+        packed = pack_batch(batch, self.device, self.dtype, replays_experts(call))
         requested = self.requested.setdefault(call.node, set())
         result: Result = self.module(
             packed, lambda output: consume(packed, output), call.temperature, lambda: requested

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hflow.graph.ir import TRAJECTORY_FIELDS, Graph
+from hflow.graph.ir import ROUTED_EXPERTS, TRAJECTORY_FIELDS, Graph
+from hflow.planner.model_shape import ModelShape, routing_format
 from hflow.types import Unit
 
 TEXT_BYTES = 4
@@ -59,9 +60,17 @@ _NUMBER_BYTES: Mapping[str, int] = {"bool": 1, "int": 8}
 """Bytes by the type that a body returns; floats and tensors are stored as float32."""
 
 
-def field_size(graph: Graph, name: str) -> FieldSize:
-    """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has."""
+def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> FieldSize:
+    """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has.
+
+    Args:
+        graph: of the recipe.
+        name: of the field.
+        shapes: model -> its sizes, as far as they are known.
+    """
     stream_name, _, field = name.partition("/")
+    if field == ROUTED_EXPERTS:
+        return _routing_size(graph, stream_name, shapes)
     for node in graph.nodes:
         for returned in node.spec.returns:
             if node.stream == stream_name and returned.field == field:
@@ -71,6 +80,13 @@ def field_size(graph: Graph, name: str) -> FieldSize:
     dataset = graph.stream(stream_name).dataset
     columns = next((dict(known.columns) for known in graph.datasets if known.name == dataset), {})
     return _COLUMN[columns[field]]
+
+
+def _routing_size(graph: Graph, stream: str, shapes: Mapping[str, ModelShape]) -> FieldSize:
+    """Return the size of the experts that computed the tokens of a stream."""
+    (model,) = graph.node(graph.stream(stream).source).spec.models
+    form = routing_format(shapes[model]) if model in shapes else None
+    return FieldSize(per_token=0 if form is None else form.num_bytes)
 
 
 def _returned_size(unit: Unit, scalar: str) -> FieldSize:

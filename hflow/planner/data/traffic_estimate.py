@@ -52,7 +52,7 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
     locations, samples = DataLocations(), range(len(lengths))
     for sample in samples:
         locations.add_sample(sample, workers[sample], lengths[sample])
-    sizes = _FieldSizes(plan.graph, workload.prompt, lengths)
+    sizes = _FieldSizes(plan, workload.prompt, lengths)
     tokens = dict(enumerate(lengths))
     groups = {g: range(g * size, (g + 1) * size) for g in range(batch)}
     cuts = dict(plan.cuts)
@@ -217,8 +217,8 @@ def _outputs(graph: Graph, name: str) -> list[str]:
 class _FieldSizes:
     """Bytes of each field of each sample."""
 
-    def __init__(self, graph: Graph, prompt: int, lengths: Sequence[int]) -> None:
-        self._graph = graph
+    def __init__(self, plan: Plan, prompt: int, lengths: Sequence[int]) -> None:
+        self._graph, self._shapes = plan.graph, dict(plan.shapes)
         self._prompt = prompt
         self._lengths = lengths
         self._known: dict[str, Mapping[int, int]] = {}
@@ -228,7 +228,7 @@ class _FieldSizes:
         return {name: self._known.get(name) or self._measure(name) for name in fields}
 
     def _measure(self, name: str) -> Mapping[int, int]:
-        size = field_size(self._graph, name)
+        size = field_size(self._graph, name, self._shapes)
         lengths = enumerate(self._lengths)
         self._known[name] = {s: size.of(self._prompt, length - self._prompt) for s, length in lengths}
         return self._known[name]

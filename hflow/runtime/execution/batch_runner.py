@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from hflow.graph.ir import TRAJECTORY_FIELDS, Level
+from hflow.graph.ir import ROUTED_EXPERTS, TRAJECTORY_FIELDS, Level
 from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
@@ -261,7 +261,7 @@ def _token_field_readers(plan: Plan) -> dict[str, frozenset[str]]:
 
 def _token_fields(plan: Plan) -> set[str]:
     """Return every field with an entry per token. They are most of a batch's bytes."""
-    from_source = {name for name, unit in TRAJECTORY_FIELDS.items() if unit is Unit.TOKEN}
+    from_source = {name for name, unit in TRAJECTORY_FIELDS.items() if unit is Unit.TOKEN} | {ROUTED_EXPERTS}
     fields = {f"{stream.name}/{name}" for stream in plan.graph.streams for name in from_source}
     from_nodes = {
         f"{node.stream}/{returned.field}"

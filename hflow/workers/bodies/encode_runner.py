@@ -43,7 +43,7 @@ class EncodeRunner:
         self._plan = plan
         self._programs = programs
         self._writers = {
-            name: SampleWriter.for_node(program, plan.graph, store) for name, program in programs.items()
+            name: SampleWriter.for_node(program, plan, store) for name, program in programs.items()
         }
         self._store = store
         self._tokenizers = tokenizers

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
+from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams, extended
 from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import EngineStats
@@ -277,6 +277,7 @@ class _Request:
             self.generated.logprobs + result.logprobs,
             self.generated.versions + result.versions,
             result.stop_reason,
+            extended(self.generated.routed_experts, result.routed_experts),
         )
 
     def add_to(self, engine: GenerationEngine) -> None:

@@ -15,7 +15,7 @@ from random import Random
 from time import time
 from typing import Any, TypeVar
 
-from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams, extended
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import ToolFormat, tool_format
 from hflow.data.tool_schemas import Tool, tool_schema
@@ -286,6 +286,7 @@ def append_turn(
         loss_mask=trajectory.loss_mask + (True,) * len(generated.ids),
         behav_logprobs=trajectory.behav_logprobs + generated.logprobs,
         versions=trajectory.versions + generated.versions,
+        routed_experts=extended(trajectory.routed_experts, generated.routed_experts),
         messages=(*trajectory.messages, {"role": "assistant", "content": text}),
         completion=text,
         stop_reason="tool_calls" if has_called else generated.stop_reason,

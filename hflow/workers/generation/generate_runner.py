@@ -88,7 +88,7 @@ class GenerateRunner:
         self.clock = PausableClock()
         self.concurrency_limit = _concurrency_limit(program)
         self._plan = plan
-        self._writer = SampleWriter.for_node(program, plan.graph, store)
+        self._writer = SampleWriter.for_node(program, plan, store)
         self._drivers = {model: drivers[replica] for model, replica in self.replicas.items()}
         self._tokenizers = tokenizers
         self._params = _sampling_params(program)
@@ -156,7 +156,7 @@ class GenerateRunner:
 
 
 def _sampling_params(program: NodeProgram) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop", "routing_replay")
     return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
 
 

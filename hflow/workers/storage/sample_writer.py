@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
+from hflow.data.batch import Batch, Column
+from hflow.data.routed_experts import pack_rows
 from hflow.data.unpack_returns import check_value, split_result
 from hflow.errors import RecipeError
-from hflow.graph.ir import Graph
+from hflow.graph.ir import ROUTED_EXPERTS
+from hflow.planner.ir import Plan
+from hflow.planner.model_shape import routing_format
 from hflow.types import Trajectory, Unit
+from hflow.types.routed_experts import RoutingFormat
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
@@ -25,16 +32,22 @@ class SampleWriter:
         program: the source's program.
         streams: the streams that the source opens, in the order in which its body returns trajectories.
         store: where samples are stored.
+        routing: how the experts of tokens are stored; None where they are not.
     """
 
     program: NodeProgram
     streams: tuple[str, ...]
     store: SampleStore
+    routing: RoutingFormat | None = None
 
     @classmethod
-    def for_node(cls, program: NodeProgram, graph: Graph, store: SampleStore) -> SampleWriter:
+    def for_node(cls, program: NodeProgram, plan: Plan, store: SampleStore) -> SampleWriter:
         """Make the writer for a node and the streams that it opens."""
-        return cls(program, tuple(s.name for s in graph.streams if s.source == program.name), store)
+        streams = tuple(s.name for s in plan.graph.streams if s.source == program.name)
+        routing = None
+        if program.options.get("routing_replay"):
+            routing = routing_format(dict(plan.shapes)[program.models[0]])
+        return cls(program, streams, store, routing)
 
     def write(
         self, sample: int, group: int, result: Any, row: DatasetRow, parent: str | None = None
@@ -51,6 +64,8 @@ class SampleWriter:
             self._check(trajectory)
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
             self._write_fields(stream, sample, len(trajectory.input_ids), fields)
+            if self.routing is not None:
+                self._write_experts(stream, sample, group, trajectory, self.routing)
         self.write_metrics(sample, metrics)
         value = _reported_value(self.program, fields)
         return sample_ready_event(self.streams[0], sample, trajectories, value)
@@ -84,6 +99,15 @@ class SampleWriter:
         for (name, unit), value in zip(self.program.returns, fields, strict=True):
             check_value(self.program.name, name, Unit(unit), value, num_tokens)
             self.store.add_value(stream, name, Unit(unit), (sample,), value)
+
+    def _write_experts(
+        self, stream: str, sample: int, group: int, trajectory: Trajectory, form: RoutingFormat
+    ) -> None:
+        """Store the experts that computed the tokens of a trajectory."""
+        num_tokens = len(trajectory.input_ids)
+        rows = pack_rows(trajectory.routed_experts, num_tokens, form)
+        ids = (np.array([number], np.int64) for number in (sample, group, num_tokens))
+        self.store.add(stream, Batch(*ids, {ROUTED_EXPERTS: Column(Unit.TOKEN, rows)}))
 
     def _check(self, trajectory: Any) -> None:
         if not isinstance(trajectory, Trajectory) or not trajectory.input_ids:

@@ -1,0 +1,277 @@
+"""Routing replay: what engines record, and what trainers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from torch_kit import SETTINGS, TOKEN_READS, VOCAB, call, logprobs, make_batch, model, ppo, read, weights
+
+from hflow.backends.common.expert_replay import ReplayedExperts
+from hflow.backends.common.hf_routers import routers_of
+from hflow.backends.embedded_engine.engine import EmbeddedEngine
+from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams, TrainShard
+from hflow.backends.torch_model.backend import TorchModel
+from hflow.data.batch import Batch, Column
+from hflow.data.routed_experts import is_recorded, pack_rows
+from hflow.data.shared_prefix import share_prefixes
+from hflow.errors import BackendError, RecipeError
+from hflow.types import Unit
+from hflow.types.routed_experts import RoutingFormat
+
+SIZES = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [0],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FORM = RoutingFormat(num_layers=2, per_token=2, num_experts=6)
+REPLAY = read("@routed_experts", Unit.TOKEN, "routed_experts")
+INFER = call(logprobs, "token", [])
+TRAIN = call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean")
+
+
+def replaying(node: NodeCall) -> NodeCall:
+    return replace(node, reads=(*node.reads, REPLAY))
+
+
+def mixed(**changes: Any) -> TorchModel:
+    return model(architecture=SIZES, **changes)
+
+
+def with_experts(batch: Batch, rows: np.ndarray) -> Batch:
+    return batch.with_columns({"routed_experts": Column(Unit.TOKEN, rows)})
+
+
+def random_experts(num_tokens: int, seed: int = 0) -> np.ndarray:
+    """Return different experts for each layer of each token."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation(6)[:2] for _ in range(num_tokens * 2)]
+    return np.array(rows, np.uint8).reshape(num_tokens, 4)
+
+
+def own_experts(backend: TorchModel, batch: Batch) -> np.ndarray:
+    """Return the experts that the routers choose for a batch of one sequence."""
+    chosen: list[Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda *of: chosen.append(of[2][2]))
+        for router in routers_of(backend._model)
+    ]
+    backend.infer(INFER, [batch])
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(chosen, 1).to(torch.uint8).numpy()
+
+
+def infer(backend: TorchModel, node: NodeCall, batch: Batch) -> np.ndarray:
+    (result,) = backend.infer(node, [batch])
+    return np.asarray(result.columns["result"].values)
+
+
+def train(backend: TorchModel, node: NodeCall, batch: Batch) -> dict[str, float]:
+    return backend.train(node, [TrainShard((batch,))], step=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["kept", "recomputed"])
+def test_the_own_choice_changes_nothing(options: dict[str, Any]) -> None:
+    batch = make_batch([24])
+    plain, replayed = mixed(**options), mixed(**options)
+    own = with_experts(batch, own_experts(plain, batch))
+    assert np.array_equal(infer(replayed, replaying(INFER), own), infer(plain, INFER, batch))
+    metrics, other = train(plain, TRAIN, batch), train(replayed, replaying(TRAIN), own)
+    assert other.pop("rerouted") == 0
+    assert metrics == other
+    for (name, one), two in zip(weights(plain).items(), weights(replayed).values(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_a_layer_computes_with_the_experts_that_it_is_told() -> None:
+    backend = mixed()
+    layer: Any = backend._model.model.layers[2]
+    router, experts = layer.mlp.gate, layer.mlp.experts
+    hidden, index = torch.randn(5, 32), torch.tensor([[4, 1], [0, 5], [2, 3], [3, 0], [5, 5]])
+    index[4] = 255
+    known = torch.tensor([True] * 4 + [False])[:, None]
+    rows = torch.cat((torch.zeros_like(index), index), 1).to(torch.uint8)
+    replayed = ReplayedExperts(rows, known, 4)
+
+    probabilities = linear(hidden, router.weight).softmax(-1)
+    own = probabilities.topk(2).indices
+    index[4] = own[4]
+    expected = torch.zeros(5, 32)
+    for token, chosen in enumerate(index.tolist()):
+        total = sum(probabilities[token, e] for e in chosen)
+        for e in chosen:
+            gate, up = linear(hidden[token], experts.gate_up_proj[e]).chunk(2)
+            result = linear(silu(gate) * up, experts.down_proj[e])
+            expected[token] += probabilities[token, e] / total * result
+    router.replayed = replayed
+    found = layer.mlp(hidden[None])[0]
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found.square().sum(), router.weight)
+    (by_hand,) = torch.autograd.grad(expected.square().sum(), router.weight)
+    assert by_hand.abs().sum() > 0
+    torch.testing.assert_close(gradient, by_hand)
+    differs = [set(own[t].tolist()) != set(index[t].tolist()) for t in range(5)]
+    assert replayed.num_rerouted[1] == sum(differs) > 0
+
+
+def test_recomputed_layers_and_small_microbatches_replay_the_same() -> None:
+    batch = make_batch([9, 14, 7, 20])
+    batch = with_experts(batch, random_experts(batch.num_tokens))
+    found = []
+    for options in ({}, {"activation_checkpointing": True}, {"tokens_per_microbatch": 10}):
+        backend = mixed(**options)
+        before = infer(backend, replaying(INFER), batch)
+        found.append((before, train(backend, replaying(TRAIN), batch), weights(backend)))
+    (before, metrics, after), *others = found
+    assert metrics["rerouted"] > 0.5
+    assert not np.allclose(before, infer(mixed(), INFER, batch), atol=1e-2)
+    for other_before, other_metrics, other_after in others:
+        np.testing.assert_allclose(before, other_before, atol=1e-5)
+        assert metrics == pytest.approx(other_metrics, abs=1e-5)
+        for name, weight in after.items():
+            torch.testing.assert_close(weight, other_after[name], atol=1e-5, rtol=1e-4)
+
+
+def test_prompts_are_shared_as_far_as_their_experts_are_equal() -> None:
+    batch = make_batch([12, 12])
+    ids = np.asarray(batch.columns["input_ids"].values).copy()
+    ids[12:20] = ids[:8]
+    batch = batch.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
+    rows = random_experts(24)
+    rows[12:20] = rows[:8]
+    rows[17] = 255
+    batch = with_experts(batch, rows)
+    whole, part = share_prefixes(batch), share_prefixes(batch, ("input_ids", "routed_experts"))
+    assert whole is not None and part is not None
+    assert (len(whole.token_of_row), len(part.token_of_row)) == (16, 19)
+    shared, apart = mixed(), mixed()
+    alone = replace(batch, groups=np.arange(2))
+    np.testing.assert_allclose(
+        infer(shared, replaying(INFER), batch), infer(apart, replaying(INFER), alone), atol=1e-5
+    )
+
+
+def test_packed_rows_of_recorded_and_other_tokens() -> None:
+    rows = pack_rows((bytes([1, 2, 3, 4]), bytes([5, 0, 5, 0])), 3, FORM)
+    assert rows.tolist() == [[1, 2, 3, 4], [5, 0, 5, 0], [255] * 4]
+    assert is_recorded(rows).tolist() == [True, True, False]
+    large = replace(FORM, num_experts=300)
+    assert (large.dtype, large.num_bytes) == ("int16", 8)
+    rows = pack_rows((np.array([256, 299, 0, 1], np.int16).tobytes(),), 2, large)
+    assert rows.tolist() == [[256, 299, 0, 1], [-1] * 4]
+    assert is_recorded(rows).tolist() == [True, False]
+    with pytest.raises(RecipeError, match="has 3 bytes for 1 tokens, not 4 each"):
+        pack_rows((b"abc",), 2, FORM)
+
+
+# ------------------------------------------------------------------------------------------ engines
+PARAMS = SamplingParams(max_tokens=12, seed=5, routing_replay=True)
+PROMPT = [3, 9, 30, 7, 7, 1]
+
+
+def engine(dtype: str = "fp32") -> EmbeddedEngine:
+    return EmbeddedEngine(replace(SETTINGS, architecture=SIZES, dtype=dtype))
+
+
+def finish(of: EmbeddedEngine) -> dict[int, GenerationResult]:
+    results: dict[int, GenerationResult] = {}
+    while of.num_unfinished:
+        results.update(of.step())
+    return results
+
+
+def test_members_of_a_group_share_the_record_of_their_prompt() -> None:
+    subject = engine()
+    for number in range(3):
+        subject.add(number, PROMPT, replace(PARAMS, seed=number, routing_replay=number < 2))
+    results = finish(subject)
+    assert results[2].routed_experts == ()
+    assert all(len(results[number].routed_experts) == len(PROMPT) + 11 for number in (0, 1))
+    assert all(
+        one is two
+        for one, two in zip(results[0].routed_experts[:6], results[1].routed_experts[:6], strict=True)
+    )
+
+
+@torch.no_grad()
+def test_new_weights_do_not_change_what_older_ones_chose() -> None:
+    subject, plain = engine(), engine()
+    subject.add(0, PROMPT, PARAMS)
+    plain.add(0, PROMPT, PARAMS)
+    for _ in range(5):
+        subject.step()
+    for router in routers_of(subject._module):
+        router.weight.copy_(-router.weight)
+    subject.set_version(1)
+    found, before = finish(subject)[0], finish(plain)[0]
+    num_old = len(PROMPT) + 4  # the last of five drawn tokens was computed by the new weights
+    assert found.versions == (0,) * 5 + (1,) * 7
+    assert found.routed_experts[:num_old] == before.routed_experts[:num_old]
+    assert len(found.routed_experts) == len(PROMPT) + 11
+    assert found.routed_experts[num_old:] != before.routed_experts[num_old:]
+
+
+def test_an_interrupted_request_returns_what_it_has() -> None:
+    subject = engine()
+    subject.add(0, PROMPT, PARAMS)
+    assert subject.interrupt()[0][1].routed_experts == ()
+    subject.add(0, PROMPT, PARAMS)
+    for _ in range(4):
+        subject.step()
+    ((_, part),) = subject.interrupt()
+    assert (len(part.ids), len(part.routed_experts)) == (4, len(PROMPT) + 3)
+    subject.add(1, [*PROMPT, *part.ids], replace(PARAMS, max_tokens=8, num_resumed=4))
+    rest = finish(subject)[1]
+    assert rest.routed_experts[: len(part.routed_experts)] == part.routed_experts
+    assert len(rest.routed_experts) == len(PROMPT) + 11
+
+
+def test_a_dense_model_has_nothing_to_record() -> None:
+    with pytest.raises(BackendError, match="the engine's model has no experts"):
+        EmbeddedEngine(SETTINGS).add(0, PROMPT, PARAMS)
+
+
+def sampled(results: Sequence[GenerationResult]) -> Batch:
+    """Return what an engine drew as a batch."""
+    lengths = np.array([len(PROMPT) + len(result.ids) for result in results])
+    columns = {
+        "input_ids": [[*PROMPT, *result.ids] for result in results],
+        "loss_mask": [[False] * len(PROMPT) + [True] * len(result.ids) for result in results],
+        "behav": [[0.0] * len(PROMPT) + list(result.logprobs) for result in results],
+    }
+    packed = {name: Column(Unit.TOKEN, np.concatenate(values)) for name, values in columns.items()}
+    rows = [pack_rows(r.routed_experts, length, FORM) for r, length in zip(results, lengths, strict=True)]
+    packed["routed_experts"] = Column(Unit.TOKEN, np.concatenate(rows))
+    return Batch(np.arange(len(results)), np.zeros(len(results), np.int64), lengths, packed)
+
+
+def test_the_trainer_agrees_better_with_an_engine_of_other_arithmetic() -> None:
+    subject = engine("bf16")
+    for number in range(32):
+        subject.add(number, PROMPT, replace(PARAMS, seed=number))
+    results = finish(subject)
+    batch = sampled([results[number] for number in range(32)])
+    behav, mask = (np.asarray(batch.columns[name].values) for name in ("behav", "loss_mask"))
+    gaps = [
+        np.abs(infer(mixed(), node, batch) - behav)[mask].mean() for node in (INFER, replaying(INFER))
+    ]
+    assert gaps[1] < 0.9 * gaps[0]
