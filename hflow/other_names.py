@@ -53,6 +53,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "clip_ratio": _CLIP,
     "clip_ratio_high": _CLIP_HIGH,
     "enable_gradient_checkpointing": _CHECKPOINTING,
+    "enable_rollout_routing_replay": Counterpart("nodes.NODE.routing_replay"),
     "entropy_coeff": Counterpart("nodes.NODE.entropy_coef"),
     "epochs": _EPOCHS,
     "eps_clip": _CLIP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,18 @@ def test_a_trained_stream_is_scored_without_its_filter() -> None:
     assert not any(returned.field == "keep" for node in graph.nodes for returned in node.spec.returns)
     assert not names & {"actor_train", "group_advantage", "eval_gen"}
     assert any(reported_field(graph, name) == "reward" for name in names)
+
+
+def test_experts_are_not_recorded_where_no_node_of_the_evaluation_replays_them() -> None:
+    spec = load_recipe(RECIPES / "grpo.py").spec()
+    recorded = (
+        replace(n, options=(*n.options, ("routing_replay", n.name == "actor_gen"))) for n in spec.nodes
+    )
+    graph = build_graph(replace(spec, nodes=tuple(recorded)))
+    assert any(read.field == "routed_experts" for read in graph.node("actor_train").reads)
+    reduced, _ = evaluation_spec(spec, graph, {"score"}, ("actor_gen",))
+    assert not any(node.option("routing_replay") for node in reduced.nodes)
+    build_graph(reduced)
 
 
 def test_copies_draw_several_samples_of_each_prompt() -> None:

@@ -37,6 +37,7 @@ from hflow.planner.cost.generation import decode_step
 from hflow.planner.cost.roofline import MEMORY, Part
 from hflow.planner.cost.training import forward, local_weights
 from hflow.planner.cost.transfers import publish_weights
+from hflow.planner.data.field_sizes import field_size
 from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
@@ -355,6 +356,51 @@ def test_the_plan_says_that_no_loss_balances_experts():
         "actor: 8 of 128 for each token. No loss balances them: router_aux_loss_coef of a config is not used"
     )
     assert experts_line(compile_recipe(GRPO, []).plan) == ""
+
+
+REPLAY = "nodes.actor_gen.routing_replay=true"
+ON_CPU = ["model@models.actor=tiny-qwen3-moe", "models.actor.path=null", "cluster=cpu-1x2"]
+
+
+def test_nodes_of_the_generating_model_replay_its_experts():
+    plan = compile_recipe(
+        GRPO.with_name("ppo.py"), [*ON_CPU, REPLAY, "nodes.actor_train.prox=recompute"]
+    ).plan
+    nodes = plan.graph.nodes
+    assert {"actor_inf", "ref_inf", "critic_inf"} < {node.name for node in nodes}
+    readers = {node.name for node in nodes for read in node.reads if read.field == "routed_experts"}
+    assert readers == {"actor_train", "actor_inf"}
+    assert "actor_gen/routed_experts" in plan.rule("actor_train").fields
+    # Two layers with two experts of a token, one byte each.
+    shapes = dict(plan.shapes)
+    assert field_size(plan.graph, "actor_gen/routed_experts", shapes).of(prompt=3, response=5) == 8 * 4
+    assert plan.unrunnable == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["cluster=cpu-1x2"], "actor has no experts (family qwen2). Remove nodes.actor_gen.routing_replay."),
+        (
+            [*ON_CPU, "models.actor.gen.engine=vllm"],
+            "vllm does not record experts. Set models.actor.gen.engine=embedded, or remove "
+            "nodes.actor_gen.routing_replay.",
+        ),
+        (
+            [*ON_CPU, "models.actor.backend=megatron"],
+            "megatron does not replay experts. Set models.actor.backend=torch, or remove "
+            "nodes.actor_gen.routing_replay.",
+        ),
+        (
+            [*ON_CPU, "models.actor.compile=true"],
+            "compiled layers do not replay experts. Set models.actor.compile=false.",
+        ),
+    ],
+    ids=["dense", "engine", "backend", "compile"],
+)
+def test_experts_that_cannot_be_replayed(keys, reason):
+    unrunnable = compile_recipe(GRPO, [*keys, REPLAY]).plan.unrunnable
+    assert f"nodes.actor_gen.routing_replay is set, but {reason}" in unrunnable
 
 
 def test_tensor_ranks_share_tokens_in_models_with_experts():

@@ -24,6 +24,7 @@ from hflow.data.shared_prefix import share_prefixes
 from hflow.errors import BackendError, RecipeError
 from hflow.types import Unit
 from hflow.types.routed_experts import RoutingFormat
+from hflow.workers.generation.episode_engine import append_messages, append_turn, prompt_trajectory
 
 SIZES = {
     "model_type": "qwen3_moe",
@@ -161,7 +162,8 @@ def test_prompts_are_shared_as_far_as_their_experts_are_equal() -> None:
     rows[17] = 255
     batch = with_experts(batch, rows)
     whole, part = share_prefixes(batch), share_prefixes(batch, ("input_ids", "routed_experts"))
-    assert whole is not None and part is not None
+    assert whole is not None
+    assert part is not None
     assert (len(whole.token_of_row), len(part.token_of_row)) == (16, 19)
     shared, apart = mixed(), mixed()
     alone = replace(batch, groups=np.arange(2))
@@ -181,6 +183,22 @@ def test_packed_rows_of_recorded_and_other_tokens() -> None:
     assert is_recorded(rows).tolist() == [True, False]
     with pytest.raises(RecipeError, match="has 3 bytes for 1 tokens, not 4 each"):
         pack_rows((b"abc",), 2, FORM)
+
+
+def test_a_later_pass_adds_what_an_earlier_one_did_not_record() -> None:
+    first, later = (b"a", b"b"), (b"x", b"y", b"z")
+    turn = append_turn(
+        prompt_trajectory([4, 5], ()),
+        GenerationResult((6,), (-1.0,), (0,), "stop", first),
+        "",
+    )
+    assert turn.routed_experts == first
+    added = append_messages(turn, [7])
+    assert added.routed_experts == first
+    again = append_turn(added, GenerationResult((8,), (-1.0,), (1,), "stop", (*later, b"w")), "")
+    assert again.routed_experts == (b"a", b"b", b"z", b"w")
+    with pytest.raises(ValueError, match="routed_experts has 6 entries"):
+        replace(again, routed_experts=(b"a",) * 6)
 
 
 # ------------------------------------------------------------------------------------------ engines
@@ -271,7 +289,5 @@ def test_the_trainer_agrees_better_with_an_engine_of_other_arithmetic() -> None:
     results = finish(subject)
     batch = sampled([results[number] for number in range(32)])
     behav, mask = (np.asarray(batch.columns[name].values) for name in ("behav", "loss_mask"))
-    gaps = [
-        np.abs(infer(mixed(), node, batch) - behav)[mask].mean() for node in (INFER, replaying(INFER))
-    ]
+    gaps = [np.abs(infer(mixed(), node, batch) - behav)[mask].mean() for node in (INFER, replaying(INFER))]
     assert gaps[1] < 0.9 * gaps[0]
