@@ -106,8 +106,8 @@ class SampleWriter:
         """Store the experts that computed the tokens of a trajectory."""
         num_tokens = len(trajectory.input_ids)
         rows = pack_rows(trajectory.routed_experts, num_tokens, form)
-        ids = (np.array([number], np.int64) for number in (sample, group, num_tokens))
-        self.store.add(stream, Batch(*ids, {ROUTED_EXPERTS: Column(Unit.TOKEN, rows)}))
+        samples, groups, lengths = np.array([[sample], [group], [num_tokens]], np.int64)
+        self.store.add(stream, Batch(samples, groups, lengths, {ROUTED_EXPERTS: Column(Unit.TOKEN, rows)}))
 
     def _check(self, trajectory: Any) -> None:
         if not isinstance(trajectory, Trajectory) or not trajectory.input_ids:
