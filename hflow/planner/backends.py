@@ -212,8 +212,6 @@ class Backend(Descriptor):
     memory: TrainingMemory
     needs_process_per_rank: bool = False
     """Whether several ranks cannot share a process, as `workers=inproc` would need."""
-    replays_experts: bool = False
-    """Whether it can compute with the experts that an engine recorded (`routing_replay`)."""
     update_dtypes: tuple[str, ...] = ("fp32", "bf16")
     """Compute dtypes in which update nodes may change its weights."""
     check_model: Callable[[ModelSettings, PreTrainedConfig], None] | None = None

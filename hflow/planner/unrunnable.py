@@ -214,19 +214,12 @@ def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Ite
             f"Remove {key}."
         )
     for replica in plan.replicas:
-        if replica.model != model:
-            continue
-        if replica.role == "gen" and not engine_kind(replica.backend).records_experts:
+        is_engine = replica.model == model and replica.role == "gen"
+        if is_engine and not engine_kind(replica.backend).records_experts:
             recording = " or ".join(name for name in ENGINES if engine_kind(name).records_experts)
             yield (
                 f"{key} is set, but {replica.backend} does not record experts. Set "
                 f"models.{model}.gen.engine={recording}, or remove {key}."
-            )
-        if replica.role != "gen" and not training_backend(replica.backend).replays_experts:
-            replaying = " or ".join(name for name in BACKENDS if training_backend(name).replays_experts)
-            yield (
-                f"{key} is set, but {replica.backend} does not replay experts. Set "
-                f"models.{model}.backend={replaying}, or remove {key}."
             )
     if request.model(model).compile:
         yield f"{key} is set, but compiled layers do not replay experts. Set models.{model}.compile=false."

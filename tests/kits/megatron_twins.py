@@ -43,6 +43,10 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
     "experts": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
     "critic with experts": (kit.VALUE, {"head": "value"}),
+    "replayed experts": (
+        kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
+        {},
+    ),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
 EXPERTS = kit.ARCHITECTURE | {
@@ -141,6 +145,12 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("experts", data=2, tensor=2, expert=2)},
     {ALL: Twin("experts", data=2, pipe=2, expert=2, settings=RECOMPUTED)},
     {ALL: Twin("critic with experts", data=2, context=2, expert=2)},
+    {
+        FIRST: Twin("replayed experts", tensor=2, budget=20),
+        SECOND: Twin("replayed experts", pipe=2, settings=RECOMPUTED, budget=20),
+    },
+    {ALL: Twin("replayed experts", data=2, tensor=2, expert=2)},
+    {ALL: Twin("replayed experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
 ]
 """What the ranks compute, one round after the other."""
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
@@ -148,14 +158,24 @@ TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
 
 @functools.cache
 def batch() -> Batch:
-    """Return samples whose groups share a prompt, which is computed once."""
+    """Return samples whose groups share a prompt, which is computed once.
+
+    For most tokens there are experts to replay, which are equal in most tokens of the prompts.
+    """
     made = kit.make_batch(LENGTHS)
     ids, offsets = np.array(made.columns["input_ids"].values), made.offsets
+    rng = np.random.default_rng(1)
+    chosen = rng.permuted(np.tile(np.arange(4), (2 * len(ids), 1)), axis=1)[:, :2]
+    experts = chosen.reshape(len(ids), 4).astype(np.uint8)
+    experts[rng.random(len(ids)) < 0.1] = 255
     for leader in range(0, len(made), 2):
         shared = min(made.lengths[leader], made.lengths[leader + 1]) // 2
         start, other = offsets[leader], offsets[leader + 1]
         ids[other : other + shared] = ids[start : start + shared]
-    return made.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
+        experts[other : other + shared - 1] = experts[start : start + shared - 1]
+    return made.with_columns(
+        {"input_ids": Column(Unit.TOKEN, ids), "routed_experts": Column(Unit.TOKEN, experts)}
+    )
 
 
 def shards(data: int, d: int) -> list[TrainShard]:

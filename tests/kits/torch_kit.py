@@ -146,6 +146,7 @@ def logprobs(out):
 
 
 ENGINE_READS = [read("behav_logprobs", Unit.TOKEN), read("@versions", Unit.TOKEN, "versions")]
+REPLAY = read("@routed_experts", Unit.TOKEN, "routed_experts")
 TOKEN_READS = [*ENGINE_READS, read("advantages", Unit.TOKEN)]
 TWO_PASS_READS = [*TOKEN_READS, read("prox_logprobs", Unit.TOKEN)]
 TWO_PASS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.model_dims import ExpertDims
 
@@ -41,6 +42,23 @@ def test_weights_of_a_tokens_experts(per_token, normalizes, wanted):
     weights, is_chosen = router(per_token, normalizes)(torch.tensor([[[1.0, 0.0]]]))
     torch.testing.assert_close(weights, torch.tensor([wanted], dtype=torch.float32))
     assert is_chosen.tolist() == [[weight > 0 for weight in wanted]]
+
+
+def test_weights_of_experts_that_the_engine_chose():
+    """The first token has the engine's choice, the last of two layers; the router chooses for the second."""
+    made = router(2, True)
+    made._layers = [0, 3]
+    made.set_layer_number(4)
+    made.replayed = replayed = ReplayedExperts(
+        torch.tensor([[2, 2, 1, 0], [255] * 4], dtype=torch.uint8), torch.tensor([5, 0])
+    )
+    hidden = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
+    weights, is_chosen = made(hidden)
+    wanted = torch.tensor([[1 / 4, 3 / 4, 0], [0, 3 / 7, 4 / 7]])
+    torch.testing.assert_close(weights, wanted)
+    assert is_chosen.tolist() == (wanted > 0).tolist()
+    assert replayed.counts().tolist() == [5, 5]
+    torch.testing.assert_close(made(hidden)[0], wanted[[1, 1]])  # a choice is for one pass
 
 
 def experts(num: int, hidden: int, rows: int, dtype: torch.dtype) -> GroupedExperts:

@@ -65,7 +65,7 @@ def test_stages_receive_only_the_columns_that_they_read(directory):
         assert minibatch.totals == {Unit.TOKEN: 7}
         for part, rows in zip(minibatch.microbatches, ([0, 1], [2]), strict=True):
             whole = batch.take(rows)
-            names = {"input_ids"} if rank < 2 else {*whole.columns, "is_learned"}
+            names = {"input_ids", "routed_experts"} if rank < 2 else {*whole.columns, "is_learned"}
             assert part.columns.keys() == names
             for name in names - {"is_learned", "loss_mask"}:
                 values = part.columns[name].values

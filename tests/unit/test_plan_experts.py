@@ -387,16 +387,11 @@ def test_nodes_of_the_generating_model_replay_its_experts():
             "nodes.actor_gen.routing_replay.",
         ),
         (
-            [*ON_CPU, "models.actor.backend=megatron"],
-            "megatron does not replay experts. Set models.actor.backend=torch, or remove "
-            "nodes.actor_gen.routing_replay.",
-        ),
-        (
             [*ON_CPU, "models.actor.compile=true"],
             "compiled layers do not replay experts. Set models.actor.compile=false.",
         ),
     ],
-    ids=["dense", "engine", "backend", "compile"],
+    ids=["dense", "engine", "compile"],
 )
 def test_experts_that_cannot_be_replayed(keys, reason):
     unrunnable = compile_recipe(GRPO, [*keys, REPLAY]).plan.unrunnable

@@ -13,20 +13,16 @@ experts of a token, N experts of a layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hflow.backends.interface import REROUTED, NodeCall
+from hflow.backends.interface import NodeCall
 from hflow.data.batch import Batch
 from hflow.data.batch_arguments import FRAMEWORK_READ, get_column, to_tensor
 from hflow.data.routed_experts import is_recorded
 from hflow.data.shared_prefix import PrefixSharing
-
-if TYPE_CHECKING:
-    from hflow.backends.common.metrics import MetricAccumulator
 
 ROUTED_EXPERTS = "routed_experts"
 """The column with the engine's choice, `[T, L * K]`."""
@@ -38,12 +34,21 @@ class ReplayedExperts:
 
     index: Tensor
     """`[U, L * K]`, an integer dtype."""
-    known: Tensor
-    """bool `[U, 1]`: the tokens of which `index` has the engine's choice. The router chooses for others."""
-    num_known: int
+    num_tokens: Tensor
+    """int64 `[U]`: how many of the T tokens a row is the choice for. 0: nothing is recorded of the token, and
+    the router chooses."""
     num_rerouted: dict[int, Tensor] = field(default_factory=dict)
     """Layer (of the L) -> number of tokens for which its router would have chosen other experts. A layer that
     is computed again in a backward pass sets it again."""
+
+    def counts(self) -> Tensor:
+        """Return the tokens that would have been routed otherwise, and all recorded ones: float32 `[2]`.
+
+        Both are sums over the layers that have run.
+        """
+        replayed = self.num_tokens.sum()
+        rerouted = sum(self.num_rerouted.values(), torch.zeros_like(replayed))
+        return torch.stack([rerouted, len(self.num_rerouted) * replayed]).float()
 
 
 def replays_experts(call: NodeCall) -> bool:
@@ -60,10 +65,11 @@ def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.
         device: of the model.
     """
     rows = np.asarray(get_column(batch, ROUTED_EXPERTS).values)
+    num_tokens = is_recorded(rows).astype(np.int64)
     if sharing is not None:
+        num_tokens = num_tokens[sharing.token_of_row] * np.bincount(sharing.row_of_token)
         rows = rows[sharing.token_of_row]
-    known = is_recorded(rows)
-    return ReplayedExperts(to_tensor(rows, device), to_tensor(known[:, None], device), int(known.sum()))
+    return ReplayedExperts(to_tensor(rows, device), to_tensor(num_tokens, device))
 
 
 def choose_experts(
@@ -81,14 +87,7 @@ def choose_experts(
     if replayed is None:
         return chosen, own
     engine = replayed.index[:, layer * per_token : (layer + 1) * per_token].long()
-    index = torch.where(replayed.known, engine, own)
+    index = torch.where((replayed.num_tokens > 0)[:, None], engine, own)
     differs = (own.sort(-1).values != index.sort(-1).values).any(-1)
-    replayed.num_rerouted[layer] = differs.sum()
+    replayed.num_rerouted[layer] = (differs * replayed.num_tokens).sum()
     return probabilities.gather(-1, index), index
-
-
-def add_rerouted(metrics: MetricAccumulator, replayed: ReplayedExperts) -> None:
-    """Add the share of tokens and layers of a micro-batch that its routers would have routed otherwise."""
-    counts = list(replayed.num_rerouted.values())
-    if replayed.num_known:
-        metrics.add_share(REROUTED.suffix, torch.stack(counts).sum(), len(counts) * replayed.num_known)

@@ -58,10 +58,6 @@ class MetricAccumulator:
         """Add entries `[N]` of one metric that all count; N > 0."""
         self._merge(name, _REDUCE[_reduction(name)](entries), len(entries))
 
-    def add_share(self, name: str, part: Tensor, whole: int) -> None:
-        """Add `whole` entries of one metric, of which `part` (a scalar) are 1 and the others 0."""
-        self._merge(name, part.float(), whole)
-
     def merge(self, other: MetricAccumulator) -> None:
         """Add what another one has accumulated on this rank."""
         for name, value in other._values.items():

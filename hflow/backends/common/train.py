@@ -25,6 +25,7 @@ from hflow.backends.interface import (
     LOSS,
     NUM_ENGINE_TOKENS,
     NUM_TRAINED_TOKENS,
+    REROUTED,
     SKIPPED_UPDATES,
     NodeCall,
 )
@@ -32,6 +33,8 @@ from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
 from hflow.types import Unit
 
+_REPLAYED = "replayed"
+"""Name of a sum that is no metric by itself: the tokens and layers that `REROUTED` is a share of."""
 MAX_NAMED = 16
 """Most samples that an error names."""
 
@@ -70,13 +73,25 @@ class StepRecord:
     """Learned tokens of the batch, over all ranks."""
     num_skipped: int = 0
     """Updates that were skipped. Their losses and metrics are not part of this."""
+    replayed: Tensor | float = 0.0
+    """This rank's sum of `ReplayedExperts.counts`."""
 
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
         """Return the metrics of the step; a collective over `group`, one rank for each data index."""
         num_updates = max(len(self.gradient_norms), 1)
         num_compared = float(self.metrics.num_entries(ENGINE_GAP.suffix))
-        sums = {LOSS.suffix: self.loss, NUM_ENGINE_TOKENS.suffix: num_compared}
+        rerouted, num_replayed = self.replayed if isinstance(self.replayed, Tensor) else (0.0, 0.0)
+        sums = {
+            LOSS.suffix: self.loss,
+            NUM_ENGINE_TOKENS.suffix: num_compared,
+            REROUTED.suffix: rerouted,
+            _REPLAYED: num_replayed,
+        }
         metrics = self.metrics.finish(group, sums)
+        if num_replayed := metrics.pop(_REPLAYED):
+            metrics[REROUTED.suffix] /= num_replayed
+        else:
+            del metrics[REROUTED.suffix]
         if BEHAV_GAP.suffix not in metrics:  # nothing that an engine recorded was read
             del metrics[NUM_ENGINE_TOKENS.suffix]
         return metrics | {
@@ -145,6 +160,7 @@ def run_train(
             raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {cause}")
         record.metrics.merge(attempt.metrics)
         record.loss += attempt.loss
+        record.replayed += attempt.replayed
         record.gradient_norms.append(norm)
         record.lr = optimizer.lr
         optimizer.step(norm)

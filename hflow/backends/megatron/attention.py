@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.megatron.context_parallel import RowDivision, attend_to_all
 from hflow.backends.packed_attention import PackedLayout, attend
 
@@ -31,6 +32,8 @@ class PackedInputs:
     sin: Tensor
     division: RowDivision | None
     """With context parallelism, U is the number of this rank's rows."""
+    replayed: ReplayedExperts | None = None
+    """The experts that this rank's routers are to choose; None: they choose themselves."""
     qkv_format: str = "thd"
     """Tells megatron that there is no batch axis."""
 
@@ -42,6 +45,7 @@ class PackedInputs:
         frequencies: Tensor,
         dtype: torch.dtype,
         division: RowDivision | None = None,
+        replayed: ReplayedExperts | None = None,
     ) -> PackedInputs:
         """Compute the rotations.
 
@@ -51,10 +55,11 @@ class PackedInputs:
             frequencies: from `rotary_frequencies`, on the same device.
             dtype: of the forward pass.
             division: of the rows over context ranks; None without context parallelism.
+            replayed: the experts that routers are to choose; None: they choose themselves.
         """
         angles = position_ids[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype), division)
+        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype), division, replayed)
 
     @property
     def num_tokens(self) -> int:

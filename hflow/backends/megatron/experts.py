@@ -10,6 +10,7 @@ to this rank, once for each of its experts), F rows of an expert, T tensor ranks
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
+from hflow.backends.common.expert_replay import ReplayedExperts, choose_experts
 from hflow.backends.megatron.layers import gated_silu
 from hflow.backends.megatron.model_dims import ExpertDims
 
@@ -35,6 +37,11 @@ class Router(nn.Module):
         """Allocate weights without initialising them; `config` is megatron's `TransformerConfig`."""
         super().__init__()
         self.per_token, self.normalizes = dims.per_token, dims.normalizes
+        self._layers = sorted(dims.layers)
+        self._layer = 0
+        """Index among the layers with experts."""
+        self.replayed: ReplayedExperts | None = None
+        """What the next forward is to choose for its U' tokens; None: it chooses itself."""
         self.weight = nn.Parameter(torch.empty(dims.num, config.hidden_size, dtype=config.params_dtype))
         # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -43,7 +50,8 @@ class Router(nn.Module):
         """Route `[U', 1, D]`: return weights `[U', N]`, 0 for other experts, and bool `[U', N]`."""
         logits = linear(hidden.flatten(0, 1), self.weight)
         probabilities = logits.softmax(-1, dtype=torch.float32)
-        chosen, index = probabilities.topk(self.per_token, dim=-1)
+        chosen, index = choose_experts(probabilities, self.per_token, self.replayed, self._layer)
+        self.replayed = None
         if self.normalizes:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         weights = torch.zeros_like(logits).scatter(1, index, chosen.to(logits.dtype))
@@ -51,7 +59,22 @@ class Router(nn.Module):
         return weights, is_chosen
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Do nothing: all layers route alike."""
+        """Set the layer of the model, counted from 1."""
+        self._layer = self._layers.index(layer_number - 1)
+
+
+def let_routers_replay(block: nn.Module) -> None:
+    """Let the routers of megatron's layers choose what `PackedInputs` says.
+
+    Each layer hands it to its router when it is called, also when it is computed again in a backward pass.
+    """
+    for layer in block.modules():
+        if isinstance(mlp := getattr(layer, "mlp", None), MoELayer):
+            layer.register_forward_pre_hook(partial(_hand_over, mlp.router), with_kwargs=True)
+
+
+def _hand_over(router: Router, layer: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+    router.replayed = kwargs["packed_seq_params"].replayed
 
 
 class GroupedExperts(nn.Module):

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedConfig
 
+from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.device import local_device
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.interface import ModelSettings
@@ -30,6 +31,7 @@ from hflow.backends.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.backends.megatron.config import block_spec, transformer_config
 from hflow.backends.megatron.context_parallel import RowDivision
+from hflow.backends.megatron.experts import let_routers_replay
 from hflow.backends.megatron.hf_mapping import MappedParameter, padded_vocab_size, rank_parameters
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.megatron.parallel_state import ParallelState
@@ -90,6 +92,7 @@ class Stage:
         position_ids: Tensor,
         layout: PackedLayout,
         division: RowDivision | None = None,
+        replayed: ReplayedExperts | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of `module`, on every stage.
 
@@ -98,10 +101,11 @@ class Stage:
             position_ids: int64 `[U]`, from 0 in each sequence.
             layout: of the sequences, made for this stage's dtype.
             division: of the U rows over context ranks; None without context parallelism.
+            replayed: what `replayed_here` returned; None: routers choose experts themselves.
         """
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
-        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype, division)
+        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype, division, replayed)
         num_padding = -len(input_ids) % self.row_multiple
         return {
             "input_ids": pad(input_ids, (0, num_padding))[None],
@@ -109,6 +113,23 @@ class Stage:
             "attention_mask": None,
             "packed_seq_params": packed,
         }
+
+    def replayed_here(self, whole: ReplayedExperts, division: RowDivision | None) -> ReplayedExperts:
+        """Return what this rank's routers are to choose: for its part of the U' tokens.
+
+        Args:
+            whole: for all U tokens.
+            division: of the U rows over context ranks; None without context parallelism.
+        """
+        index, num_tokens = whole.index, whole.num_tokens
+        if division is not None:
+            index, num_tokens = index[division.rows], num_tokens[division.rows]
+            num_tokens[division.num_queries :] = 0
+        num_padding = -len(index) % self.row_multiple
+        index, num_tokens = pad(index, (0, 0, 0, num_padding)), pad(num_tokens, (0, num_padding))
+        num_rows = len(index) // self.row_multiple
+        first = self.parallel.t * num_rows if self.row_multiple > 1 else 0
+        return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
 
     def logits(self, rows: Tensor) -> Tensor:
         """Return this rank's logits `[N, V' / T]` of hidden states `[N, D]`, on the last stage.
@@ -164,6 +185,7 @@ def _uninitialized_stage(
             position_embedding_type="none",
             pg_collection=parallel.groups,
         )
+    let_routers_replay(module)
     if dims.head != "lm" and parallel.is_last_stage:
         module.output_layer = ScalarHead(dims.hidden, settings.seed, dims.head).to(device)
     parameters = rank_parameters(dims, parallel.shard_position)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hflow.backends.common.expert_replay import ROUTED_EXPERTS, replays_experts
 from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import (
@@ -72,7 +73,11 @@ class MegatronRunner:
 
             self.stage.module.train()
             optimizer.zero_grad()
-            self.schedule.backward(self._microbatches(minibatch), microbatch_loss)
+            microbatches = self._microbatches(call, minibatch)
+            self.schedule.backward(microbatches, microbatch_loss)
+            for of in microbatches:
+                if of.replayed is not None:
+                    record.replayed += of.replayed.counts()
 
         parallel = self.stage.parallel
         head_minibatches = self.splitter.minibatches(call, shards) if parallel.is_head else None
@@ -81,6 +86,9 @@ class MegatronRunner:
             self._run_forwards, parallel.groups.dp, self.stage.device, parallel.is_last_stage
         )
         record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group, first_pass)
+        if replays_experts(call):  # each rank has seen some layers and some tokens
+            record.replayed += torch.zeros(2, device=self.stage.device)
+            dist.all_reduce(record.replayed, group=parallel.same_data)
         return record.finish(self.splitter.group) if parallel.is_head else {}
 
     def _run_forwards(self, call: NodeCall, minibatch: Minibatch) -> list[Batch]:
@@ -92,22 +100,24 @@ class MegatronRunner:
             return returned_fields(call, of.tokens, self._output(call, of.tokens, of.division, hidden))
 
         self.stage.module.eval()
-        results = self.schedule.forward(self._microbatches(minibatch), finish)
+        results = self.schedule.forward(self._microbatches(call, minibatch), finish)
         return [result for result in results if result is not None]
 
     def _receive(self, head_minibatches: Sequence[Minibatch] | None) -> list[Minibatch]:
         """Return the minibatches of this data index's head; `head_minibatches` is None on other ranks."""
         return broadcast_minibatches(self.stage.parallel, head_minibatches, self.stage.device)
 
-    def _microbatches(self, minibatch: Minibatch) -> list[StageTokens]:
+    def _microbatches(self, call: NodeCall, minibatch: Minibatch) -> list[StageTokens]:
         """Return the micro-batches on the device, the same number on every rank.
 
         The last stage, which runs the body, gets `PackedBatch`. A rank with fewer micro-batches than others
         also gets placeholders.
         """
-        device, dtype = self.stage.device, self.stage.dtype
+        device, dtype, replays = self.stage.device, self.stage.dtype, replays_experts(call)
         pack = pack_batch if self.stage.parallel.is_last_stage else pack_tokens
-        packed = [self._divided(batch, pack(batch, device, dtype)) for batch in minibatch.microbatches]
+        packed = [
+            self._divided(batch, pack(batch, device, dtype, replays)) for batch in minibatch.microbatches
+        ]
         if num_placeholders := minibatch.num_microbatches - len(packed):
             placeholder = placeholder_batch()
             packed += [self._divided(placeholder, pack_tokens(placeholder, device, dtype))] * num_placeholders
@@ -115,13 +125,13 @@ class MegatronRunner:
 
     def _divided(self, batch: Batch, tokens: PackedTokens) -> StageTokens:
         """Return a micro-batch with the division of its rows over context ranks, if there are any."""
-        stage = self.stage
-        if stage.parallel.context == 1:
-            return StageTokens(tokens, None)
-        with_outputs = isinstance(tokens, PackedBatch)
-        group, multiple = stage.parallel.groups.cp, stage.row_multiple
-        division = divide_rows(batch, tokens.sharing, group, multiple, stage.device, with_outputs)
-        return StageTokens(tokens, division)
+        stage, division = self.stage, None
+        if stage.parallel.context > 1:
+            with_outputs = isinstance(tokens, PackedBatch)
+            group, multiple = stage.parallel.groups.cp, stage.row_multiple
+            division = divide_rows(batch, tokens.sharing, group, multiple, stage.device, with_outputs)
+        replayed = None if tokens.replayed is None else stage.replayed_here(tokens.replayed, division)
+        return StageTokens(tokens, division, replayed)
 
     def _output(
         self, call: NodeCall, packed: PackedBatch, division: RowDivision | None, hidden: Tensor
@@ -131,8 +141,8 @@ class MegatronRunner:
         return stage_output(self.stage, packed, division, hidden, call.temperature, requested)
 
 
-LAYER_COLUMN = "input_ids"
-"""The column that layers need. Sample ids, group ids and lengths are not columns."""
+LAYER_COLUMNS = ("input_ids", ROUTED_EXPERTS)
+"""The columns that layers need, if there are any. Sample ids, group ids and lengths are not columns."""
 
 Columns = dict[str, Column]
 Value = TypeVar("Value")
@@ -169,14 +179,17 @@ def broadcast_minibatches(
 
 
 def _for_layers(minibatch: Minibatch) -> Minibatch:
-    batches = tuple(batch.select([LAYER_COLUMN]) for batch in minibatch.microbatches)
+    batches = tuple(
+        batch.select([name for name in LAYER_COLUMNS if name in batch.columns])
+        for batch in minibatch.microbatches
+    )
     return replace(minibatch, microbatches=batches)
 
 
 def _for_bodies(minibatch: Minibatch) -> list[Columns]:
     """Return the columns of each micro-batch that only bodies read."""
     return [
-        {name: column for name, column in batch.columns.items() if name != LAYER_COLUMN}
+        {name: column for name, column in batch.columns.items() if name not in LAYER_COLUMNS}
         for batch in minibatch.microbatches
     ]
 

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
+from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedTokens
 from hflow.backends.megatron.context_parallel import RowDivision
@@ -30,6 +31,8 @@ class StageTokens:
     """On the last stage a `PackedBatch`, unless it is a placeholder."""
     division: RowDivision | None
     """Of its rows over context ranks; None without context parallelism."""
+    replayed: ReplayedExperts | None = None
+    """The experts that this rank's routers are to choose; None: they choose themselves."""
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +92,9 @@ class PipelineSchedule:
         def forward_step(rest: Iterator[StageTokens], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             tokens = next(rest)
             packed = tokens.tokens
-            inputs = stage.inputs(packed.computed_ids, packed.position_ids, packed.layout, tokens.division)
+            inputs = stage.inputs(
+                packed.computed_ids, packed.position_ids, packed.layout, tokens.division, tokens.replayed
+            )
             with activations_in_host_memory(self.offload_activations):
                 hidden = module(**inputs)
             return hidden, partial(finish, tokens)

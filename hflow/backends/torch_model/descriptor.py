@@ -43,7 +43,6 @@ BACKEND = Backend(
     name="torch",
     traits=BackendTraits(sharded_over_data="everything", shares_prompts=True, has_adapters=True),
     factory=_make_model,
-    replays_experts=True,
     memory=memory,
     packages=("torch", "transformers"),
     check_model=_check_model,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.checks import check_temperature
-from hflow.backends.common.expert_replay import add_rerouted, replays_experts
+from hflow.backends.common.expert_replay import replays_experts
 from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import PackedBatch, pack_batch, placeholder_batch
@@ -54,7 +54,7 @@ class TorchRunner:
 
             def microbatch_loss(packed: PackedBatch, output: Output) -> Tensor:
                 if packed.replayed is not None:
-                    add_rerouted(record.metrics, packed.replayed)
+                    record.replayed += packed.replayed.counts()
                 return loss.microbatch_loss(packed, output, record.metrics)
 
             for batch in minibatch.microbatches:
