@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from hflow.types import Unit
 
 prepare("cpu")
 
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
+
+from hflow.backends.megatron import optimizer as megatron_optimizer  # noqa: E402
 from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
 from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.backends.megatron.runner import broadcast_minibatches  # noqa: E402
@@ -56,16 +60,43 @@ def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
     return d, t == c == 0 and p == twin.pipe - 1
 
 
+@contextmanager
+def late_gathers(are_late: bool) -> Iterator[None]:
+    """Have new weights gathered only when they are waited for, so that using them earlier gives old ones."""
+    start, finish = _ParamAndGradBucketGroup.start_param_sync, _ParamAndGradBucketGroup.finish_param_sync
+
+    def wait(self: Any, force_sync: bool = False) -> None:
+        self.is_late = True
+
+    def gather(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
+        if self.is_late:
+            start(self, force_sync=True)
+            self.is_late = False
+
+    if are_late:
+        _ParamAndGradBucketGroup.start_param_sync = wait
+        _ParamAndGradBucketGroup.finish_param_sync = gather
+    yield
+    _ParamAndGradBucketGroup.start_param_sync = start
+    _ParamAndGradBucketGroup.finish_param_sync = finish
+
+
 def train(rank: int, path: Path, groups: Groups) -> None:
-    for turn in twins.ROUNDS:
-        for ranks, twin in turn.items():
-            if rank in ranks:
-                train_twin(twin, groups[ranks], path)
+    megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_PARAMETERS
+    for number, turn in enumerate(twins.ROUNDS):
+        with late_gathers(number % 2 == 0):
+            train_turn(rank, path, groups, turn)
     if rank in twins.FIRST:
         train_on_nan(groups[twins.FIRST], path)
         start_in_bf16(groups[twins.FIRST], path)
     if rank == 0:
         train_alone(path)
+
+
+def train_turn(rank: int, path: Path, groups: Groups, turn: dict[tuple[int, ...], twins.Twin]) -> None:
+    for ranks, twin in turn.items():
+        if rank in ranks:
+            train_twin(twin, groups[ranks], path)
 
 
 def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
@@ -77,6 +108,8 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     metrics = [backend.train(call, shards, step) for step in twins.STEPS]
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
+    if twin.pipe == 1:
+        assert len(backend._optimizer.module.bucket_groups) > 2
     if twin.dtype == "bf16":
         backend.save(str(path / f"{twin.name} saved"))()
 

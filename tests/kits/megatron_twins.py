@@ -58,6 +58,8 @@ EXPERTS = kit.ARCHITECTURE | {
 }
 """The model of nodes with experts."""
 
+BUCKET_PARAMETERS = 1000
+"""Small enough for several buckets of gradients and weights."""
 SP, NO_SP = {"sequence_parallel": True}, {"sequence_parallel": False}
 RECOMPUTED = {"activation_checkpointing": True}
 BF16 = {"dtype": "bf16"}

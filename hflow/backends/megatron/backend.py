@@ -45,10 +45,9 @@ class MegatronModel(ModelBackend):
         self.settings = settings
         self._stage = stage = build_stage(settings, ParallelState.of(position))
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
-        module = stage.module if self._optimizer is None else self._optimizer.module
         heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
-        schedule = PipelineSchedule(stage, module, settings.offload_activations)
+        schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
         self._runner = MegatronRunner(stage, schedule, splitter)
         self._offload = _make_offload(stage, self._optimizer, settings.offload)
         self._offload.start()
@@ -78,7 +77,9 @@ class MegatronModel(ModelBackend):
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
         check_sequences(self.settings.name, self._stage.hf_config, batches)
         with self._offload.on_device(training=True, changes=True):
-            return self._runner.train(self._optimizer, call, shards, step)
+            metrics = self._runner.train(self._optimizer, call, shards, step)
+            self._optimizer.finish_gather()
+        return metrics
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +114,18 @@ class MegatronModel(ModelBackend):
         """Load this rank's part of weights and moments that any backend wrote in any layout."""
         with self._offload.on_device(training=True, changes=True):
             load_stage_shards(self._stage, self._optimizer, Path(directory))
+
+
+def _make_schedule(
+    stage: Stage, optimizer: MegatronOptimizer | None, offload_activations: bool
+) -> PipelineSchedule:
+    if optimizer is None:
+        return PipelineSchedule(stage, stage.module, offload_activations, _do_nothing)
+    return PipelineSchedule(stage, optimizer.module, offload_activations, optimizer.finish_gather)
+
+
+def _do_nothing() -> None:
+    """A frozen model gathers no weights."""
 
 
 def _make_offload(stage: Stage, optimizer: MegatronOptimizer | None, offload: Offload) -> HostOffload:

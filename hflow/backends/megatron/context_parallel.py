@@ -158,8 +158,9 @@ def attend_to_all(
     width = k.shape[-1]
     keys_and_values = division.gather(torch.cat((k, v), dim=-1)).index_select(0, division.keys)
     zeros = torch.zeros_like(q)
-    if not division.segments:  # only padding; the sum of no keys is 0, and joins the gather's backward pass
-        return zeros + keys_and_values.sum()
+    if not division.segments:
+        # Only padding. Sums of nothing are 0, and have queries and the gather join the backward pass.
+        return zeros + (q[:0].sum() + keys_and_values.sum())
     keys, values = keys_and_values[..., :width], keys_and_values[..., width:]
     queries, padding = q[: division.num_queries], zeros[division.num_queries :]
     if kernel is AttentionKernel.SDPA:

@@ -50,6 +50,7 @@ BACKEND = Backend(
     name="megatron",
     traits=BackendTraits(
         sharded_over_data="optimizer",
+        overlaps_optimizer=True,
         is_model_parallel=True,
         has_pipeline_axis=True,
         has_context_axis=True,

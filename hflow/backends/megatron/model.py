@@ -144,6 +144,15 @@ class Stage:
         num_valid = min(max(self.dims.vocab - self.vocab_start, 0), self.vocab_rows)
         return _local_logits(rows, weight, num_valid)
 
+    def zero_loss(self, hidden: Tensor) -> Tensor:
+        """Return a loss of 0 whose backward pass gives all weights gradients, of 0, on the last stage.
+
+        Gradients of a bucket are summed over data ranks once all of its weights have theirs.
+        """
+        head = self.logits if self.head == "lm" else self.module.output_layer
+        zero: Tensor = head(hidden[:0]).sum()
+        return zero
+
 
 def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     """Build this rank's stage and load its weights, reading only its part of a checkpoint.

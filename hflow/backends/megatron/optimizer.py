@@ -1,4 +1,9 @@
-"""The megatron backend's optimizer: AdamW on this rank's part of its stage, clipped over all axes."""
+"""The megatron backend's optimizer: AdamW on this rank's part of its stage, clipped over all axes.
+
+Weights are in buckets, in the order in which a forward pass uses them. The gradients of a bucket are summed
+over data ranks while the last micro-batch's backward pass computes those of earlier layers. New weights
+are gathered while the next forward pass runs: each layer waits for its own.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +33,16 @@ from hflow.backends.megatron.master_weights import (
 from hflow.backends.megatron.model import Stage
 from hflow.config.schema import OptimConfig
 
+BUCKET_PARAMETERS: int | None = None
+"""Most parameters of a bucket; None: megatron's choice, 40 million or a million for each data rank."""
+
 
 class MegatronOptimizer:
     """Megatron's distributed optimizer: sums gradients over data ranks and updates the weights.
 
     Vectors (norms, biases) have no weight decay. Every rank keeps fp32 weights and moments of its part only;
-    updated weights are gathered.
+    updated weights are gathered. Between `step` and `finish_gather`, only passes through `module` may use
+    the weights.
     """
 
     def __init__(self, stage: Stage, model: ModelSettings) -> None:
@@ -50,6 +59,7 @@ class MegatronOptimizer:
         """The ranges that are stored separately, where the model computes in half precision."""
         load_master_weights(stage, model, self.master_weights)
         self.num_steps = 0
+        self._is_gathering = False
 
     @property
     def lr(self) -> float:
@@ -77,7 +87,7 @@ class MegatronOptimizer:
         return norm
 
     def step(self, norm: float) -> None:
-        """Clip by the norm that `gradient_norm` returned, update, and gather the weights; a collective."""
+        """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""
         for part in self._parts:
             if self._optim.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._optim.clip_grad, norm)
@@ -86,7 +96,17 @@ class MegatronOptimizer:
             # That of the class below gathers the weights of all parts, which is done once, after the last.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         self.module.start_param_sync()
+        self.module.enable_forward_pre_hook()
+        self._is_gathering = True
         self.num_steps += 1
+
+    def finish_gather(self) -> None:
+        """Wait for the weights that the last step began to gather."""
+        if self._is_gathering:
+            self.module.disable_forward_pre_hook(param_sync=False)
+            for bucket in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):
+                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+            self._is_gathering = False
 
     def skip(self) -> None:
         """Drop the gradients without an update."""
@@ -123,8 +143,19 @@ def _wrap_for_gradient_sums(stage: Stage) -> Any:
     config = stage.config
     assert config.calculate_per_token_loss, "megatron would divide gradients by the number of ranks"
     config.finalize_model_grads_func = _finalize_gradients
-    buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.parallel.groups)
+    buffers = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        bucket_size=BUCKET_PARAMETERS,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        # The gathers of all buckets begin together, so that none waits for the layers before its own.
+        align_param_gather=True,
+    )
+    module = DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.parallel.groups)
+    module.disable_forward_pre_hook(param_sync=False)  # nothing is gathered yet
+    config.no_sync_func = module.no_sync
+    return module
 
 
 def _finalize_gradients(

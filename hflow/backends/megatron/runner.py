@@ -65,7 +65,7 @@ class MegatronRunner:
         def accumulate(loss: Loss, minibatch: Minibatch, record: StepRecord) -> None:
             def microbatch_loss(of: StageTokens, hidden: Tensor) -> Tensor:
                 if not isinstance(of.tokens, PackedBatch):
-                    return hidden[:0].sum()
+                    return self.stage.zero_loss(hidden)
                 output = self._output(call, of.tokens, of.division, hidden)
                 part = loss.microbatch_loss(of.tokens, output, record.metrics)
                 record.loss += part.detach()

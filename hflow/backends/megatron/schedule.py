@@ -53,6 +53,8 @@ class PipelineSchedule:
     """The stage's module, or its wrapper that sums gradients."""
     offload_activations: bool
     """Whether what a stage saves for its backward pass is in host memory."""
+    finish_gather: Callable[[], None]
+    """Waits for weights that are still gathered while the layers run, before anything else uses them."""
 
     def backward(
         self, microbatches: Sequence[StageTokens], microbatch_loss: Callable[[StageTokens, Tensor], Tensor]
@@ -97,6 +99,7 @@ class PipelineSchedule:
             )
             with activations_in_host_memory(self.offload_activations):
                 hidden = module(**inputs)
+            self.finish_gather()
             return hidden, partial(finish, tokens)
 
         results: list[Any] = run(

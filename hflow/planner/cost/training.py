@@ -1,9 +1,9 @@
 """Seconds of forward and backward passes and of the optimizer, on the rank with most work.
 
-FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes.
-Only the first layer's collectives and what takes longer than the computation cost time, but on a CPU, which
-hides nothing. Nothing else overlaps: all-reduces of tensor ranks, activations between stages, and Megatron's
-exchange of gradients and weights come on top.
+FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes,
+and Megatron to scatter gradients during the last backward pass, and to gather weights during the next forward
+pass. Only one layer's collectives and what takes longer than the computation cost time, but on a CPU, which
+hides nothing. Nothing else overlaps: all-reduces of tensor ranks and activations between stages come on top.
 """
 
 from __future__ import annotations
