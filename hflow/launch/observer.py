@@ -106,6 +106,10 @@ class RunObserver:
             for warning in check.check(self._step, values):
                 self.on_warning(warning)
 
+    def on_rewind(self, step: int) -> None:
+        """Continue the curves from a checkpoint of `step` completed steps."""
+        self._log.rewind(step)
+
     def on_rollout(self, values: Mapping[str, float]) -> None:
         """Show the present state of generation, while a step is under way."""
         self._rollout.update(values)

@@ -159,6 +159,8 @@ async def _run_in_loop(
         observers = _open_observers(compiled, environment, directory, resumed)
         with _observer(compiled, directory, display, checkpoints, observers) as observer:
             display.note(f"{config.name}: plan {compiled.plan.digest[:12]}, results in {directory.path}")
+            if resumed is not None:
+                observer.on_rewind(resumed.steps)
             for line in _checkpoint_notes(compiled, resumed):
                 display.note(line)
             if set_aside:
@@ -256,6 +258,7 @@ class _Attempts:
         start = time.time()
         self.checkpoints.drop_unfinished()
         rewind_run(self.directory, point)
+        self.observer.on_rewind(steps)
         await asyncio.sleep(min(60.0, 0.5 * 2**number))
         self.observer.on_span(CONTROLLER, Span("restart", "faults", start, time.time(), {"step": steps}))
 

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_tensorboard_reads_the_same_values(tmp_path: Path):
     log.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")) as log:
+        for step in range(4):
+            log.write(step, {"reward": 0.25})
+        log.rewind(1)
+        log.write(2, {"reward": 0.5})
+    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(0, 0.25), (1, 0.25), (2, 0.5)]
 
 
 def test_shares_of_lags_are_histograms_in_tensorboard(tmp_path: Path):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import histogram_raw, scalar
 from tensorboardX.summary import text as text_summary
@@ -74,6 +74,12 @@ class MetricsLog:
         """Log a text of a step, in Markdown, in TensorBoard only."""
         self._write_events(step, text_summary(name, text))
 
+    def rewind(self, step: int) -> None:
+        """Have TensorBoard drop what it has of later steps than `step`, which the run takes again."""
+        session = SessionLog(status=SessionLog.START)
+        with _explained(self._tensorboard):
+            self._write_event(Event(wall_time=time.time(), step=step + 1, session_log=session))
+
     def close(self) -> None:
         """Close both files. Every row that was written is on disk already."""
         with suppress(OSError):
@@ -83,9 +89,12 @@ class MetricsLog:
 
     def _write_events(self, step: int, summary: Summary) -> None:
         with _explained(self._tensorboard):
-            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-            # Not `EventsWriter.flush`: it waits until the disk has the bytes, for milliseconds of every step.
-            self._events._py_recordio_writer._writer.flush()
+            self._write_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _write_event(self, event: Event) -> None:
+        self._events.write_event(event)
+        # Not `EventsWriter.flush`: it waits until the disk has the bytes, for milliseconds of every step.
+        self._events._py_recordio_writer._writer.flush()
 
 
 @contextmanager
