@@ -221,6 +221,17 @@ def test_another_seed_is_another_order_of_the_data():
     assert diff(rows(), rows(seed=1)).verdict == "cannot resume: setting seed: 0 -> 1"
 
 
+def test_saved_samples_have_a_record_of_their_experts_or_not():
+    options = grpo().node("actor_gen").spec.options
+    off, on = (
+        rows(changed(grpo(), "actor_gen", options=(*options, ("routing_replay", value))))
+        for value in (False, True)
+    )
+    found = diff(off, on)
+    assert found.verdict == "cannot resume: node actor_gen.routing_replay: false -> true"
+    assert diff(rows(), off).effect is Effect.NEW  # a run of a version without the option
+
+
 def test_samples_of_another_group_size_have_other_ids():
     found = diff(rows(grpo(group=4)), rows(grpo(group=8)))
     assert the(found, "node", "actor_gen group").effect is Effect.REFUSE
