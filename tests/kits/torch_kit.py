@@ -31,6 +31,19 @@ ARCHITECTURE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+MIXED = {
+    **ARCHITECTURE,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [0],
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "initializer_range": 0.3,
+}
+"""Two layers with experts after a dense one."""
 SETTINGS = ModelSettings(
     "actor",
     trainable=True,
@@ -76,6 +89,14 @@ def make_batch(lengths: list[int], seed: int = 0, group: int = 2) -> Batch:
         {name: Column(Unit.TOKEN, values) for name, values in token.items()}
         | {name: Column(Unit.SEQUENCE, values) for name, values in sequence.items()},
     )
+
+
+def with_experts(batch: Batch, rows: np.ndarray | None = None) -> Batch:
+    """Return the batch with experts of `MIXED` to replay: of each token and layer, by default random ones."""
+    if rows is None:
+        order = np.random.default_rng(1).permuted(np.tile(np.arange(6), (2 * batch.num_tokens, 1)), axis=1)
+        rows = order[:, :2].reshape(batch.num_tokens, 4).astype(np.uint8)
+    return batch.with_columns({"routed_experts": Column(Unit.TOKEN, rows)})
 
 
 def read(parameter: str, unit: Unit, field: str | None = None) -> Read:
@@ -182,6 +203,7 @@ CALLS = {
 VALUE = call(value, "token", [read("returns", Unit.TOKEN)], reduce="token-mean")
 LOGPROBS = call(logprobs, "token", [])
 
+REPLAYED = call(ppo, "token", [*TOKEN_READS, REPLAY], metrics=True, reduce="token-mean", epochs=2)
 LENGTHS = [5, 9, 3, 3, 12, 4, 7, 2, 6, 6, 11, 3]
 MINIBATCHES = [[0, 1, 4, 5, 6, 7], [2, 3], [8, 9, 10, 11]]
 """Rows of each minibatch: whole groups, of unequal sizes."""

@@ -50,13 +50,15 @@ def run_compiled(rank: int, directory: str) -> None:
 
 def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     """Run every training variant over two ranks; return metrics and weights after the step."""
-    batch = kit.make_batch(kit.LENGTHS)
+    batch = kit.with_experts(kit.make_batch(kit.LENGTHS))
     shard = [kit.halves(batch)[rank]]
+    whole_layers = fsdp.MIN_UNIT_BYTES
     results: dict[str, Any] = {}
     for name, call in kit.CALLS.items():
         backend = kit.model(2, group, tokens_per_microbatch=13)
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
     for name, changes in VARIANTS.items():
+        fsdp.MIN_UNIT_BYTES = 0 if name == "replayed" else whole_layers
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
         written = backend.save(str(directory / name))()
@@ -97,6 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
     "recomputed": {"activation_checkpointing": True},
     "offloaded": {"offload": "all"},
+    "replayed": {"architecture": kit.MIXED, "activation_checkpointing": True},
     "lora": {"lora": LORA},
     "lora recomputed in bf16": {
         "lora": LORA,
@@ -130,7 +133,8 @@ def from_checkpoint(path: Path, name: str, group: Any) -> TorchModel:
 
 def call_of(name: str) -> Any:
     """Return the train call of a variant."""
-    return kit.VALUE if VARIANTS[name].get("head") == "value" else kit.CALLS["token-mean"]
+    calls = {"value": kit.VALUE, "replayed": kit.REPLAYED}
+    return calls.get(name, kit.CALLS["token-mean"])
 
 
 def adapters_off_and_on(backend: TorchModel, group: Any, batch: Batch, shard: Any) -> Any:

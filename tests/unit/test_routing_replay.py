@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from torch_kit import REPLAY, SETTINGS, TOKEN_READS, VOCAB, call, logprobs, make_batch, model, ppo, weights
+from torch_kit import (
+    MIXED,
+    REPLAY,
+    SETTINGS,
+    TOKEN_READS,
+    call,
+    logprobs,
+    make_batch,
+    model,
+    ppo,
+    weights,
+    with_experts,
+)
 
 from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.common.hf_routers import routers_of
@@ -26,23 +38,6 @@ from hflow.types import Unit
 from hflow.types.routed_experts import RoutingFormat
 from hflow.workers.generation.episode_engine import append_messages, append_turn, prompt_trajectory
 
-SIZES = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "mlp_only_layers": [0],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 FORM = RoutingFormat(num_layers=2, per_token=2, num_experts=6)
 INFER = call(logprobs, "token", [])
 TRAIN = call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean")
@@ -53,18 +48,7 @@ def replaying(node: NodeCall) -> NodeCall:
 
 
 def mixed(**changes: Any) -> TorchModel:
-    return model(architecture=SIZES, **changes)
-
-
-def with_experts(batch: Batch, rows: np.ndarray) -> Batch:
-    return batch.with_columns({"routed_experts": Column(Unit.TOKEN, rows)})
-
-
-def random_experts(num_tokens: int, seed: int = 0) -> np.ndarray:
-    """Return different experts for each layer of each token."""
-    rng = np.random.default_rng(seed)
-    rows = [rng.permutation(6)[:2] for _ in range(num_tokens * 2)]
-    return np.array(rows, np.uint8).reshape(num_tokens, 4)
+    return model(architecture=MIXED, **changes)
 
 
 def own_experts(backend: TorchModel, batch: Batch) -> np.ndarray:
@@ -137,7 +121,7 @@ def test_a_layer_computes_with_the_experts_that_it_is_told() -> None:
 
 def test_recomputed_layers_and_small_microbatches_replay_the_same() -> None:
     batch = make_batch([9, 14, 7, 20])
-    batch = with_experts(batch, random_experts(batch.num_tokens))
+    batch = with_experts(batch)
     found = []
     for options in ({}, {"activation_checkpointing": True}, {"tokens_per_microbatch": 10}):
         backend = mixed(**options)
@@ -158,7 +142,7 @@ def test_prompts_are_shared_as_far_as_their_experts_are_equal() -> None:
     ids = np.asarray(batch.columns["input_ids"].values).copy()
     ids[12:20] = ids[:8]
     batch = batch.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
-    rows = random_experts(24)
+    rows = np.asarray(with_experts(batch).columns["routed_experts"].values).copy()
     rows[12:20] = rows[:8]
     rows[17] = 255
     batch = with_experts(batch, rows)
@@ -208,7 +192,7 @@ PROMPT = [3, 9, 30, 7, 7, 1]
 
 
 def engine(dtype: str = "fp32") -> EmbeddedEngine:
-    return EmbeddedEngine(replace(SETTINGS, architecture=SIZES, dtype=dtype))
+    return EmbeddedEngine(replace(SETTINGS, architecture=MIXED, dtype=dtype))
 
 
 def finish(of: EmbeddedEngine) -> dict[int, GenerationResult]:

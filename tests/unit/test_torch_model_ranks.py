@@ -66,6 +66,13 @@ def test_activation_checkpointing_changes_nothing(ranks):
     assert_same(ranks["recomputed"], train_here(kit.CALLS["token-mean"]))
 
 
+def test_experts_that_an_engine_chose(ranks):
+    batch, backend = kit.with_experts(kit.make_batch(kit.LENGTHS)), kit.model(architecture=kit.MIXED)
+    wanted = backend.train(kit.REPLAYED, kit.whole(batch), 5), kit.weights(backend)
+    assert_same(ranks["replayed"], wanted)
+    assert wanted[0]["rerouted"] > 0.5
+
+
 def test_offloading_changes_no_bit(ranks):
     (metrics, weights), (wanted, others) = ranks["offloaded"], ranks["token-mean"]
     assert metrics == wanted
