@@ -1,10 +1,10 @@
-"""What the second core brings: steps of recipes/grpo.py by one worker on one core, and by two workers on two.
+"""What the second core brings: steps of recipes/grpo.py by one worker and by two.
 
     python benchmarks/second_core.py [--sizes tiny 19m] [--rounds 3]
 
-Random Qwen2 models and answers as in `peers.py`, one thread per worker. One worker runs in the process of the
-controller, two are processes of Ray; both with everything that belongs to them on as many cores as there are
-workers. Seconds of the clock, so the machine must be idle.
+Random Qwen2 models and answers as in `peers.py`, one thread per worker. One worker runs in the controller's
+process on one core, or in a process of Ray, as two workers do; Ray's processes use two cores. Seconds of the
+clock, so the machine must be idle.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from typing import Any
 import harness
 from peers import GRPO, HERE, SIZES, WARMUP, make_model, step_overrides
 
-WORKERS = {"one": ["workers=inproc", "cluster=cpu-1x1"], "two": ["workers=ray", "cluster=cpu-1x2"]}
-"""Runs, and what differs in their configuration."""
+WORKERS = {
+    "one": (1, ["workers=inproc", "cluster=cpu-1x1"]),
+    "one on Ray": (2, ["workers=ray", "cluster=cpu-1x1"]),
+    "two": (2, ["workers=ray", "cluster=cpu-1x2"]),
+}
+"""Runs, their cores, and what differs in their configuration."""
 
 
 def serve(run: str, model: Path, size: str) -> None:
@@ -41,7 +45,7 @@ def serve(run: str, model: Path, size: str) -> None:
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as out:
-        overrides = [*step_overrides(model, GRPO[size], out), *WORKERS[run]]
+        overrides = [*step_overrides(model, GRPO[size], out), *WORKERS[run][1]]
         compiled = compile_recipe(HERE.parent / "recipes" / "grpo.py", overrides)
         run_compiled(replace(compiled, observers=(Clock(),)), False)
     seconds = [end - start for start, end in zip(ends[WARMUP:], ends[WARMUP + 1 :], strict=False)]
@@ -58,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         run, model, size = args.serve
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: list(WORKERS).index(run) + 1])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: WORKERS[run][0]])
         serve(run, Path(model), size)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
