@@ -112,6 +112,7 @@ def compile_recipe(
         return replace(request, engines=engines or {}, warnings=(*request.warnings, *replaced))
 
     request = requested(config)
+    check_unused_keys(graph, request)
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
@@ -123,7 +124,6 @@ def compile_recipe(
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
-    check_unused_keys(graph, request)
     bodies = loaded.bodies(_options(graph))
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers)
 

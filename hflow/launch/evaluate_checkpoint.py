@@ -153,8 +153,8 @@ def compile_evaluation(
     check_model_fit(config, graph)
     check_data(config, graph)
     request = plan_request(config, graph, recipe)
-    plan = compile_plan(graph, request)
     check_unused_keys(graph, request)
+    plan = compile_plan(graph, request)
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
 
 

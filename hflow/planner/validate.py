@@ -12,7 +12,7 @@ from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
-from hflow.planner.graph_queries import root_stream, root_streams, runs_outside_engines, trained_models
+from hflow.planner.graph_queries import root_stream, root_streams, trained_models
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
@@ -49,7 +49,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
         _check_lora(graph, name, request)
         _check_offload(graph, name, config)
-        _check_compile(graph, name, config)
+        _check_compile(name, config)
     for stream in root_streams(graph):
         max_concurrent = request.schedule.max_concurrent
         if stream.group > max_concurrent:
@@ -59,33 +59,22 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
 
 
-def _check_compile(graph: Graph, name: str, config: ModelConfig) -> None:
-    """Raise if there is nothing that could be compiled."""
-    key = f"models.{name}.compile"
+def _check_compile(name: str, config: ModelConfig) -> None:
+    """Raise if the backend cannot compile."""
     if config.compile and config.backend != "torch":
         raise PlanError(
-            f"{key} compiles layers of the torch backend, but models.{name}.backend is {config.backend}; "
-            "remove one of them"
+            f"models.{name}.compile compiles layers of the torch backend, but models.{name}.backend is "
+            f"{config.backend}; remove one of them"
         )
-    if config.compile and not runs_outside_engines(graph, name):
-        raise PlanError(f"{key} is set, but no node trains {name} or infers with it; remove it")
 
 
 def _check_offload(graph: Graph, name: str, config: ModelConfig) -> None:
     """Raise if there is nothing that could be offloaded."""
     offload, key = config.offload, f"models.{name}.offload_activations"
-    if config.offload_activations and name not in trained_models(graph):
-        raise PlanError(f"{key} is set, but no node trains {name}; remove it")
     if config.offload_activations and not config.activation_checkpointing:
         raise PlanError(
             f"{key} keeps the inputs of recomputed layers, but layers are not recomputed; set "
             f"models.{name}.activation_checkpointing=true"
-        )
-    if offload == "none":
-        return
-    if not runs_outside_engines(graph, name):
-        raise PlanError(
-            f"models.{name}.offload is {offload}, but no node trains {name} or infers with it; set it to none"
         )
     if offload == "optimizer" and name not in trained_models(graph):
         raise PlanError(
@@ -99,8 +88,6 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     config, shape, key = request.model(name), request.shapes.get(name), f"models.{name}.lora"
     if config.lora is None:
         return
-    if name not in trained_models(graph):
-        raise PlanError(f"{key} is set, but no node trains {name}; remove {key}")
     if not traits(config.backend).has_adapters:
         raise PlanError(
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "

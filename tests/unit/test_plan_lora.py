@@ -124,7 +124,6 @@ def test_routes_have_the_adapters_alone():
             {"backend": "megatron"},
             "the megatron backend cannot train adapters; set models.actor.backend=torch",
         ),
-        ({"ref": model_config(lora=LORA)}, r"models\.ref\.lora is set, but no node trains ref"),
     ],
 )
 def test_what_adapters_are_refused_for(changes, message):
