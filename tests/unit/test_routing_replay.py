@@ -215,6 +215,22 @@ def test_members_of_a_group_share_the_record_of_their_prompt() -> None:
     )
 
 
+def test_an_engine_records_what_a_whole_forward_pass_chooses() -> None:
+    subject, trainer = engine(), mixed()
+    prompts = [PROMPT, PROMPT, [5], list(range(20))]
+    for number, prompt in enumerate(prompts[:3]):
+        subject.add(number, prompt, replace(PARAMS, seed=number, max_tokens=4 + number))
+    subject.step()
+    subject.add(3, prompts[3], PARAMS)  # enters while others decode
+    for number, result in finish(subject).items():
+        ids = np.array([*prompts[number], *result.ids])
+        columns = {"input_ids": Column(Unit.TOKEN, ids), "loss_mask": Column(Unit.TOKEN, ids >= 0)}
+        batch = Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(ids)]), columns)
+        rows = pack_rows(result.routed_experts, len(ids), FORM)
+        assert rows[:-1].tolist() == own_experts(trainer, batch)[:-1].tolist()
+        assert is_recorded(rows).tolist() == [True] * (len(ids) - 1) + [False]
+
+
 @torch.no_grad()
 def test_new_weights_do_not_change_what_older_ones_chose() -> None:
     subject, plain = engine(), engine()

@@ -20,6 +20,7 @@ from hflow.backends.interface import (
 from hflow.backends.vllm_engine.engine_process import EngineProcess
 from hflow.backends.vllm_engine.launch_options import engine_arguments, environment
 from hflow.backends.vllm_engine.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings
+from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -73,9 +74,11 @@ class VllmEngine(GenerationEngine):
         """Queue a request; the next `step` sends it.
 
         Raises:
-            BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings
-                and the engine has no tokenizer.
+            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
+                and the engine has no tokenizer, or if experts shall be recorded.
         """
+        if params.routing_replay:
+            raise BackendError("vllm does not record experts; set models.NAME.gen.engine=embedded")
         ids = tuple(prompt_ids)
         new_request(request_id, ids, params, self._max_length, self._vocab_size, self._decode)
         self._unfinished.add(request_id)
