@@ -34,21 +34,19 @@ def replay_parameters(
 
 
 def check_routing_replay(graph: Graph) -> None:
-    """Check that each generate node that records experts has one model, and that a node replays them.
+    """Check that each generate node that records experts has one model, and that a node reads them.
 
     Raises:
         RecipeError: if not.
     """
-    replayed = {
-        read.producer for node in graph.nodes for read in node.reads if read.parameter == f"@{ROUTED_EXPERTS}"
-    }
+    read = {read.producer for node in graph.nodes for read in node.reads if read.field == ROUTED_EXPERTS}
     for node in graph.nodes:
         if not node.spec.option(OPTION, False):
             continue
         first, *others = node.spec.models
         if others:
             problem = f"{OPTION} is for episodes of one model, but it has {first}, {', '.join(others)}"
-        elif node.name not in replayed:
+        elif node.name not in read:
             problem = f"{OPTION} has no effect, as no node trains {first!r} or infers with it on its samples"
         else:
             continue

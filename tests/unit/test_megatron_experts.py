@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch_kit as kit
 from torch.nn.functional import silu
 
 from hflow.backends.common.expert_replay import ReplayedExperts
+from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.model_dims import ExpertDims
 
 prepare("cpu")
 
+from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
 from hflow.backends.megatron.experts import GroupedExperts, Router  # noqa: E402
 from hflow.backends.megatron.layers import gated_silu  # noqa: E402
 
@@ -109,3 +114,16 @@ def test_a_gated_activation_has_the_bits_of_torchs_own():
     assert torch.equal(*(torch.autograd.grad((one * factor).sum(), x)[0] for one in results))
     weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(gated_silu, (x.detach().double().requires_grad_(), weights))
+
+
+def test_one_process_replays_as_the_torch_backend_does():
+    batch = kit.with_experts(kit.make_batch(kit.LENGTHS))
+    settings = dataclasses.replace(kit.SETTINGS, architecture=kit.MIXED)
+    wanted = kit.model(architecture=kit.MIXED).train(kit.REPLAYED, kit.whole(batch), 5)
+    assert not dist.is_initialized()
+    try:
+        found = MegatronModel(settings, RankPosition()).train(kit.REPLAYED, kit.whole(batch), 5)
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert wanted["rerouted"] > 0.5
