@@ -120,10 +120,11 @@ def test_one_process_replays_as_the_torch_backend_does():
     batch = kit.with_experts(kit.make_batch(kit.LENGTHS))
     settings = dataclasses.replace(kit.SETTINGS, architecture=kit.MIXED)
     wanted = kit.model(architecture=kit.MIXED).train(kit.REPLAYED, kit.whole(batch), 5)
-    assert not dist.is_initialized()
+    had_world = dist.is_initialized()
     try:
         found = MegatronModel(settings, RankPosition()).train(kit.REPLAYED, kit.whole(batch), 5)
     finally:
-        dist.destroy_process_group()
+        if not had_world:
+            dist.destroy_process_group()
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert wanted["rerouted"] > 0.5
