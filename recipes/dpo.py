@@ -4,8 +4,7 @@
 
 A pair of answers is a group of two, the chosen one first. The checkpoint of `recipes/sft.py` is the initial
 policy and the reference. Expect the held-out accuracy of greedy answers (`eval_gen/accuracy`) to rise from
-0.42 to about 0.67 in 50 steps and then to stay above 0.6: preferences make wrong sums less likely rather
-than right ones more likely.
+0.52 to about 0.71 in 150 steps: preferences make wrong sums less likely rather than right ones more likely.
 """
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

@@ -4,7 +4,7 @@
 
 The same task as `recipes/grpo.py`, as a chat: the user says `17+25`, and the assistant answers `042`. The
 template in the YAML turns that into the text on which `recipes/sft.py` has trained. Expect the held-out
-accuracy (`eval_gen/accuracy`, every 20 steps) to rise to about 0.88 in 280 steps, as in `grpo.py`.
+accuracy (`eval_gen/accuracy`, every 20 steps) to rise from 0.52 to about 0.91 in 280 steps.
 
 For a chat model from the Hugging Face Hub, leave the template out: its tokenizer has one.
 `"nodes.chat_gen.system='10+25=035'"` puts a system message in front of every conversation; the YAML gives the

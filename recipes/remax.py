@@ -6,7 +6,7 @@ A second generate node derives its stream from the first (`on="actor_gen"`): it 
 sample at temperature 0. Streams are joined by sample, so the score of the greedy answer is available as
 `baseline` next to the sample's `reward`. The loss sums the log-probs of an answer (`seq-mean-token-sum`),
 because the whole answer is one action. Starts from the checkpoint of `recipes/sft.py`. Expect the held-out
-accuracy to rise from 0.42 to about 0.85 in 140 steps.
+accuracy to rise from 0.52 to about 0.89 in 140 steps.
 
 Source: Li et al. 2023, "ReMax: a simple, effective, and efficient reinforcement learning method for aligning
 large language models".

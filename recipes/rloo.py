@@ -5,7 +5,7 @@
 Starts from the checkpoint of `recipes/sft.py`, like `recipes/grpo.py`. Each step makes one update on samples
 of the current policy, so the ratio is 1 and the gradient is that of REINFORCE. The loss sums the log-probs
 of an answer (`seq-mean-token-sum`), because the whole answer is one action. Expect the held-out accuracy to
-rise from 0.42 to about 0.86 in 140 steps.
+rise from 0.52 to about 0.89 in 140 steps.
 
 Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE-style optimization for learning from
 human feedback in LLMs"; Kool et al. 2019.

@@ -5,7 +5,7 @@
 An episode has two engines, which answer at the same time. It returns one trajectory per policy, in two
 streams, and each policy trains on its own stream. One policy's reward is minus the other's; a tie gives 0.
 Both start from the checkpoint of `recipes/sft.py`. Expect the accuracies of greedy answers to held-out
-prompts (`alice_eval/accuracy`, `bob_eval/accuracy`) to rise from 0.36 to 0.74 and 0.72 in 140 steps.
+prompts (`alice_eval/accuracy`, `bob_eval/accuracy`) to rise from 0.52 to about 0.80 in 140 steps.
 """
 
 import asyncio

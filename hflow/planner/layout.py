@@ -164,7 +164,9 @@ class Layout:
 
     def heads(self, order: RankOrder) -> tuple[int, ...]:
         """Return the dp-heads, by data index."""
-        return tuple(self.head(order, d) for d in range(self.data))
+        first, inner = self.head(order, 0), self.context * self.tensor
+        stride = inner if order is RankOrder.TRAIN else self.pipe * inner
+        return tuple(range(first, first + self.data * stride, stride))
 
 
 def even_blocks(num_items: int, num_blocks: int) -> list[range]:

@@ -31,7 +31,8 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.durable_files import FileChecksum, WriteError
 from hflow.errors import HflowError, RunError
 from hflow.graph.ir import Level
-from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.backends import engine_kind
+from hflow.planner.ir import ClusterSpec, Plan, Replica
 from hflow.planner.replaceable import replaceable_workers
 from hflow.planner.routing import tensor_ranks
 from hflow.types.node_setup import setup_of
@@ -114,6 +115,7 @@ class Worker:
         self._plan = setup.plan
         self._hosted = tuple(hosted)
         self._devices = tuple(devices)
+        self._lends_memory = lends_memory(setup.plan, hosted)
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
@@ -140,6 +142,7 @@ class Worker:
         process_groups = ProcessGroups(rank, plan.replicas, device, timeout) if rank else None
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, process_groups)
+        self._lend_memory()
         tokenizers = build_tokenizers(setup, "generate")
         return (
             *build_engines(setup, replicas, self._hosted, self._devices, self._backends, tokenizers),
@@ -270,6 +273,7 @@ class Worker:
     def free_weights(self, replica: str, num_losses: int = 0) -> None:
         """Free what was published here for a generation replica after so many losses of its engines."""
         self._publisher.free(replica, num_losses)
+        self._lend_memory()
 
     def export(self, requests: list[SampleRequest]) -> list[PackedSamples]:
         """Pack samples for another worker."""
@@ -377,6 +381,7 @@ class Worker:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             body = self._setup.programs[merged.node].body
             raise RunError(f"{self._describe(merged)}: {error_with_location(error, body)}") from error
+        self._lend_memory()
         span = Span(merged.node, "device", start, time.time(), {"step": merged.step})
         return [
             NodeResult(
@@ -408,7 +413,9 @@ class Worker:
             version: of the weights.
             num_losses: how often the replica has lost an engine.
         """
-        return self._publisher.publish(replica, version, num_losses)
+        published = self._publisher.publish(replica, version, num_losses)
+        self._lend_memory()
+        return published
 
     def wake(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
         """Bring an engine to a version of the weights and start it; returns what it loaded, if anything.
@@ -441,6 +448,7 @@ class Worker:
             writes.append(lambda: tokenizer.save(directory))
             if settings.lora is not None and settings.lora.save_merged:
                 writes.append(lambda: tokenizer.save(f"{directory}/{MERGED}"))
+        self._lend_memory()
         self._writer.start(model, directory, lambda: [path for write in writes for path in write()])
 
     def close(self) -> None:
@@ -518,8 +526,28 @@ class Worker:
     def _add_retry(self, retry: BodyRetry) -> None:
         self._mailboxes[self._hosted[0]].add_retry(retry)
 
+    def _lend_memory(self) -> None:
+        """Free what this process keeps for later, if an engine may need it first."""
+        if self._lends_memory:
+            import torch  # imported by backends before
+
+            torch.cuda.empty_cache()
+
     def _add_span(self, span: Span) -> None:
         self._mailboxes[self._hosted[0]].add_span(span)
+
+
+def lends_memory(plan: Plan, hosted: Sequence[int]) -> bool:
+    """Return whether an engine in a process of its own uses the GPU of one of these workers, in turns.
+
+    It allocates its cache when it wakes, by what the plan says is free; torch keeps what a node has freed.
+    """
+    return plan.cluster.device == "cuda" and any(
+        replica.role == "gen"
+        and engine_kind(replica.backend).has_own_process
+        and not set(replica.workers).isdisjoint(hosted)
+        for replica in plan.replicas
+    )
 
 
 def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:

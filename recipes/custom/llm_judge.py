@@ -8,7 +8,7 @@ OpenAI's chat completions API and reads the first number of the reply, from 0 to
 1. If the endpoint is busy or unreachable, it tries again later. If all attempts fail, or the reply has no
 number, the sample is refused with this reason. The server above is a stand-in; to use another endpoint, set
 `nodes.judge.url=https://... nodes.judge.model=NAME` and the environment variable OPENAI_API_KEY. Expect the
-held-out accuracy to rise from 0.42 to about 0.76 in 28 steps.
+held-out accuracy to rise from 0.52 to about 0.80 in 28 steps.
 """
 
 import asyncio

@@ -66,12 +66,11 @@ def late_gathers(are_late: bool) -> Iterator[None]:
     start, finish = _ParamAndGradBucketGroup.start_param_sync, _ParamAndGradBucketGroup.finish_param_sync
 
     def wait(self: Any, force_sync: bool = False) -> None:
-        self.is_late = True
+        """Do nothing; the bucket counts as not sent yet."""
 
     def gather(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
-        if self.is_late:
+        if not self.param_gather_dispatched:
             start(self, force_sync=True)
-            self.is_late = False
 
     if are_late:
         _ParamAndGradBucketGroup.start_param_sync = wait

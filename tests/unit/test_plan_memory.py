@@ -462,7 +462,7 @@ def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_c
 
 
 @pytest.mark.parametrize(
-    ("transport", "on_cpu", "is_waking", "is_kept"),
+    ("transport", "on_cpu", "is_loading", "is_kept"),
     [
         ("collective", False, False, True),
         ("ipc", False, True, True),
@@ -473,13 +473,13 @@ def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_c
         ("disk", True, True, False),
     ],
 )
-def test_what_a_trainer_holds_of_a_published_version(transport, on_cpu, is_waking, is_kept):
+def test_what_a_trainer_holds_of_a_published_version(transport, on_cpu, is_loading, is_kept):
     trainer, sent = rank(layout="d2", on_cpu=on_cpu), 4 * 160_832 / 2
     published = {"published weights": sent} if is_kept else {}
-    found = transfer.published_weights(trainer, [(route(transport), 2)], is_waking=is_waking)
+    found = transfer.published_weights(trainer, [(route(transport), 2)], is_loading=is_loading)
     assert named(found) == published
     delta = route(transport, delta=True)
-    found = transfer.published_weights(trainer, [(delta, 2)], is_waking=is_waking)
+    found = transfer.published_weights(trainer, [(delta, 2)], is_loading=is_loading)
     assert named(found) == published | {"weights sent last": sent}
 
 
@@ -495,7 +495,7 @@ def test_what_a_trainer_holds_of_a_published_version(transport, on_cpu, is_wakin
 def test_what_a_trainer_holds_for_the_engine_on_its_device(transport, near, on_cpu, kept):
     """Four ranks of engines find 20,000 bytes in place."""
     sent = route(transport, near=near, held_bytes=20_000), 4
-    found = transfer.published_weights(rank(layout="d2", on_cpu=on_cpu), [sent], is_waking=True)
+    found = transfer.published_weights(rank(layout="d2", on_cpu=on_cpu), [sent], is_loading=True)
     assert named(found) == {"published weights": kept}
 
 

@@ -14,6 +14,7 @@ from model_configs import model_config
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_setup import device_environment
 from hflow.workers.ray.ray_actors import Reservation
+from hflow.workers.worker import lends_memory
 
 ALLOCATING = """
 import resource
@@ -55,6 +56,23 @@ def test_tensor_ranks_of_megatron_have_one_queue() -> None:
 )
 def test_other_workers_have_the_default_number_of_queues(cluster: str, layout: str, backend: str) -> None:
     assert environments(cluster, layout, backend=backend) == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "placement", "lending"),
+    [
+        ("h100-1x2", "vllm", None, [True, True]),
+        ("h100-1x2", "vllm", "actor=0 actor.gen=1", [False, True]),
+        ("h100-1x2", "embedded", None, [False, False]),
+        ("cpu-1x2", "vllm", None, [False, False]),
+    ],
+)
+def test_workers_lend_memory_to_engines_in_other_processes(
+    cluster: str, engine: str, placement: str | None, lending: list[bool]
+) -> None:
+    models = {"actor": model_config(engine=engine)}
+    plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models, placement=placement))
+    assert [lends_memory(plan, [worker]) for worker in range(2)] == lending
 
 
 def test_the_environment_is_in_the_actors_options() -> None:

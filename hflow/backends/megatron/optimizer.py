@@ -1,8 +1,9 @@
 """The megatron backend's optimizer: AdamW on this rank's part of its stage, clipped over all axes.
 
-Weights are in buckets, in the order in which a forward pass uses them. The gradients of a bucket are summed
-over data ranks while the last micro-batch's backward pass computes those of earlier layers. New weights
-are gathered while the next forward pass runs: each layer waits for its own.
+Weights are in buckets, in the order in which a backward pass reaches them. The gradients of a bucket are
+summed over data ranks while the last micro-batch's backward pass computes those of earlier layers. New
+weights are gathered while the next forward pass runs, in the opposite order: a layer waits for its own
+bucket, and then the next bucket is sent.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ class MegatronOptimizer:
         """Learning rate of the next step."""
         return learning_rate(self._optim, self.num_steps, self._num_updates)
 
+    @property
+    def _buckets(self) -> list[list[Any]]:
+        """Buckets of the weights that all data ranks have, and of divided experts, if there are any."""
+        kinds = (self.module.bucket_groups, self.module.expert_parallel_bucket_groups)
+        return [buckets for buckets in kinds if buckets]
+
     def zero_grad(self) -> None:
         """Set all gradients to 0, before the first backward pass of a minibatch."""
         self.module.zero_grad_buffer()
@@ -95,7 +102,9 @@ class MegatronOptimizer:
                 group["lr"] = self.lr
             # That of the class below gathers the weights of all parts, which is done once, after the last.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
-        self.module.start_param_sync()
+        for buckets in self._buckets:
+            # A forward pass begins with the last. The hooks start each other when the one before is there.
+            buckets[-1].start_param_sync()
         self.module.enable_forward_pre_hook()
         self._is_gathering = True
         self.num_steps += 1
@@ -104,8 +113,9 @@ class MegatronOptimizer:
         """Wait for the weights that the last step began to gather."""
         if self._is_gathering:
             self.module.disable_forward_pre_hook(param_sync=False)
-            for bucket in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):
-                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+            for buckets in self._buckets:
+                for bucket in reversed(buckets):
+                    bucket.finish_param_sync(skip_next_bucket_dispatch=True)
             self._is_gathering = False
 
     def skip(self) -> None:
@@ -149,8 +159,6 @@ def _wrap_for_gradient_sums(stage: Stage) -> Any:
         bucket_size=BUCKET_PARAMETERS,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        # The gathers of all buckets begin together, so that none waits for the layers before its own.
-        align_param_gather=True,
     )
     module = DistributedDataParallel(config, buffers, stage.module, pg_collection=stage.parallel.groups)
     module.disable_forward_pre_hook(param_sync=False)  # nothing is gathered yet

@@ -24,7 +24,15 @@ fraction is free, although it does not size the cache by it."""
 
 def environment(setup: EngineSetup) -> dict[str, str]:
     """Return the environment variables of a process, which vLLM reads when it is imported."""
-    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # Otherwise it depends on the device and on whether triton is installed. Tests run this one.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Forked ranks would hold the connection to the worker open. vLLM spawns them on a CPU by itself.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     if setup.settings.device == "cuda":
         # Without a list, the process has the devices of this one.
         return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {})
@@ -33,7 +41,6 @@ def environment(setup: EngineSetup) -> dict[str, str]:
     return {
         **variables,
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # else it depends on whether triton is installed
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores) if setup.tensor > 1 and cores else "nobind",
     }
@@ -55,7 +62,8 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "generation_config": "vllm",
         "max_model_len": max_length,
         "max_num_seqs": max_running,
-        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length),
+        # A prompt that is not divided needs a step of its own.
+        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
         # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
         "enable_chunked_prefill": not on_cpu,
         "tensor_parallel_size": setup.tensor,

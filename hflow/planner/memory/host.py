@@ -51,7 +51,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
         return ()
     context = MemoryContext(plan, request)
     saved = {replica for p in plan.placements if context.verb(p.node) == "save" for replica in p.replicas}
-    machines = {machine: _published(context, machine) for machine in range(plan.cluster.num_nodes)}
+    machines = _published(context)
     for group in plan.groups:
         for ranks, devices in context.ranks_of_devices(group):
             on_one = _items_of(context, ranks, saved)
@@ -118,17 +118,18 @@ def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) ->
     return items
 
 
-def _published(context: MemoryContext, machine: int) -> Items:
-    """Return the versions of weights that are published through the memory of a machine."""
-    items = Items()
+def _published(context: MemoryContext) -> dict[int, Items]:
+    """Return the versions of weights that are published through the memory of each machine."""
+    machines = {machine: Items() for machine in range(context.plan.cluster.num_nodes)}
     for route in context.plan.weights:
-        for key, size in _published_on(context, route, machine).items():
-            items[ItemKey(f"{route.dst} {key.name}", key.category)] += size
-    return items
+        for machine, items in _published_by(context, route):
+            for key, size in items.items():
+                machines[machine][ItemKey(f"{route.dst} {key.name}", key.category)] += size
+    return machines
 
 
-def _published_on(context: MemoryContext, route: WeightRoute, machine: int) -> Items:
-    """Return what one route has in the memory of a machine.
+def _published_by(context: MemoryContext, route: WeightRoute) -> Iterator[tuple[int, Items]]:
+    """Yield what one route has in the memory of machines.
 
     Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
     for its whole machine. An engine in a process of its own cannot read that store, so its worker makes a
@@ -137,19 +138,21 @@ def _published_on(context: MemoryContext, route: WeightRoute, machine: int) -> I
     plan, shape = context.plan, context.request.trained_shape(route.model)
     in_one_process = context.request.settings.get("workers") == "inproc"
     if route.transport not in ("store", "shared") or shape is None or in_one_process:
-        return Items()
+        return
     src, dst = plan.replica(route.src), plan.replica(route.dst)
     version = DTYPE_BYTES[context.request.model(route.model).compute_dtype] * num_parameters(shape)
-    senders = sum(plan.cluster.node_of(worker) == machine for worker in src.workers)
-    engines = sum(plan.cluster.node_of(worker) == machine for worker in dst.heads)
-    share = version * senders // src.layout.world
-    if route.transport == "shared":
-        return item(MemoryCategory.BUFFERS, share, "published weights")
-    receives = any(plan.cluster.node_of(worker) == machine for worker in dst.workers)
-    items = item(MemoryCategory.BUFFERS, version if receives else share, _IN_STORE)
-    if engine_kind(dst.backend).has_own_process:
-        items += item(MemoryCategory.BUFFERS, engines * version, _RELAYED)
-    return items
+    senders, engines, receivers = (
+        Counter(map(plan.cluster.node_of, workers)) for workers in (src.workers, dst.heads, dst.workers)
+    )
+    for machine in sorted(senders.keys() | receivers.keys()):
+        share = version * senders[machine] // src.layout.world
+        if route.transport == "shared":
+            yield machine, item(MemoryCategory.BUFFERS, share, "published weights")
+            continue
+        items = item(MemoryCategory.BUFFERS, version if receivers[machine] else share, _IN_STORE)
+        if engine_kind(dst.backend).has_own_process:
+            items += item(MemoryCategory.BUFFERS, engines[machine] * version, _RELAYED)
+        yield machine, items
 
 
 def check_host_memory(rows: Iterable[HostMemory]) -> None:

@@ -40,19 +40,19 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
     return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
 
 
-def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_waking: bool) -> Items:
+def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_loading: bool) -> Items:
     """Return what a training rank holds of versions that are published.
 
-    `collective` keeps packed slices on the device until engines take them, and `ipc` while they wake: what
-    the engine on this device needs of what is here. `shared` keeps its segments for the next version, in the
-    memory of the host: on a CPU the device's. With
-    `delta` the slices that were sent last are kept too, to find what changes; as many changes may be waiting
-    for engines, since they are sent as long as they are smaller than the slices.
+    `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
+    this device needs of what is here until all engines of the replica have loaded theirs; some have their
+    cache by then. `shared` keeps its segments for the next version, in the memory of the host: on a CPU the
+    device's. With `delta` the slices that were sent last are kept too, to find what changes; as many changes
+    may be waiting for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: of a training replica.
         routes: on which it sends its weights, each with the number of ranks that receive them.
-        is_waking: whether engines load the weights in this phase.
+        is_loading: whether engines may load the weights in this phase.
     """
     share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
     items = Items()
@@ -61,7 +61,7 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
         num_bytes = 0
         if route.transport == "collective" or (route.transport == "shared" and rank.on_cpu):
             num_bytes += share
-        if "ipc" in (route.transport, route.near) and is_waking:
+        if "ipc" in (route.transport, route.near) and is_loading:
             num_bytes += own
         if route.near == "shared":
             num_bytes += own
