@@ -183,6 +183,16 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             f"the workers have different GPUs ({listed}), but a plan has one kind. Use machines of one kind, "
             "or leave out the others with CUDA_VISIBLE_DEVICES"
         )
+    workers_of: dict[tuple[str, str], list[int]] = {}
+    for worker, process in enumerate(found):
+        for name in process.names[:1]:
+            workers_of.setdefault((process.host, name), []).append(worker)
+    for (host, name), workers in workers_of.items():
+        if plan.cluster.device == "cuda" and len(workers) > 1:
+            raise RunError(
+                f"workers {device_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
+                "each its own. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started"
+            )
 
 
 def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec) -> None:

@@ -39,10 +39,19 @@ def plan_on(cluster: ClusterSpec, kernel: str = "torch varlen", dtype: str = "bf
     return replace(plan, cluster=cluster, replicas=tuple(replicas), attention=tuple(attention))
 
 
+def on_two_machines(*devices: ProcessDevices) -> list[ProcessDevices]:
+    """The same on GPUs 0 and 1 of each."""
+    places = [("node-a", "0"), ("node-a", "1"), ("node-b", "0"), ("node-b", "1")]
+    return [
+        replace(each, host=host, names=(name,)) for each, (host, name) in zip(devices, places, strict=True)
+    ]
+
+
 def test_devices_that_are_as_planned_are_accepted() -> None:
-    check_devices(plan_on(H100), [GOOD] * 4, VERSIONS)
-    check_devices(plan_on(H100, "flash-attn 2.8.3"), [FLASH] * 4, VERSIONS)
-    check_devices(plan_on(H100, "torch sdpa", "fp32"), [T4] * 3 + [replace(T4, flash_attn="2.7")], VERSIONS)
+    check_devices(plan_on(H100), on_two_machines(*[GOOD] * 4), VERSIONS)
+    check_devices(plan_on(H100, "flash-attn 2.8.3"), on_two_machines(*[FLASH] * 4), VERSIONS)
+    other = on_two_machines(T4, T4, T4, replace(T4, flash_attn="2.7"))
+    check_devices(plan_on(H100, "torch sdpa", "fp32"), other, VERSIONS)
     cpus = ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30)
     here = find_devices()
     check_devices(plan_on(cpus), [here, replace(here, kind="other", memory_bytes=0)], here.versions)
@@ -65,6 +74,7 @@ def test_devices_that_are_as_planned_are_accepted() -> None:
             "worker 1 on node-a has torch 2.11, but this process has torch 2.13",
         ),
         ([replace(GOOD, versions=VERSIONS[:1])], "worker 0 on node-a has no torch, but this process has"),
+        ([GOOD, GOOD], "workers 0-1 would all use GPU 0 of node-a, as Ray does not give each its own"),
     ],
 )
 def test_what_differs_is_named(devices: list[ProcessDevices], line: str) -> None:
