@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.errors import ConfigError, nearest
-from hflow.graph.ir import ROUTED_EXPERTS, Graph, Node, NodeSpec, RecipeSpec
+from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
 from hflow.graph.routing_replay import OPTION as ROUTING_REPLAY
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 SAMPLED = "_sampled"
 """Ending of the names of copies that draw several samples of each prompt."""

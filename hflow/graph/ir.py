@@ -33,9 +33,6 @@ TRAJECTORY_FIELDS: Mapping[str, Unit] = {
 """Fields that every stream has from its source, besides the columns of the dataset."""
 
 
-ROUTED_EXPERTS = "routed_experts"
-"""The field with the experts that computed each token, of streams whose source has `routing_replay`."""
-
 FIRST_PASS = "first_pass"
 """The kind of the parameter with which a train body receives the result of its first pass."""
 

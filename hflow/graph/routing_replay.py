@@ -8,9 +8,10 @@ stream reads it, without its body.
 from __future__ import annotations
 
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import ROUTED_EXPERTS, Graph, NodeSpec, Parameter, RecipeSpec
+from hflow.graph.ir import Graph, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 OPTION = "routing_replay"
 

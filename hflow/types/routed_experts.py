@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROUTED_EXPERTS = "routed_experts"
+"""The field with the experts that computed each token, of streams whose source has `routing_replay`."""
+
 
 @dataclass(frozen=True)
 class RoutingFormat:

@@ -174,21 +174,21 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             names = {replica.name for replica in hosted}
             _check_kernels(where, process, [c for c in plan.attention if c.replica in names])
             _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
+    if plan.cluster.device != "cuda":
+        return
     kinds: dict[str, list[int]] = {}
+    workers_of: dict[tuple[str, str], list[int]] = {}
     for worker, process in enumerate(found):
         kinds.setdefault(process.kind, []).append(worker)
-    if plan.cluster.device == "cuda" and len(kinds) > 1:
+        workers_of.setdefault((process.host, process.names[0]), []).append(worker)
+    if len(kinds) > 1:
         listed = "; ".join(f"{kind}: worker {device_ranges(workers)}" for kind, workers in kinds.items())
         raise RunError(
             f"the workers have different GPUs ({listed}), but a plan has one kind. Use machines of one kind, "
             "or leave out the others with CUDA_VISIBLE_DEVICES"
         )
-    workers_of: dict[tuple[str, str], list[int]] = {}
-    for worker, process in enumerate(found):
-        for name in process.names[:1]:
-            workers_of.setdefault((process.host, name), []).append(worker)
     for (host, name), workers in workers_of.items():
-        if plan.cluster.device == "cuda" and len(workers) > 1:
+        if len(workers) > 1:
             raise RunError(
                 f"workers {device_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
                 "each its own. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started"

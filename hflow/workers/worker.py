@@ -26,6 +26,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
 from hflow.data.tokenizer import TextTokenizer
 from hflow.durable_files import FileChecksum, WriteError
@@ -529,8 +531,6 @@ class Worker:
     def _lend_memory(self) -> None:
         """Free what this process keeps for later, if an engine may need it first."""
         if self._lends_memory:
-            import torch  # imported by backends before
-
             torch.cuda.empty_cache()
 
     def _add_span(self, span: Span) -> None:

@@ -23,9 +23,7 @@ from hflow.data.batch import Batch
 from hflow.data.batch_arguments import FRAMEWORK_READ, get_column, to_tensor
 from hflow.data.routed_experts import is_recorded
 from hflow.data.shared_prefix import PrefixSharing
-
-ROUTED_EXPERTS = "routed_experts"
-"""The column with the engine's choice, `[T, L * K]`."""
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.
     """Move the engine's choice for the computed tokens of a batch to the device.
 
     Args:
-        batch: has `routed_experts`.
+        batch: has `routed_experts`, `[T, L * K]`.
         sharing: which of its tokens are computed once; None: every token is computed.
         device: of the model.
     """

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.common.expert_replay import ROUTED_EXPERTS, ReplayedExperts, replayed_experts
+from hflow.backends.common.expert_replay import ReplayedExperts, replayed_experts
 from hflow.backends.packed_attention import PackedLayout, SharedRows
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import get_column, sequences_of, to_tensor
 from hflow.data.shared_prefix import PrefixSharing, share_prefixes
 from hflow.types import Sequences, Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 LEARNED = "is_learned"
 """Column that `prepare_batch` adds: which sequences count in means over sequences."""

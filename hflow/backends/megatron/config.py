@@ -92,7 +92,7 @@ def transformer_config(
         sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, dims),
         # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
         batch_p2p_comm=settings.device == "cuda",
-        batch_p2p_sync=False,  # streams wait for what is received; torch before 1.12 needed the host to wait
+        batch_p2p_sync=False,  # streams wait for what is received; the host need not
         init_method=_skip_init,
         output_layer_init_method=_skip_init,
         embedding_init_method=_skip_init,

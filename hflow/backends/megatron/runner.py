@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hflow.backends.common.expert_replay import ROUTED_EXPERTS, replays_experts
+from hflow.backends.common.expert_replay import replays_experts
 from hflow.backends.common.first_pass import FirstPassRunner
 from hflow.backends.common.infer import returned_fields, run_infer
 from hflow.backends.common.inputs import (
@@ -33,6 +33,7 @@ from hflow.backends.megatron.schedule import PipelineSchedule, StageTokens
 from hflow.backends.megatron.vocab_parallel import stage_output
 from hflow.data.batch import Batch, Column
 from hflow.types import Output
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hflow.graph.ir import ROUTED_EXPERTS, TRAJECTORY_FIELDS, Graph
+from hflow.graph.ir import TRAJECTORY_FIELDS, Graph
 from hflow.planner.model_shape import ModelShape, routing_format
 from hflow.types import Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 TEXT_BYTES = 4
 """Approximate bytes of UTF-8 per token (English text)."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from hflow.graph.ir import ROUTED_EXPERTS, TRAJECTORY_FIELDS, Level
+from hflow.graph.ir import TRAJECTORY_FIELDS, Level
 from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
@@ -31,6 +31,7 @@ from hflow.runtime.execution.step_metrics import (
 )
 from hflow.runtime.state.firing_rules import node_fires
 from hflow.types import Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.workers.interface import NodeResult, Workers
 
 MOVED_BYTES = declare(

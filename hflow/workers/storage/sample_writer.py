@@ -14,11 +14,10 @@ from hflow.data.batch import Batch, Column
 from hflow.data.routed_experts import pack_rows
 from hflow.data.unpack_returns import check_value, split_result
 from hflow.errors import RecipeError
-from hflow.graph.ir import ROUTED_EXPERTS
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import routing_format
 from hflow.types import Trajectory, Unit
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
