@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -19,18 +20,46 @@ settings.register_profile("hflow", deadline=None)  # a busy machine is not a fai
 settings.load_profile("hflow")
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
+SHARED_WORKERS = [
+    "test_twin.py",
+    "test_resume.py",
+    "test_run_async.py",
+    "test_placements.py",
+    "test_ledger_runs.py",
+    "test_recipes_agents.py",
+    "test_recipes_memory.py",
+    "test_weight_routes.py",
+    "test_run_arrivals.py",
+]
+"""Their tests marked ray use the `shared_processes` of one process of tests. The first needs most of them."""
+
+FORKED_RANKS = [
+    "test_megatron_model.py",
+    "test_sharded_checkpoint.py",
+    "test_plan_memory.py",
+    "test_megatron_inference.py",
+    "test_torch_model_ranks.py",
+    "test_errors_megatron.py",
+    "test_megatron_build.py",
+    "test_megatron_weights.py",
+    "test_megatron_vocab.py",
+    "test_megatron_experts.py",
+    "test_compiled_layers.py",
+]
+"""Their ranks are forked from one server, which imports torch and megatron once (`ranks.start`)."""
+
 LONGEST = [
     "test_public_types.py",
-    "test_twin.py",
+    *FORKED_RANKS,
+    *SHARED_WORKERS,
     "test_hangs.py",
     "test_vllm_runs.py",
     "test_run_ray.py",
+    "test_replaced_workers.py",
     "test_ray_workers.py",
     "test_engine_conformance.py",
     "test_faults.py",
-    "test_replaced_workers.py",
     "test_bad_input.py",
-    "test_resume.py",
     "test_serve.py",
     "test_endpoint.py",
     "test_page_browser.py",
@@ -39,6 +68,31 @@ LONGEST = [
     "test_good_recipes.py",
 ]
 """The files that take longest run first: then the processes of tests end at about the same time."""
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent where GPU tests run
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file, and those of files that share processes, to one process of tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    with_ray = config.option.markexpr.startswith("ray")
+
+    class ByStartUp(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            name = Path(file).name
+            if name in FORKED_RANKS:
+                return "forked ranks"
+            return "shared workers" if with_ray and name in SHARED_WORKERS else file
+
+    return ByStartUp(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without a test marked ray if only those shall run: it takes half a minute."""
+    if not config.option.markexpr.startswith("ray") or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.ray" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,7 +48,7 @@ def _short_waits() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def cluster(no_ray: None) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

@@ -53,7 +53,7 @@ class MeasuredWorkers(RayWorkers):
 def cluster(no_ray: None) -> Iterator[None]:
     """A Ray cluster that the workers find and leave running."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
