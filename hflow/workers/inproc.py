@@ -84,12 +84,16 @@ class InprocWorkers(Workers):
             await self.publish(replica, version)
         handles, report = self._published.pop(replica, (None, None))
         published = () if handles is None else (handles,)
-        update = await self._on_device_of(replica, lambda: self._worker.wake(replica, version, *published))
+        update = await self._on_device_of(
+            replica, lambda: self._worker.load_weights(replica, version, *published)
+        )
+        if report is not None:
+            await _on(self._threads, lambda: self._worker.free_weights(replica))
+        await self._on_device_of(replica, lambda: self._worker.wake(replica))
         if update is None:
             return WeightsLoaded()
         if report is None:
             return WeightsLoaded(0, update.local_checksums, update.checksums)
-        await _on(self._threads, lambda: self._worker.free_weights(replica))
         sent = tuple(report.checksums.values()) * len(update.checksums)
         return WeightsLoaded(0, sent, update.checksums)
 

@@ -56,7 +56,10 @@ MESSAGES: Mapping[str, Message] = {
     "publish": Message(
         "device", lambda replica, version, *_: f"publishing weights {version} for {replica}", num_returns=2
     ),
-    "wake": Message("device", lambda replica, version, *_: f"loading weights {version} into {replica}"),
+    "load_weights": Message(
+        "device", lambda replica, version, *_: f"loading weights {version} into {replica}"
+    ),
+    "wake": Message("device", lambda replica: f"waking {replica}"),
     "free_weights": Message("data"),
     "sleep": Message("device", lambda replica, _: f"interrupting {replica}"),
     "release": Message("data", is_quick=True),

@@ -52,9 +52,11 @@ class ProcessGroups:
         if device == "cuda":
             torch.cuda.set_device(0)
         leave_process_groups()
+        self._num_members = len(rank.members)
+        self._store = _rendezvous_store(rank.address, limit)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            store=_rendezvous_store(rank.address, limit),
+            store=self._store,
             rank=rank.members.index(rank.worker),
             world_size=len(rank.members),
             timeout=limit,
@@ -68,6 +70,12 @@ class ProcessGroups:
             if len(ranks) > 1 and ranks not in self._groups:
                 members = [rank.members.index(worker) for worker in ranks]
                 self._groups[ranks] = dist.new_group(members, timeout=limit)
+
+    def wait_for_all(self) -> None:
+        """Return when every member has called this. It needs no communicator, and so no device memory."""
+        if self._store.add("hflow/num-waiting", 1) == self._num_members:
+            self._store.set("hflow/all-wait", "")
+        self._store.wait(["hflow/all-wait"])
 
     def group(self, replica: Replica) -> ProcessGroup | None:
         """Return the group over the workers of a replica that trains or infers; None for a single worker."""

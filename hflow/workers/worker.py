@@ -11,7 +11,10 @@ export, receive       the store
 release, summarize    the store
 sample_texts,         the store
 sample_values
-publish, wake, sleep  weights out of a training replica, engines
+publish,              weights out of a training replica
+free_weights
+load_weights, wake,   engines
+sleep
 save, finish_save     a model and its tokenizer; the background writer
 save_samples,         the store and the event loop of episodes; the background writer
 finish_samples
@@ -76,7 +79,7 @@ from hflow.workers.interface import (
     samples_file,
 )
 from hflow.workers.mailbox import Mailbox, pause_seconds
-from hflow.workers.process_groups import ProcessGroups, ProcessRank
+from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
@@ -89,8 +92,8 @@ from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, 
 class Worker:
     """Hosts the ranks that the plan maps onto some worker indices.
 
-    Messages to the device (`run`, `publish`, `wake`, `sleep`, `save`) must come one at a time, in the same
-    order on all workers. The others may come from any thread at any time.
+    Messages to the device (lane `device` in `messages.MESSAGES`) must come one at a time, in the same order
+    on all workers. The others may come from any thread at any time.
     """
 
     def __init__(
@@ -145,6 +148,8 @@ class Worker:
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, process_groups)
         self._lend_memory()
+        if process_groups and has_ranks_beside_trainers(plan):
+            process_groups.wait_for_all()
         tokenizers = build_tokenizers(setup, "generate")
         return (
             *build_engines(setup, replicas, self._hosted, self._devices, self._backends, tokenizers),
@@ -419,8 +424,8 @@ class Worker:
         self._lend_memory()
         return published
 
-    def wake(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
-        """Bring an engine to a version of the weights and start it; returns what it loaded, if anything.
+    def load_weights(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
+        """Bring a stopped engine to a version of the weights; returns what it loaded, if anything.
 
         Args:
             replica: the engine's.
@@ -428,9 +433,13 @@ class Worker:
             *published: what each sender published; none: a training replica here has the weights.
         """
         incoming = self._publisher.incoming(replica, published) if published else None
-        loaded = self._engines.wake(replica, version, incoming)
+        loaded = self._engines.load_weights(replica, version, incoming)
         self._publisher.loaded(replica)
         return loaded
+
+    def wake(self, replica: str) -> None:
+        """Let an engine generate. It has its weights, and what only their loading needed is free."""
+        self._engines.wake(replica)
 
     def sleep(self, replica: str, level: SleepLevel) -> None:
         """Interrupt an engine and free its memory, as far as its level says."""
@@ -546,6 +555,21 @@ def lends_memory(plan: Plan, hosted: Sequence[int]) -> bool:
         replica.role == "gen"
         and engine_kind(replica.backend).has_own_process
         and not set(replica.workers).isdisjoint(hosted)
+        for replica in plan.replicas
+    )
+
+
+def has_ranks_beside_trainers(plan: Plan) -> bool:
+    """Return whether an engine with tensor ranks, in processes of their own, uses devices that also train.
+
+    It takes memory on all of them when it starts, so their models must have been loaded.
+    """
+    members = set(collective_workers(plan.replicas))
+    return any(
+        replica.role == "gen"
+        and replica.layout.tensor > 1
+        and engine_kind(replica.backend).has_own_process
+        and not members.isdisjoint(replica.workers)
         for replica in plan.replicas
     )
 

@@ -426,6 +426,9 @@ def phase(rows, name, device=0):
     return next(row for row in rows if row.phase == name and device in row.devices)
 
 
+PHASES = ("generate", "wake", "actor_train")
+
+
 def test_phases_follow_the_order_of_the_group():
     plan, request = compiled(graphs.grpo())
     names = list(dict.fromkeys(row.phase for row in memory_phases(plan, request)))
@@ -592,6 +595,18 @@ def test_groups_of_their_own_have_their_own_phases():
     assert named(phase(rows, "wake", 0).transient) == {"buckets": 4 * 160_832 // 2}
     assert named(phase(rows, "wake", 1).transient) == {"buckets": 4 * 160_832 // 2}
     assert named(phase(rows, "wake", 2).transient) == {"buckets": 4 * 64 * 128}
+
+
+def test_what_was_published_on_the_device_is_free_before_the_cache_is_allocated():
+    models = {"actor": model_config(engine="vllm", gen_layout="t2"), "ref": model_config()}
+    request = graphs.request("h100-1x2", models=models, shapes=dict.fromkeys(models, SMALL))
+    plan = compile_plan(graphs.grpo(), request)
+    assert [(route.transport, route.near) for route in plan.weights] == [("shared", "ipc")]
+    rows = memory_phases(plan, request)
+    published = {
+        name: "actor@train published weights" in named(phase(rows, name).resident) for name in PHASES
+    }
+    assert published == {"generate": False, "wake": True, "actor_train": False}
 
 
 @settings(max_examples=60)

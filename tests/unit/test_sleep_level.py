@@ -16,6 +16,7 @@ from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.inproc import InprocWorkers
+from hflow.workers.worker import Worker
 
 KEEP, DROP = "KEEP_WEIGHTS", "DROP_WEIGHTS"
 
@@ -130,6 +131,49 @@ def test_an_engine_with_the_trainers_weights_keeps_them():
 
 
 # In the worker
+
+
+def test_an_engine_loads_then_what_was_sent_is_freed_then_it_wakes(monkeypatch):
+    """Its cache needs the memory that the published weights take on its device."""
+    received = []
+
+    def note(name, receive):
+        def noted(worker, *arguments):
+            received.append((name, *worker._engines._without_cache))
+            return receive(worker, *arguments)
+
+        monkeypatch.setattr(Worker, name, noted)
+
+    for name in ("publish", "load_weights", "free_weights", "wake", "sleep"):
+        note(name, getattr(Worker, name))
+
+    async def work(workers: InprocWorkers) -> None:
+        await workers.wake("actor@gen", 0)
+        await workers.sleep("actor@gen", SleepLevel.DROP_WEIGHTS)
+        await workers.wake("actor@gen", 1)
+
+    kit.with_workers(kit.setup_of("models.actor.gen.engine=vllm"), work)
+    assert received == [
+        ("publish", "actor@gen"),
+        ("load_weights", "actor@gen"),
+        ("free_weights", "actor@gen"),
+        ("wake", "actor@gen"),
+        ("sleep",),
+        ("publish", "actor@gen"),
+        ("load_weights", "actor@gen"),
+        ("free_weights", "actor@gen"),
+        ("wake", "actor@gen"),
+    ]
+
+
+def test_an_engine_that_has_no_weights_does_not_wake():
+    """As after the process that loaded them has died."""
+
+    async def work(workers: InprocWorkers) -> None:
+        with pytest.raises(RunError, match="actor@gen has no weights yet"):
+            workers._worker.wake("actor@gen")
+
+    kit.with_workers(kit.setup_of(), work)
 
 
 def test_a_worker_does_not_wake_an_engine_without_weights():

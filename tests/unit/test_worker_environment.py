@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
+from threading import Thread
 from types import SimpleNamespace
 
 import plan_graphs as graphs
 import pytest
 from model_configs import model_config
+from torch._C._distributed_c10d import TCPStore
 
 from hflow.planner.compile import compile_plan
+from hflow.workers.process_groups import ProcessGroups
 from hflow.workers.process_setup import device_environment
 from hflow.workers.ray.ray_actors import Reservation
-from hflow.workers.worker import lends_memory
+from hflow.workers.worker import has_ranks_beside_trainers, lends_memory
 
 ALLOCATING = """
 import resource
@@ -73,6 +77,45 @@ def test_workers_lend_memory_to_engines_in_other_processes(
     models = {"actor": model_config(engine=engine)}
     plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models, placement=placement))
     assert [lends_memory(plan, [worker]) for worker in range(2)] == lending
+
+
+@pytest.mark.parametrize(
+    ("engine", "gen_layout", "placement", "waits"),
+    [
+        ("vllm", "t2", None, True),
+        ("vllm", "d2", None, False),
+        ("embedded", "d2", None, False),
+        ("vllm", "t2", "actor=0-1 actor.gen=2-3:t2", False),
+    ],
+)
+def test_workers_wait_for_each_other_before_an_engine_starts_on_all_of_them(
+    engine: str, gen_layout: str, placement: str | None, waits: bool
+) -> None:
+    models = {"actor": model_config(engine=engine, gen_layout=None if placement else gen_layout)}
+    cluster = "h100-1x4" if placement else "h100-1x2"
+    plan = compile_plan(graphs.grpo(), graphs.request(cluster, models=models, placement=placement))
+    assert has_ranks_beside_trainers(plan) == waits
+
+
+def test_members_wait_until_all_have_come() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    came: list[int] = []
+
+    def member(number: int) -> None:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+        groups = SimpleNamespace(_store=client, _num_members=3)
+        ProcessGroups.wait_for_all(groups)  # type: ignore[arg-type]
+        came.append(number)
+
+    members = [Thread(target=member, args=(number,)) for number in range(3)]
+    for first in members[:2]:
+        first.start()
+    members[0].join(0.3)
+    assert came == []
+    members[2].start()
+    for each in members:
+        each.join(30)
+    assert sorted(came) == [0, 1, 2]
 
 
 def test_the_environment_is_in_the_actors_options() -> None:

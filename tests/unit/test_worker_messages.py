@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,17 @@ import pytest
 from ray.exceptions import RayActorError
 
 from hflow.errors import RunError, WorkerFailureError
-from hflow.planner.ir import ClusterSpec, Replica
+from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import PublishReport
+from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import NodeTask, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES
 from hflow.workers.ray.ray_actors import RayActors
-from hflow.workers.ray.ray_weights import _weights_loaded
+from hflow.workers.ray.ray_weights import RayWeights, _weights_loaded
 from hflow.workers.ray.ray_workers import RayWorkers, done_within
 from hflow.workers.worker import Worker
 
@@ -66,6 +68,57 @@ class DyingWorkers(RayWorkers):
 
 async def _answer(snapshot: StackSnapshot) -> StackSnapshot:
     return snapshot
+
+
+@dataclass
+class Messages:
+    """What two workers that train, and the engine of a third, are sent for one update of weights."""
+
+    fails: str = ""
+    """The message that the engine answers with an error."""
+    sent: list[tuple[str, int]] = field(default_factory=list)
+
+    def send(self, worker: int, method: str, *arguments: Any) -> Any:
+        self.sent.append((method, worker))
+        report = PublishReport("m@gen", 3, 10, 0, 10, None, {2: 7 + worker}, 0.0, 1.0)
+        return ("handles", report) if method == "publish" else LoadedWeights((20,), (0,), (15,))
+
+    async def wait_all(self, call: WorkerCall, answers: dict[int, Any]) -> list[Any]:
+        await asyncio.sleep(0)
+        if self.fails and self.fails in call.activity:
+            raise RunError("no")
+        return list(answers.values())
+
+    async def call(self, worker: int, method: str, *arguments: Any) -> None:
+        self.sent.append((method, worker))
+
+    def wake(self) -> WeightsLoaded:
+        replicas = {
+            "m@train": Replica("m@train", "m", "train", "torch", Layout.parse("d2"), "a", (0, 1), ()),
+            "m@gen": Replica("m@gen", "m", "gen", "vllm", Layout.parse("d1"), "b", (2,), (2,)),
+        }
+        route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 20, 0, 0, "shared")
+        plan: Any = SimpleNamespace(weights=(route,), replica=replicas.__getitem__)
+        return asyncio.run(RayWeights(plan, self.send, self.wait_all, self.call).wake("m@gen", 3))
+
+
+UPDATE = [
+    *(("publish", 0), ("publish", 1), ("load_weights", 2)),
+    *(("free_weights", 0), ("free_weights", 1)),
+]
+
+
+def test_published_weights_are_freed_before_an_engine_wakes() -> None:
+    messages = Messages()
+    assert messages.wake() == WeightsLoaded(20, (7 + 8,), (15,))
+    assert messages.sent == [*UPDATE, ("wake", 2)]
+
+
+def test_an_engine_that_could_not_load_does_not_wake() -> None:
+    messages = Messages(fails="loading weights")
+    with pytest.raises(RunError, match="no"):
+        messages.wake()
+    assert messages.sent == UPDATE
 
 
 def errors(*names: str) -> list[str]:

@@ -202,7 +202,7 @@ def _resident(
             if name in inferred and rank.config.offload != "all":
                 state += memory.kept_after_infer(rank)
             routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
-            state += transfer.published_weights(rank, routes, is_loading=phase in (WAKE, GENERATE))
+            state += transfer.published_weights(rank, routes, is_loading=phase == WAKE)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
     return items + item(MemoryCategory.RUNTIME, overhead)
 

@@ -44,15 +44,15 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     """Return what a training rank holds of versions that are published.
 
     `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
-    this device needs of what is here until all engines of the replica have loaded theirs; some have their
-    cache by then. `shared` keeps its segments for the next version, in the memory of the host: on a CPU the
-    device's. With `delta` the slices that were sent last are kept too, to find what changes; as many changes
-    may be waiting for engines, since they are sent as long as they are smaller than the slices.
+    this device needs of what is here until all engines of the replica have loaded theirs, before any of them
+    allocates its cache. `shared` keeps its segments for the next version, in the memory of the host: on a CPU
+    the device's. With `delta` the slices that were sent last are kept too, to find what changes; as many
+    changes may be waiting for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: of a training replica.
         routes: on which it sends its weights, each with the number of ranks that receive them.
-        is_loading: whether engines may load the weights in this phase.
+        is_loading: whether engines load the weights in this phase.
     """
     share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
     items = Items()

@@ -68,6 +68,7 @@ class IpcChannel(WeightChannel):
     def free(self, handles: Iterable[Any]) -> None:
         """Drop all payloads: one publication is pending at most."""
         self._payloads.clear()
+        torch.cuda.ipc_collect()  # torch keeps what a receiver has opened until it is asked again
 
     def close(self) -> None:
         """Drop all payloads."""

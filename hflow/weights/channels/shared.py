@@ -68,6 +68,8 @@ class SharedChannel(WeightChannel):
         key = handle.process, handle.inode
         if key not in self._mapped:
             self._mapped[key] = _map(handle)
+            if torch.cuda.is_initialized():  # this process copies the bucket to its GPU
+                pin(self._mapped[key])
         return handle.header.with_payload(self._mapped[key][: handle.num_bytes])
 
     def free(self, handles: Iterable[Any]) -> None:
@@ -78,6 +80,9 @@ class SharedChannel(WeightChannel):
         """Free all segments. What receivers have mapped remains until they unmap it."""
         for segment in (*self._free, *self._used.values()):
             segment.close()
+        if torch.cuda.is_initialized():
+            for mapped in self._mapped.values():
+                unpin(mapped)
         self._free.clear()
         self._used.clear()
         self._mapped.clear()

@@ -1,4 +1,4 @@
-"""`EngineManager`: gives the engines of a worker new weights, and wakes and sleeps them."""
+"""`EngineManager`: gives the engines of a worker new weights, wakes them, and puts them to sleep."""
 
 from __future__ import annotations
 
@@ -60,20 +60,21 @@ class EngineManager:
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
         shared = {name for _, names in plan.schedule.shared for name in names}
-        self._sleep_levels: dict[str, SleepLevel] = {}
-        for replica, driver in drivers.items():
-            level = self._first_level(replica) if replica in shared else SleepLevel.PAUSE
-            self._sleep_levels[replica] = level
-            driver.sleep(level)
+        self._without_weights: dict[str, SleepLevel] = {}
+        """Engines that have freed their weights, and how."""
+        self._without_cache: set[str] = set()
+        """Engines that have freed their KV cache."""
+        for replica in drivers:
+            self._sleep(replica, self._first_level(replica) if replica in shared else SleepLevel.PAUSE)
 
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine has other weights than those of a version."""
         return self._versions.get(replica) != version
 
-    def wake(
+    def load_weights(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
     ) -> LoadedWeights | None:
-        """Give an engine the weights of a version, and let it generate.
+        """Give a stopped engine the weights of a version. Its KV cache remains free until it wakes.
 
         What was sent is loaded also by an engine that has the version: another engine of the replica, which
         was replaced, may need it as a member of the same broadcast.
@@ -90,25 +91,33 @@ class EngineManager:
         Raises:
             RunError: if the engine dropped the weights of this version when it slept.
         """
-        driver, level = self._drivers[replica], self._sleep_levels[replica]
         needs_weights = incoming is not None or self.needs_weights(replica, version)
-        was_stopped = replica not in self._awake_since
-        was_asleep = was_stopped and level is not SleepLevel.PAUSE
-        if was_asleep:
-            if level is SleepLevel.DROP_WEIGHTS and not needs_weights:
-                raise RunError(
-                    f"{replica} dropped its weights of version {version} when it slept, but must wake with "
-                    "them, which is a bug in hflow; resume the run from its last checkpoint"
-                )
-            driver.wake_weights()
-        update = self._update(replica, version, incoming) if needs_weights else None
-        if was_asleep:
-            driver.wake_cache()
-        if was_stopped:
-            driver.resume()
-            self._awake_since[replica] = time.time()
-            self._episodes.set_awake(replica, True)
-        return update
+        level = self._without_weights.pop(replica, None)
+        if level is SleepLevel.DROP_WEIGHTS and not needs_weights:
+            raise RunError(
+                f"{replica} dropped its weights of version {version} when it slept, but must wake with "
+                "them, which is a bug in hflow; resume the run from its last checkpoint"
+            )
+        if level is not None:
+            self._drivers[replica].wake_weights()
+        return self._update(replica, version, incoming) if needs_weights else None
+
+    def wake(self, replica: str) -> None:
+        """Let an engine generate, which has its weights. Nothing is done if it is awake.
+
+        Raises:
+            RunError: if it has none, as it has taken the place of the engine that loaded them.
+        """
+        if replica in self._awake_since:
+            return
+        if replica in self._without_weights or replica not in self._versions:
+            raise RunError(f"{replica} has no weights yet, so it cannot wake")
+        if replica in self._without_cache:
+            self._without_cache.remove(replica)
+            self._drivers[replica].wake_cache()
+        self._drivers[replica].resume()
+        self._awake_since[replica] = time.time()
+        self._episodes.set_awake(replica, True)
 
     def sleep(self, replica: str, level: SleepLevel) -> None:
         """Interrupt an engine and free its memory, as far as its level says. Unfinished requests are kept.
@@ -118,11 +127,16 @@ class EngineManager:
         if replica not in self._awake_since:
             return
         self._episodes.set_awake(replica, False)
-        self._drivers[replica].sleep(level)
-        self._sleep_levels[replica] = level
+        self._sleep(replica, level)
         start = self._awake_since.pop(replica)
         args = {"version": self._versions[replica]}
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
+
+    def _sleep(self, replica: str, level: SleepLevel) -> None:
+        self._drivers[replica].sleep(level)
+        if level is not SleepLevel.PAUSE:
+            self._without_weights[replica] = level
+            self._without_cache.add(replica)
 
     def take_stats(self) -> EngineStats:
         """Return what the engines did since the last call."""

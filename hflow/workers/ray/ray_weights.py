@@ -74,7 +74,10 @@ class RayWeights:
         return tuple((worker, publish_span(report)) for worker, report in reports.items())
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Let engines load new weights, published before or now, and start them."""
+        """Let engines load new weights, published before or now, and start them.
+
+        What was published is freed before any of them allocates its KV cache.
+        """
         is_new = self._versions.get(replica) != version
         self._versions[replica] = version
         publication = self._published.pop(replica, None)
@@ -82,9 +85,8 @@ class RayWeights:
             publication = self._start_publishing(self._routes[replica], version)
         engine = self._plan.replica(replica)
         handles = () if publication is None else publication.handles
-        answers = {worker: self._send(worker, "wake", replica, version, *handles) for worker in engine.heads}
-        call = _replica_call(engine, "wake", replica, version)
-        tasks = [asyncio.ensure_future(self._wait_all(call, answers))]
+        loading = self._call_heads(engine, "load_weights", replica, version, *handles)
+        tasks = [asyncio.ensure_future(loading)]
         if publication is not None:
             tasks.append(asyncio.ensure_future(self._reports(publication)))
         try:
@@ -94,6 +96,7 @@ class RayWeights:
                 task.cancel()
             if publication is not None:
                 await self._free(replica, publication)
+        await self._call_heads(engine, "wake", replica)
         return _weights_loaded(engine, updates, reports[0] if reports else {})
 
     def forget(self, replica: str) -> None:
@@ -110,6 +113,11 @@ class RayWeights:
         handles, reports = zip(*references.values(), strict=True)
         call = _replica_call(source, "publish", route.dst, version)
         return _Publication(handles, call, dict(zip(references, reports, strict=True)), num_losses)
+
+    def _call_heads(self, engine: Replica, method: str, *arguments: Any) -> Any:
+        """Send a message to the engines of a replica; return what waits for their answers."""
+        answers = {worker: self._send(worker, method, *arguments) for worker in engine.heads}
+        return self._wait_all(_replica_call(engine, method, *arguments), answers)
 
     async def _reports(self, publication: _Publication) -> dict[int, PublishReport]:
         reports = await self._wait_all(publication.call, publication.reports)
