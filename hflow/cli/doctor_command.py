@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hflow.doctor import check_machine
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_gpus, read_gpus
+from hflow.doctor.gpus import check_attention, check_gpus, read_gpus
 from hflow.doctor.trial_runs import try_runs
 from hflow.terminal import show
 
@@ -60,6 +60,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
             yield Finding("trial", "all", False, detail, "hflow doctor --gpus 0 tries CPUs", required=False)
             return
         memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
+    yield from check_attention("cuda" if num_gpus else "cpu")
     yield from try_runs(num_gpus, memory_gib)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hflow.doctor.finding import Finding
+from hflow.errors import BackendError
 from hflow.planner.hardware import GIB
 from hflow.types.attention_kernel import flash_attn_version
 from hflow.workers.real_devices import (
@@ -21,9 +22,12 @@ from hflow.workers.real_devices import (
 
 MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
+MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
+"""Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 
+_ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
 _QUERY = "name,driver_version,memory.total,memory.used"
 
 
@@ -107,6 +111,25 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
         is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
         fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
         yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+
+
+def check_attention(device: str) -> Iterator[Finding]:
+    """Compare what the attention kernels of a device compute, forward and backward, with float64."""
+    import torch
+
+    from hflow.backends.attention_check import attention_error
+
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        try:
+            error = attention_error(device, dtype)
+        except (BackendError, RuntimeError) as problem:
+            yield Finding("kernel", f"attention {name}", False, str(problem).splitlines()[0], _ATTENTION_FIX)
+            continue
+        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[name]
+        detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
+        yield Finding(
+            "kernel", f"attention {name}", is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX
+        )
 
 
 def check_shared_memory(num_bytes: int) -> Finding:

@@ -17,13 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hflow.doctor.finding import Finding
+from hflow.planner.hardware import GIB
 
 TIMEOUT = 600.0
 """Seconds that one run may take."""
 MAX_GAP = 0.1
 """Largest mean difference between the log-probs of engine and trainer, in nats. In bf16 it is about 0.01."""
 
-_EMBEDDED = "models.actor.gen.engine=embedded"
+LEFT_FREE = 0.15
+"""Share of a GPU's memory that a cache which fills it leaves to the runtimes of two processes and buffers."""
+
+_EMBEDDED, _VLLM = "models.actor.gen.engine=embedded", "models.actor.gen.engine=vllm"
+_MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class TrialRun:
     name: str
     purpose: str
     overrides: tuple[str, ...]
-    """Settings. `{n}` is the number of devices, `{half}` half of it."""
+    """Settings. `{n}` is the number of devices, `{half}` half of it, `{cache_gib}` what fills a GPU."""
     num_devices: int | None = None
     """Devices that it runs on; None: all."""
     min_devices: int = 1
@@ -43,6 +48,8 @@ class TrialRun:
     """Importable name of a package that it needs."""
     on_cpu: bool = True
     """Whether it can run on CPUs too."""
+    fills_memory: bool = False
+    """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
 
 
 TRIAL_RUNS = (
@@ -56,7 +63,7 @@ TRIAL_RUNS = (
     TrialRun(
         "megatron",
         "tensor parallelism",
-        (_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}t2p1"),
+        (_EMBEDDED, *_MEGATRON),
         min_devices=2,
         multiple=2,
         package="megatron",
@@ -78,10 +85,34 @@ TRIAL_RUNS = (
     TrialRun(
         "ipc",
         "vLLM beside the trainer, new weights in the memory of the GPU",
-        ("models.actor.gen.engine=vllm", "models.actor.gen.transport=ipc"),
+        (_VLLM, "models.actor.gen.transport=ipc"),
         1,
         package="vllm",
         on_cpu=False,
+    ),
+    TrialRun(
+        "vllm ranks",
+        "vLLM with tensor ranks, beside FSDP2",
+        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.layout=d{half}t2"),
+        min_devices=2,
+        multiple=2,
+        package="vllm",
+    ),
+    TrialRun(
+        "megatron with vllm",
+        "vLLM with tensor ranks, beside megatron's",
+        (_VLLM, *_MEGATRON, "models.actor.gen.layout=d{half}t2"),
+        min_devices=2,
+        multiple=2,
+        package="vllm",
+    ),
+    TrialRun(
+        "full memory",
+        "vLLM beside the trainer, with a KV cache that takes the memory of the GPU",
+        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.cache_gib={cache_gib}"),
+        package="vllm",
+        on_cpu=False,
+        fills_memory=True,
     ),
 )
 
@@ -119,9 +150,15 @@ def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) ->
     cluster = [f"cluster=cpu-1x{num}"]
     if num_gpus:
         cluster = [f"cluster=h100-1x{num}", f"device_memory_gib={memory_gib:.1f}"]
-    settings = [text.format(n=num, half=num // 2) for text in run.overrides]
+    values = {"n": num, "half": num // 2, "cache_gib": cache_that_fills(memory_gib or 0.0)}
+    settings = [text.format(**values) for text in run.overrides]
     size = ["steps=2", f"batch={8 * num}", "nodes.eval_gen.after=1000", "data.heldout.limit=4"]
     return [sys.executable, "-m", "hflow", "run", "grpo", "--plain", *size, *cluster, *settings, f"out={out}"]
+
+
+def cache_that_fills(memory_gib: float) -> float:
+    """Return the GiB of a KV cache that takes a GPU's memory, but for what everything else on it needs."""
+    return round((1 - LEFT_FREE) * memory_gib, 1)
 
 
 def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
@@ -138,15 +175,55 @@ def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
         else:
             lines = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()
             problem = lines[-1] if result.returncode else None
-        seconds, gap = time.monotonic() - started, 0.0 if problem else _engine_gap(Path(out))
-    detail = problem or f"{seconds:.0f} s, log-probs of engine and trainer differ by {gap:.2g}"
-    is_right = problem is None and gap <= MAX_GAP
-    return Finding("trial", run.name, is_right, f"{run.purpose}: {detail}", _fix(arguments))
+        seconds = time.monotonic() - started
+        if problem is not None:
+            return Finding("trial", run.name, False, f"{run.purpose}: {problem}", _fix(arguments))
+        gap, sleep = _engine_gap(Path(out)), _last_sleep(Path(out))
+    detail = (
+        f"{run.purpose}: {seconds:.0f} s, log-probs of engine and trainer differ by {gap:.2g}{sleep.text}"
+    )
+    wanted = cache_that_fills(memory_gib or 0.0) if run.fills_memory else 0.0
+    is_right = gap <= MAX_GAP and sleep.freed_gib >= wanted
+    if sleep.freed_gib < wanted:
+        detail += f", but its cache has {wanted:.1f} GiB"
+    return Finding("trial", run.name, is_right, detail, _fix(arguments))
 
 
 def _fix(arguments: list[str]) -> str:
     shown = [part for part in arguments[3:] if not part.startswith("out=")]
     return "see all of its output: hflow " + " ".join(f"'{part}'" if " " in part else part for part in shown)
+
+
+@dataclass(frozen=True)
+class _Sleep:
+    """What an engine freed on a GPU when it last slept, and how long it took."""
+
+    freed_gib: float = 0.0
+    seconds: float = 0.0
+    waking_seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        if not self.seconds:
+            return ""
+        return (
+            f", the engine frees {self.freed_gib:.1f} GiB in {self.seconds:.1f} s "
+            f"and takes it again in {self.waking_seconds:.1f} s"
+        )
+
+
+def _last_sleep(out: Path) -> _Sleep:
+    """Return the last change of an engine's memory in the run's trace; nothing if it used no GPU."""
+    (trace,) = out.glob("grpo/latest/trace.json")
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    found = {"sleep": 0.0, "allocate weights": 0.0, "allocate cache": 0.0}
+    freed = 0.0
+    for span in sorted(spans, key=lambda span: span["ts"]):
+        what = span["name"].rpartition(" ")[0]
+        if what in found and "freed_bytes" in span["args"]:
+            found[what] = span["dur"] / 1e6
+            freed = span["args"]["freed_bytes"] / GIB if what == "sleep" else freed
+    return _Sleep(freed, found["sleep"], found["allocate weights"] + found["allocate cache"])
 
 
 def _engine_gap(out: Path) -> float:

@@ -95,6 +95,13 @@ freed without the collector's help. At Python's own thresholds the collector vis
 a step, for 0.1 s each time."""
 
 
+def free_device_bytes() -> int | None:
+    """Return the free memory of this process's GPU; None if it uses none."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
+
+
 def freeze_gc() -> None:
     """Exclude all existing objects from garbage collection, and let it run less often.
 

@@ -1,8 +1,21 @@
 """What `hflow doctor --gpus N` checks before it starts anything, and the runs that it tries."""
 
-import pytest
+import json
+import re
+import subprocess
+from pathlib import Path
 
-from hflow.doctor.gpus import check_gpus, check_listed_gpus, check_shared_memory, parse_gpus
+import pytest
+import torch
+
+from hflow.backends.packed_attention import attend
+from hflow.doctor.gpus import (
+    check_attention,
+    check_gpus,
+    check_listed_gpus,
+    check_shared_memory,
+    parse_gpus,
+)
 from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
 from hflow.launch.compile import compile_recipe
 from hflow.planner.hardware import GIB
@@ -49,15 +62,97 @@ def test_a_machine_without_gpus_gets_a_line_for_each_check():
 def test_a_run_that_cannot_be_tried_says_why(monkeypatch):
     monkeypatch.setattr("hflow.doctor.trial_runs._try", lambda *_: pytest.fail("it was started"))
     monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [run for run in TRIAL_RUNS if not run.on_cpu])
-    (ipc,) = try_runs(0, None)
-    assert (ipc.ok, ipc.required) == (False, False)
-    assert "not checked, it needs a GPU" in ipc.detail
+    for found in try_runs(0, None):
+        assert (found.ok, found.required) == (False, False)
+        assert "not checked, it needs a GPU" in found.detail
+
+
+def test_attention_of_this_machine_is_right():
+    found = list(check_attention("cpu"))
+    assert [finding.name for finding in found] == ["attention fp32", "attention bf16"]
+    assert all(finding.ok for finding in found), found
+
+
+def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.05 * gradient
+
+    monkeypatch.setattr(
+        "hflow.backends.attention_check.attend", lambda *inputs: WrongGradient.apply(attend(*inputs))
+    )
+    for finding in check_attention("cpu"):
+        assert not finding.ok
+        assert re.search(
+            r"torch sdpa: output and gradient differ from float64 by .* and 0\.0[4-6]", finding.detail
+        )
+
+
+def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: no kernel image\nmore lines")
+
+    monkeypatch.setattr("hflow.backends.attention_check.attend", fail)
+    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 2
+
+
+def write_run(out, *spans):
+    run = out / "grpo" / "latest"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(json.dumps({"actor_train/engine_gap": 0.01}) + "\n")
+    events = [
+        {"ph": "X", "name": f"{what} actor@gen", "ts": place, "dur": seconds * 1e6, "args": args}
+        for place, (what, seconds, args) in enumerate(spans)
+    ]
+    (run / "trace.json").write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
+
+
+@pytest.mark.parametrize(
+    ("freed_gib", "is_right", "end"),
+    [
+        (70.0, True, "the engine frees 70.0 GiB in 0.5 s and takes it again in 1.2 s"),
+        (
+            3.0,
+            False,
+            "the engine frees 3.0 GiB in 0.5 s and takes it again in 1.2 s, but its cache has 68.0 GiB",
+        ),
+    ],
+)
+def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_right, end):
+    full = next(run for run in TRIAL_RUNS if run.fills_memory)
+
+    def run(arguments, cwd, **_):
+        assert "models.actor.gen.cache_gib=68.0" in arguments
+        freed = {"freed_bytes": freed_gib * GIB}
+        write_run(
+            Path(cwd),
+            ("sleep", 2.0, {"freed_bytes": 5 * GIB}),
+            ("allocate weights", 0.2, {"freed_bytes": -GIB}),
+            ("weights", 3.0, {}),
+            ("allocate cache", 1.0, {"freed_bytes": -freed_gib * GIB}),
+            ("sleep", 0.5, freed),
+        )
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
+    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [full])
+    monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
+    (found,) = try_runs(1, 80.0)
+    assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_gpus", [0, 2, 8])
-@pytest.mark.parametrize("run", [run for run in TRIAL_RUNS if run.on_cpu], ids=lambda run: run.name)
-def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path):
+@pytest.mark.parametrize("run", TRIAL_RUNS, ids=lambda run: run.name)
+def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypatch):
+    if num_gpus == 0 and not run.on_cpu:
+        pytest.skip("it is not tried on CPUs")
+    monkeypatch.setattr("hflow.launch.plan_request.engine_problems", lambda device: {})
     arguments = command(run, num_gpus, 79.6, str(tmp_path))
     overrides = arguments[arguments.index("--plain") + 1 :]
     plan = compile_recipe(find_recipe("grpo"), overrides).plan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hflow.backends.interface import ModelBackend
 from hflow.errors import RunError
@@ -18,6 +18,7 @@ from hflow.weights.loading import LoadedWeights
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import EngineStats, Span
+from hflow.workers.process_setup import free_device_bytes
 
 
 class EngineManager:
@@ -99,7 +100,8 @@ class EngineManager:
                 "them, which is a bug in hflow; resume the run from its last checkpoint"
             )
         if level is not None:
-            self._drivers[replica].wake_weights()
+            with self._measured("allocate weights", replica):
+                self._drivers[replica].wake_weights()
         return self._update(replica, version, incoming) if needs_weights else None
 
     def wake(self, replica: str) -> None:
@@ -114,7 +116,8 @@ class EngineManager:
             raise RunError(f"{replica} has no weights yet, so it cannot wake")
         if replica in self._without_cache:
             self._without_cache.remove(replica)
-            self._drivers[replica].wake_cache()
+            with self._measured("allocate cache", replica):
+                self._drivers[replica].wake_cache()
         self._drivers[replica].resume()
         self._awake_since[replica] = time.time()
         self._episodes.set_awake(replica, True)
@@ -133,10 +136,22 @@ class EngineManager:
         self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
 
     def _sleep(self, replica: str, level: SleepLevel) -> None:
-        self._drivers[replica].sleep(level)
-        if level is not SleepLevel.PAUSE:
+        if level is SleepLevel.PAUSE:
+            self._drivers[replica].sleep(level)
+        else:
+            with self._measured("sleep", replica):
+                self._drivers[replica].sleep(level)
             self._without_weights[replica] = level
             self._without_cache.add(replica)
+
+    @contextmanager
+    def _measured(self, what: str, replica: str) -> Iterator[None]:
+        """Report the span of a change of an engine's memory, with the bytes of its GPU that it frees."""
+        start, before = time.time(), free_device_bytes()
+        yield
+        after = free_device_bytes()
+        args = {} if before is None or after is None else {"freed_bytes": after - before}
+        self._on_span(Span(f"{what} {replica}", "weights", start, time.time(), args))
 
     def take_stats(self) -> EngineStats:
         """Return what the engines did since the last call."""
