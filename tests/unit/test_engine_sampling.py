@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hflow.backends.common.seeds import seed_words, uniforms
-from hflow.backends.embedded_engine.sampling import SamplingRows, draw
+from hflow.backends.embedded_engine.sampling import SamplingRows, _restrict, draw
 from hflow.backends.interface import SamplingParams
 
 CPU = torch.device("cpu")
@@ -66,6 +68,33 @@ def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: l
     expected = torch.zeros(4).index_put((torch.tensor(support),), kept / kept.sum())
     assert frequencies(tokens) == pytest.approx(expected.tolist(), abs=0.03)
     torch.testing.assert_close(logprobs.float(), torch.tensor(PROBABILITIES).log()[tokens])
+
+
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=2, max_size=40),
+    num_ranked=st.sampled_from([1, 3, 10]),
+    limits=st.lists(st.tuples(st.integers(0, 41), st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
+)
+def test_the_kept_tokens_are_the_first_of_all_sorted_tokens(counts, num_ranked, limits) -> None:
+    """Of equally likely ones those with the lowest ids, however many tokens were ranked first."""
+    probabilities = np.array(counts) / sum(counts)
+    order = np.argsort(-probabilities, kind="stable")
+    params, wanted = [], []
+    for top_k, num_kept, is_free in limits:
+        left = probabilities[order][: top_k or None]
+        num = min(num_kept, len(left))
+        middle_of_last = (left[:num].sum() - left[num - 1] / 2) / left.sum()
+        params.append(
+            SamplingParams() if is_free else SamplingParams(top_k=top_k, top_p=float(middle_of_last))
+        )
+        wanted.append(sorted(order if is_free else order[:num]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", num_ranked)
+        rows = SamplingRows.of(params, len(counts), CPU)
+    logprobs = torch.tensor(np.log(probabilities), dtype=torch.float32).expand(len(params), -1)
+    kept = _restrict(logprobs, rows)
+    assert [row.nonzero()[:, 0].tolist() for row in kept] == wanted
+    torch.testing.assert_close(kept, logprobs.exp() * (kept > 0))
 
 
 def test_rows_with_different_parameters_are_independent() -> None:

@@ -25,6 +25,9 @@ from hflow.backends.common.seeds import seed_words, uniforms
 from hflow.backends.interface import SamplingParams
 from hflow.data.device_copy import to_device
 
+NUM_RANKED = 1024
+"""Tokens that are ranked for `top_p` before the whole vocabulary is."""
+
 
 @dataclass(frozen=True)
 class SamplingRows:
@@ -39,6 +42,8 @@ class SamplingRows:
     """int64 `[S, 1]`; None, as `top_p`, if no sequence restricts its tokens."""
     top_p: Tensor | None
     """float32 `[S, 1]`."""
+    num_ranked: int = 0
+    """How many of the likeliest tokens are ranked before all are; see `_restrict`."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
@@ -57,6 +62,7 @@ class SamplingRows:
             greedy=on_device(greedy) if any(greedy) else None,
             top_k=on_device([[p.top_k or vocab_size] for p in params]) if restricted else None,
             top_p=on_device([[p.top_p] for p in params]) if restricted else None,
+            num_ranked=_num_ranked(params, vocab_size) if restricted else 0,
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> SamplingRows:
@@ -66,8 +72,11 @@ class SamplingRows:
             return replace(self, words=self.words[rows])
         device = next(column.device for column in columns if column is not None)
         index = to_device(torch.from_numpy(rows), device)
-        taken = (None if c is None else c.index_select(0, index) for c in columns)
-        return SamplingRows(self.words[rows], *taken)
+        temperature, greedy, top_k, top_p = (
+            None if column is None else column.index_select(0, index) for column in columns
+        )
+        words = self.words[rows]
+        return replace(self, words=words, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p)
 
 
 def draw(
@@ -116,12 +125,34 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
 
     The nucleus is the smallest set of likeliest tokens with at least `top_p` of the probability that `top_k`
     leaves (Holtzman et al., "The curious case of neural text degeneration", 2020).
+
+    A whole vocabulary takes long to sort, so the `num_ranked` likeliest tokens are ranked first. They have
+    the nucleus unless the distribution is nearly flat; then all are ranked.
     """
     probabilities = logprobs.exp()
     if rows.top_k is None or rows.top_p is None:
         return probabilities
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=ranked.device) >= rows.top_k, 0)
-    before = ranked.cumsum(-1) - ranked
-    ranked = ranked.masked_fill(before >= rows.top_p * ranked.sum(-1, keepdim=True), 0)
-    return torch.zeros_like(ranked).scatter(1, order, ranked)
+    vocab_size = probabilities.shape[1]
+    is_free = (rows.top_k >= vocab_size) & (rows.top_p >= 1)
+    ranked = probabilities.topk(rows.num_ranked, dim=-1).values
+    has_whole_top_k = rows.top_k <= rows.num_ranked
+    within = torch.arange(rows.num_ranked, device=ranked.device) < rows.top_k
+    ranked = ranked.where(within, 0)
+    total = torch.where(has_whole_top_k, ranked.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
+    wanted = rows.top_p * total
+    has_nucleus = has_whole_top_k | (ranked.sum(-1, keepdim=True) >= wanted)
+    if rows.num_ranked < vocab_size and not bool((has_nucleus | is_free).all()):
+        return _restrict(logprobs, replace(rows, num_ranked=vocab_size))
+    kept = within & (ranked.cumsum(-1) - ranked < wanted)
+    num_kept = kept.sum(-1, keepdim=True)
+    least = ranked.gather(1, (num_kept - 1).clamp_(min=0))  # none is kept where logits are NaN
+    # Of equally likely tokens those with the lowest ids are kept, as if all tokens had been sorted.
+    is_least = probabilities == least
+    num_least = num_kept - (ranked > least).sum(-1, keepdim=True)
+    is_kept = (probabilities > least) | (is_least & (is_least.cumsum(-1) <= num_least))
+    return probabilities.where(is_free | is_kept, 0)
+
+
+def _num_ranked(params: Sequence[SamplingParams], vocab_size: int) -> int:
+    """Return how many tokens are ranked first: at least each `top_k` that leaves tokens out."""
+    return min(vocab_size, max(NUM_RANKED, *(p.top_k or 0 for p in params)))
