@@ -81,7 +81,7 @@ class NodeTime:
     parts: tuple[tuple[str, float], ...]
     """Named seconds that add up to `seconds`, as (`forward`, 1.2), (`all-gather`, 0.1)."""
     limit: str
-    """What limits the largest part: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
+    """What limits most of the seconds: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
 
 
 @dataclass(frozen=True)

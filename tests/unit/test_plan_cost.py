@@ -241,6 +241,13 @@ def test_parts_add_up_to_a_node():
     assert (row.seconds, row.parts, row.limit) == (3.0, (("a", 1.0), ("c", 2.0)), NETWORK)
 
 
+def test_the_limit_of_a_node_is_that_of_most_of_its_seconds():
+    collectives = [Part("all-gather", 18.0, NETWORK), Part("reduce-scatter", 18.1, NETWORK)]
+    assert node_time("n", [Part("forward", 22.8, COMPUTE), *collectives]).limit == NETWORK
+    assert node_time("n", [Part("forward", 36.2, COMPUTE), *collectives]).limit == COMPUTE
+    assert node_time("n", []).limit == LATENCY
+
+
 def test_decoding_turns_from_memory_to_compute():
     # fp32 without context: 2 b FLOPs and 4 bytes a weight, so b = 4 x 1e12 / (2 x 1e11) = 20.
     one = side()

@@ -28,7 +28,7 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.kernels import attention_rate, elementwise_bytes, pass_seconds, product_rate
 from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
+from hflow.planner.cost.roofline import LATENCY, Part, main_limit, roofline
 from hflow.planner.model_shape import cached_tokens
 from hflow.planner.workload import Workload, expected_max, sample_lengths
 
@@ -180,17 +180,14 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
 
 def _decode(name: str, replica: ReplicaCosts, phases: Sequence[DecodePhase]) -> list[Part]:
     """Return the seconds of decoding, with the limit of most of them."""
-    seconds = {COMPUTE: 0.0, MEMORY: 0.0, LATENCY: 0.0}
     step_of = DecodeStep(replica)
-    for phase in phases:
-        step = step_of(phase.sequences, phase.context)
-        seconds[step.limit] += step.seconds * phase.num_steps
+    steps = [step_of(phase.sequences, phase.context).times(phase.num_steps) for phase in phases]
     num_steps = sum(phase.num_steps for phase in phases)
     # The time of collectives is linear in the sequences, so that their mean is enough.
     sequences = sum(phase.sequences * phase.num_steps for phase in phases) / num_steps if num_steps else 0.0
     link_time = decode_collectives(replica, sequences).times(num_steps)
-    limit = max(seconds, key=seconds.__getitem__)
-    return [Part(name, sum(seconds.values()), limit), link_time.part(f"{name} collectives")]
+    decoding = Part(name, sum(step.seconds for step in steps), main_limit(steps))
+    return [decoding, link_time.part(f"{name} collectives")]
 
 
 def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> Part:

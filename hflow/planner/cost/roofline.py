@@ -75,13 +75,20 @@ def roofline(
     return Part(name, max(device, host) if is_ahead else device + host, limit)
 
 
+def main_limit(parts: Iterable[Part]) -> str:
+    """Return the limit under which parts that follow one another take most of their seconds."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        seconds[part.limit] = seconds.get(part.limit, 0.0) + part.seconds
+    return max(seconds, key=seconds.__getitem__, default=LATENCY)
+
+
 def node_time(node: str, parts: Iterable[Part]) -> NodeTime:
     """Return the time of parts that follow one another, without those that take no time."""
     parts = [part for part in parts if part.seconds > 0]
-    largest = max(parts, key=lambda part: part.seconds, default=Part("", 0.0, LATENCY))
     return NodeTime(
         node=node,
         seconds=sum(part.seconds for part in parts),
         parts=tuple((part.name, part.seconds) for part in parts),
-        limit=largest.limit,
+        limit=main_limit(parts),
     )

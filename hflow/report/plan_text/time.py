@@ -21,8 +21,8 @@ LEAST_PART = 0.005
 NEW_WEIGHTS = "new weights"
 """What an engine's row shows: loading the weights that were trained."""
 TIME_NOTE = (
-    "Seconds of one execution (of a stream's source: of a whole batch), their parts, and what limits the "
-    "largest part."
+    "Seconds of one execution (of a stream's source: of a whole batch), their parts, and what limits "
+    "most of these seconds."
 )
 
 
