@@ -383,6 +383,9 @@ class EngineSetup:
     """Processor cores of each tensor rank; empty: it may use all that its worker may use."""
     shares_devices: bool = False
     """Whether other replicas use the same devices while the engine sleeps."""
+    receives_weights: bool = False
+    """Whether `load_weights` is called before the engine first generates, so that it need not read those of
+    its checkpoint, except the base of adapters."""
 
 
 @dataclass(frozen=True)

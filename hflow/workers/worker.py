@@ -614,6 +614,7 @@ def build_engines(
     Returns:
         The engines, and the names of those that share storage with a trainer here.
     """
+    routed = {route.dst for route in setup.plan.weights}
     source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
     drivers: dict[str, EngineDriver] = {}
     sharing = set()
@@ -639,6 +640,7 @@ def build_engines(
                     other.group == replica.group and other.name != replica.name
                     for other in setup.plan.replicas
                 ),
+                receives_weights=replica.name in routed and module is None,
             )
         )
         drivers[replica.name] = EngineDriver(engine)

@@ -1,4 +1,4 @@
-"""Environment variables of worker processes, and the options of their actors."""
+"""Environment variables of worker processes and engines, and the options of their actors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import pytest
 from model_configs import model_config
 from torch._C._distributed_c10d import TCPStore
 
+from hflow.backends.interface import EngineSetup, ModelSettings
+from hflow.backends.vllm_engine.launch_options import reads_checkpoint
+from hflow.config.schema import LoraConfig
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_groups import ProcessGroups
 from hflow.workers.process_setup import device_environment
@@ -131,3 +134,19 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
     before, after = map(int, child.stdout.split())
     assert before > 1000
     assert after < 100
+
+
+@pytest.mark.parametrize(
+    ("path", "receives", "lora", "reads"),
+    [
+        ("model", False, None, True),
+        ("model", True, None, False),
+        ("model", True, LoraConfig(), True),
+        (None, True, None, False),
+    ],
+)
+def test_vllm_reads_only_the_weights_that_it_draws_with(
+    path: str | None, receives: bool, lora: LoraConfig | None, reads: bool
+) -> None:
+    setup = EngineSetup(ModelSettings("actor", path=path, lora=lora), receives_weights=receives)
+    assert reads_checkpoint(setup) == reads

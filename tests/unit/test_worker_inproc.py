@@ -14,6 +14,7 @@ import worker_kit as kit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
+from hflow.backends.interface import EngineSetup
 from hflow.durable_files import file_checksum
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
@@ -44,6 +45,23 @@ async def generate(workers: Workers, groups: int = 4) -> list[Any]:
     events = await kit.collect(workers, 0, 2 * half) + await kit.collect(workers, 1, 2 * (groups - half))
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     return events
+
+
+@pytest.mark.parametrize(("cluster", "receives"), [("cpu-1x1", False), ("cpu-1x2", True)])
+def test_an_engine_knows_that_a_route_brings_its_weights(cluster: str, receives: bool) -> None:
+    """It does not where the engine reads those of a trainer on the same worker in place."""
+    setup = kit.setup_of(f"cluster={cluster}")
+    built: list[EngineSetup] = []
+
+    def build(engine: EngineSetup) -> Any:
+        built.append(engine)
+        return setup.factories["embedded"](engine)
+
+    async def work(workers: Workers) -> None:
+        await workers.wake("actor@gen", 0)
+
+    with_workers(dataclasses.replace(setup, factories={**setup.factories, "embedded": build}), work)
+    assert {engine.receives_weights for engine in built} == {receives}
 
 
 async def prepare(workers: Workers) -> tuple[int, ...]:

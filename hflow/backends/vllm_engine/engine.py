@@ -18,7 +18,7 @@ from hflow.backends.interface import (
     SamplingParams,
 )
 from hflow.backends.vllm_engine.engine_process import EngineProcess
-from hflow.backends.vllm_engine.launch_options import engine_arguments, environment
+from hflow.backends.vllm_engine.launch_options import engine_arguments, environment, reads_checkpoint
 from hflow.backends.vllm_engine.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel
@@ -61,6 +61,7 @@ class VllmEngine(GenerationEngine):
             temporary=str(self._process.directory),
             tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
+            reads_checkpoint=reads_checkpoint(setup),
             sleeps=setup.shares_devices and settings.device != "cpu",
         )
         self._process.start(environment(setup) | _IN_PROCESS, process_settings)

@@ -22,6 +22,9 @@ class ProcessSettings:
     tokenizer: TokenizerSettings | None
     cores: tuple[int, ...]
     """Processor cores of all tensor ranks; empty: those of the worker."""
+    reads_checkpoint: bool
+    """Whether the engine starts with the weights of a checkpoint; otherwise it has none before others are
+    loaded."""
     sleeps: bool
     """Whether vLLM frees its device memory while the engine sleeps."""
 

@@ -51,9 +51,9 @@ class Stepper:
         self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
         self._version = 0
-        self._has_weights = settings.settings.path is not None
-        """Whether the weights are those of a version: not before random ones are loaded, nor after they were
-        dropped."""
+        self._has_weights = settings.reads_checkpoint
+        """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
+        are dropped."""
         self._requests: dict[str, GenerationRequest] = {}
         self._names: dict[int, str] = {}
         """Request id -> the name that vLLM knows it by, which it must not see twice."""
@@ -93,8 +93,8 @@ class Stepper:
         """
         if not self._has_weights:
             raise BackendError(
-                "the engine has no weights: it dropped them when it slept, or failed to load others; resume "
-                "the run from its last checkpoint"
+                "the engine has no weights: it dropped them when it slept, or has loaded none; resume the "
+                "run from its last checkpoint"
             )
         outputs = self._core.get_output()
         finished: Results = []
@@ -197,7 +197,7 @@ class Stepper:
 
 def _engine_args(settings: ProcessSettings) -> EngineArgs:
     return EngineArgs(
-        load_format="auto" if settings.settings.path is not None else "dummy",
+        load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
         async_scheduling=False,
         enable_sleep_mode=settings.sleeps,
