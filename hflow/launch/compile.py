@@ -113,17 +113,26 @@ def compile_recipe(
 
     request = requested(config)
     check_unused_keys(graph, request)
+    searched = None
     free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
-        found = search(graph, replace(request, placement=placement, free=free), simulate=simulated_period)
+        searched = replace(request, placement=placement, free=free)
+        found = search(graph, searched, simulate=simulated_period)
         candidates = found.candidates
         config = with_choices(config, found.overrides)
         request = requested(config)
         request = replace(request, warnings=(*request.warnings, *found.warnings))
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
-    compiled_plan = compile_plan(graph, request, candidates=candidates, with_limits=with_limits)
+    compiled_plan = compile_plan(
+        graph,
+        request,
+        candidates=candidates,
+        with_limits=with_limits,
+        searched=searched,
+        simulate=simulated_period,
+    )
     bodies = loaded.bodies(_options(graph))
     return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers)
 

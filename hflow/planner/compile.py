@@ -17,7 +17,7 @@ from hflow.planner.memory import (
 )
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
-from hflow.planner.search import decide_layouts, nearest_fit, throttles
+from hflow.planner.search import Basis, PeriodFunction, decide_layouts, nearest_fit, throttles
 from hflow.planner.serialise import plan_digest
 from hflow.planner.structure import plan_structure
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -30,6 +30,8 @@ def compile_plan(
     *,
     candidates: tuple[Candidate, ...] = (),
     with_limits: bool = False,
+    searched: PlanRequest | None = None,
+    simulate: PeriodFunction | None = None,
 ) -> Plan:
     """Decide where every node runs, in which order, and by which rules its data moves.
 
@@ -38,6 +40,8 @@ def compile_plan(
         request: the cluster, where each model runs, and the settings of the run.
         candidates: placements that were compared, if the planner has chosen this one.
         with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
+        searched: the request before the planner chose this one; limits need it.
+        simulate: as in `search`; for limits.
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together, or the estimated memory exceeds that of
@@ -53,7 +57,8 @@ def compile_plan(
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
         if with_limits and plan.cluster.device == "cuda":
-            limits = throttles(graph, request, estimates, is_placed=not candidates)
+            basis = Basis(graph, request, searched, simulate)
+            limits = throttles(basis, estimates, is_placed=not candidates)
             estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))

@@ -31,7 +31,8 @@ class PlanFigures:
     dollars: float | None
     """Of the whole run."""
     is_lower_bound: bool = False
-    """Whether seconds, days and dollars leave out waiting for late responses."""
+    """Whether seconds, days and dollars leave out waiting for late responses; samples per second are an upper
+    bound then."""
 
 
 def leaves_waiting_out(plan: Plan) -> bool:
@@ -45,11 +46,26 @@ def leaves_waiting_out(plan: Plan) -> bool:
     return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 
+def step_seconds(plan: Plan) -> tuple[float | None, bool]:
+    """Return the seconds of a step, and whether they are a lower bound.
+
+    Where the period leaves out waiting for late responses, they are what the state machine took when the
+    planner compared placements, if it did.
+    """
+    period = plan.forecast.period if plan.forecast is not None else None
+    if plan.forecast is None or period is None or not period.seconds:
+        return None, False
+    if not leaves_waiting_out(plan):
+        return period.seconds, False
+    if not plan.forecast.candidates:
+        return period.seconds, True
+    return max(period.seconds, plan.forecast.candidates[0].seconds), False
+
+
 def plan_figures(plan: Plan) -> PlanFigures:
     """Return the figures of a plan. Devices are paid for as long as the run takes, idle or not."""
     forecast, cluster, stream = plan.forecast, plan.cluster, plan.schedule.streams[0]
-    period = forecast.period if forecast is not None else None
-    seconds = period.seconds if period is not None and period.seconds else None
+    seconds, is_lower_bound = step_seconds(plan)
     num_steps, num_samples = plan.schedule.num_steps, (stream.batch or 0) * stream.group_size
     price = plan.hardware.device.dollars_per_hour if plan.hardware is not None else None
     per_hour = None if price is None else price * cluster.num_devices
@@ -66,5 +82,5 @@ def plan_figures(plan: Plan) -> PlanFigures:
         dollars_per_hour=per_hour,
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,
-        is_lower_bound=leaves_waiting_out(plan),
+        is_lower_bound=is_lower_bound,
     )

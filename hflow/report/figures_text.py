@@ -81,8 +81,8 @@ def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
     bound = AT_MOST if figures.is_lower_bound else ""
     yield UNKNOWN if speed_up is None else f"{bound}{speed_up:.2f} {TIMES}"
     yield memory_text(figures)
-    yield dollars_text(figures.dollars_per_step)
-    yield dollars_text(figures.dollars)
+    yield _bounded(figures, dollars_text(figures.dollars_per_step))
+    yield _bounded(figures, dollars_text(figures.dollars))
 
 
 def _following(diff: PlanDiff | None) -> Iterator[str]:
@@ -100,8 +100,12 @@ def _following(diff: PlanDiff | None) -> Iterator[str]:
 
 def step_text(figures: PlanFigures) -> str:
     """Return the seconds of a step, and that they are a lower bound where they are."""
-    text = duration_text(figures.seconds_per_step)
-    return f"{AT_LEAST}{text}" if figures.is_lower_bound and text != UNKNOWN else text
+    return _bounded(figures, duration_text(figures.seconds_per_step))
+
+
+def _bounded(figures: PlanFigures, text: str, mark: str = AT_LEAST) -> str:
+    """Return a text that follows from the seconds of a step, with a mark where these are a lower bound."""
+    return f"{mark}{text}" if figures.is_lower_bound and text != UNKNOWN else text
 
 
 def duration_text(seconds: float | None) -> str:
@@ -153,11 +157,15 @@ def size_cells(row: SizedCluster) -> tuple[str, ...]:
     return (
         f"{row.num_devices:,}",
         step_text(figures),
-        UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
-        duration_text(None if figures.days is None else figures.days * SECONDS_PER_DAY),
+        _bounded(
+            figures,
+            UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
+            AT_MOST,
+        ),
+        _bounded(figures, duration_text(None if figures.days is None else figures.days * SECONDS_PER_DAY)),
         memory_text(figures),
         dollars_text(figures.dollars_per_hour),
-        dollars_text(figures.dollars),
+        _bounded(figures, dollars_text(figures.dollars)),
     )
 
 
@@ -165,7 +173,9 @@ def size_lines(found: Sizes) -> Iterator[str]:
     """Yield what was chosen and how it is placed, and why clusters have no plan."""
     if found.chosen is not None:
         which = "cheapest" if found.is_cheapest else "smallest"
-        yield f"{found.chosen.cluster} is the {which} of these that reaches {found.target}:"
+        is_bound = found.chosen.figures is not None and found.chosen.figures.is_lower_bound
+        reaches = "may reach" if is_bound else "reaches"
+        yield f"{found.chosen.cluster} is the {which} of these that {reaches} {found.target}:"
         yield f"  {found.chosen.placement}"
     unrunnable = [row.cluster for row in found.rows if row.reaches and not row.can_run]
     if unrunnable:

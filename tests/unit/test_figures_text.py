@@ -3,12 +3,19 @@
 import pytest
 from rich.console import Console
 
-from hflow.launch.size import SizedCluster, Target
+from hflow.launch.size import SizedCluster, Sizes, Target
 from hflow.launch.what_if import Changed, WhatIf
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
 from hflow.planner.plan_figures import PlanFigures
-from hflow.report.figures_text import SIZE_HEADINGS, broken, dollars_text, render_what_if, size_cells
+from hflow.report.figures_text import (
+    SIZE_HEADINGS,
+    broken,
+    dollars_text,
+    render_what_if,
+    size_cells,
+    size_lines,
+)
 from hflow.report.formatting import seconds_text
 
 
@@ -39,6 +46,21 @@ def test_runs_of_minutes_differ_in_the_table_of_sizes(days: float | None, expect
     figures = PlanFigures("cpu-1x2", 2, 5.0, 100.0, days, 2**30, 2**33, None, None, None)
     cells = size_cells(SizedCluster("cpu-1x2", 2, figures, True))
     assert dict(zip(SIZE_HEADINGS, cells, strict=True))["whole run"] == expected
+
+
+def test_figures_that_follow_from_a_lower_bound_are_marked() -> None:
+    figures = PlanFigures("h100-1x8", 8, 5.0, 100.0, 1.5, 2**30, 2**33, 10.0, 0.1, 360.0, is_lower_bound=True)
+    row = SizedCluster("h100-1x8", 8, figures, True, "actor@train=0-7:d8")
+    cells = dict(zip(SIZE_HEADINGS, size_cells(row), strict=True))
+    marked = {name: cell[:2] for name, cell in cells.items() if cell[0] in "\u2264\u2265"}
+    assert marked == {
+        "a step": "\u2265 ",
+        "samples/s": "\u2264 ",
+        "whole run": "\u2265 ",
+        "$ of the run": "\u2265 ",
+    }
+    found = Sizes(Target(seconds=10.0), False, (row,), row, None, None)
+    assert next(iter(size_lines(found))) == "h100-1x8 is the smallest of these that may reach 10 s a step:"
 
 
 def test_what_follows_from_a_change_is_named_in_words() -> None:

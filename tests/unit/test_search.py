@@ -23,6 +23,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.model_shape import Experts, ModelShape
 from hflow.planner.placement.engine_ranks import best_workers
+from hflow.planner.plan_figures import plan_figures
 from hflow.planner.routing import on_workers
 from hflow.planner.search import PLACEMENT, SearchProblem, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
@@ -30,6 +31,7 @@ from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.resharding import add_rows, held_bytes
+from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
@@ -260,6 +262,45 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
     page = html.unescape(render_page(plan))
     assert page.count(limit_text(setting)) == 1
     assert page.count(limit_text(idle)) == 1 + len(idle.idle), "at the top, and at the idle groups"
+
+
+AHEAD = (
+    "cluster=h100-1x4",
+    "model@models.actor=qwen2.5-1.5b",
+    "models.actor.path=null",
+    "models.actor.gen.engine=vllm",
+    *LENGTHS,
+    "schedule.max_staleness=1",
+    "schedule.max_concurrent=64",
+    "batch=16",
+    "workload.response_cv=0.6",
+)
+
+
+def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
+    """The planner chooses again with the named setting, and the state machine gives both seconds."""
+    plan = compile_recipe(RECIPES / "grpo.py", AHEAD, with_limits=True).plan
+    figures, forecast = plan_figures(plan), plan.forecast
+    assert forecast is not None
+    assert forecast.period is not None
+    assert forecast.candidates[0].seconds > forecast.period.seconds, "late responses are waited for"
+    assert (figures.seconds_per_step, figures.is_lower_bound) == (forecast.candidates[0].seconds, False)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render_plan(plan))
+    seconds = seconds_text(forecast.period.seconds)
+    assert f", with waiting for late responses; without it {seconds}" in console.export_text()
+
+    limit = next(limit for limit in forecast.limits if limit.cause.startswith("schedule.max_concurrent=64"))
+    ((key, value),) = limit.remedies[0].settings
+    followed = plan_figures(compile_recipe(RECIPES / "grpo.py", (*AHEAD, f"{key}={value}")).plan)
+    assert followed.seconds_per_step is not None
+    gain = 1 - followed.seconds_per_step / forecast.candidates[0].seconds
+    assert gain >= limit.remedies[0].gain - 0.01
+    chosen = {key for key, _ in forecast.candidates[0].settings}
+    assert not [limit for limit in forecast.limits if limit.cause.partition("=")[0] in chosen]
+
+    by_hand = compile_recipe(RECIPES / "grpo.py", (*AHEAD, "placement='actor=0-1:d2 actor.gen=2-3:d2'")).plan
+    assert plan_figures(by_hand).is_lower_bound
 
 
 def test_idle_devices_that_nothing_uses_are_named() -> None:

@@ -7,28 +7,30 @@ changed. Nothing downstream knows that a machine chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import traits
-from hflow.planner.forecast import Candidate, Pace
-from hflow.planner.ir import Plan, Replica, Schedule
+from hflow.planner.forecast import Candidate
+from hflow.planner.ir import Plan, Replica
 from hflow.planner.request import PlanRequest
-from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.evaluate import Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
-from hflow.planner.search.limits import throttles
+from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
-from hflow.planner.workload import Workload
+from hflow.planner.search.simulated import PeriodFunction, by_seconds
 
 __all__ = [
     "PLACEMENT",
+    "Basis",
     "Candidate",
     "Evaluator",
+    "PeriodFunction",
     "SearchProblem",
     "SearchResult",
     "decide_layouts",
@@ -39,10 +41,6 @@ __all__ = [
     "with_settings",
     "without_places",
 ]
-
-PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float]
-"""Return the seconds of a step that the state machine reaches, given the schedule, the seconds of its nodes,
-the pace of generation and the lengths of samples."""
 
 
 def search(
@@ -85,12 +83,8 @@ def search(
         if not found.best:
             raise PlanError(f"no placement fits into memory{refusal.text}")
         warnings = (f"no placement that can run fits into memory{refusal.text}",)
-    ranked = found.ranked()
-    seconds = {choice: choice.period for choice in ranked}
-    if simulate is not None and _is_estimate(problem):
-        ranked = ranked[:NUM_IMPROVED]
-        seconds = {choice: _simulated(evaluator, choice, simulate) for choice in ranked}
-        ranked.sort(key=seconds.__getitem__)
+    seconds = dict(by_seconds(evaluator, found.ranked(), simulate, NUM_IMPROVED))
+    ranked = list(seconds)
     best = simplified(evaluator, ranked[0])
     seconds[best] = seconds[ranked[0]]
     result = make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
@@ -131,17 +125,3 @@ def _is_open(replica: Replica, request: PlanRequest) -> bool:
     config = request.model(replica.model)
     layout = config.gen.layout if replica.role == "gen" else config.layout
     return layout is None and traits(replica.backend).is_model_parallel
-
-
-def _is_estimate(problem: SearchProblem) -> bool:
-    """Return whether the analytic period is not exact; see `hflow.planner.period`."""
-    settings = problem.base.schedule.settings
-    return settings.max_staleness > 0 or settings.sync_every > 1
-
-
-def _simulated(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction) -> float:
-    pace = evaluator.pace(choice)
-    if pace is None:
-        return choice.period
-    workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
-    return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload)

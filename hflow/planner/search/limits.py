@@ -1,24 +1,27 @@
 """`throttles`: settings that make a step longer than it needs to be, and what would use idle devices.
 
-Each remedy is tried: the plan is costed again with one change and everything else as it is.
+Each remedy is tried: the plan is made again with one change. Where the planner chose, it chooses again, so
+that a user who sets what is named gets the seconds that are named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.forecast import Forecast, Limit, Remedy
+from hflow.planner.memory.capacity import MEMORY_MARGIN
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
-from hflow.planner.search.evaluate import Evaluator
+from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, with_settings, without_places
+from hflow.planner.search.simulated import PeriodFunction, by_seconds
 from hflow.planner.staleness import admission_limit
 
 MIN_GAIN = 0.05
@@ -27,43 +30,88 @@ MUCH_IDLE = 0.3
 """Idle share of a step from which on devices count as idle."""
 STALENESS = (1, 2, 4, 8)
 """Values of `max_staleness` to try for idle devices."""
-NEARLY = 0.02
-"""Share of a step by which a smaller staleness may be slower than the best one."""
 PLACEMENT_BUDGET = 2000
 """Candidates when another placement is tried for idle devices."""
 
 
-def throttles(
-    graph: Graph, request: PlanRequest, forecast: Forecast, *, is_placed: bool = True
-) -> tuple[Limit, ...]:
-    """Return what holds a plan back: settings, then devices that are idle for much of a step.
-
-    Args:
-        graph: a checked graph.
-        request: what the plan was compiled from, with its groups and layouts.
-        forecast: of the plan.
-        is_placed: whether the user has placed the replicas, so that another placement may be better.
-    """
-    if request.hardware is None or forecast.missing or forecast.period is None:
-        return ()
-    before = _period(graph, request)
-    if not before:
-        return ()
-    limits = []
-    for what, settings in _changes(graph, request):
-        after = _period(graph, with_settings(request, settings))
-        limits += [Limit(what, (remedy,)) for remedy in _remedies([(settings, after)], before)]
-    idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
-    if idle:
-        shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
-        tried = [*_staler(graph, request, before), *(_elsewhere(graph, request) if is_placed else ())]
-        lanes = tuple(lane for lane, _ in idle)
-        limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
-    return tuple(limits)
-
+NUM_SIMULATED = 1
+"""Candidates of a changed plan that are simulated where analytic periods are estimates: a plan of its own
+compares more of them, so it may be faster than what is named here."""
 
 Tried = tuple[Mapping[str, Any], float | None]
 """Settings, and the seconds of a step with them; None: they do not fit."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a plan was made from, and so what a plan with another setting would be made from."""
+
+    graph: Graph
+    request: PlanRequest
+    """What the plan was compiled from, with its groups and layouts."""
+    searched: PlanRequest | None = None
+    """The request before the planner chose; it would choose again. None: it chose nothing."""
+    simulate: PeriodFunction | None = None
+    """Gives the seconds of a step where analytic periods are estimates."""
+
+    def is_chosen(self, key: str) -> bool:
+        """Return whether the planner chose a setting."""
+        return self.searched is not None and key in self.searched.free
+
+    def period(self, settings: Mapping[str, Any]) -> float | None:
+        """Return the seconds of a step with other settings; None if no plan fits."""
+        base = self.searched or replace(self.request, free=frozenset())
+        request = with_settings(replace(base, free=base.free - settings.keys()), settings)
+        if self.searched is None:
+            found = self._fastest(request, budget=1, margin=0.0)
+        else:
+            found = self._fastest(request, PLACEMENT_BUDGET)
+        return None if found is None else found[1]
+
+    def elsewhere(self) -> Tried | None:
+        """Return the best placement with the same settings."""
+        free = replace(without_places(self.request), placement=None, free=frozenset({PLACEMENT}))
+        found = self._fastest(free, PLACEMENT_BUDGET)
+        return None if found is None else ({PLACEMENT: placement_of(found[0])}, found[1])
+
+    def _fastest(
+        self, request: PlanRequest, budget: int, margin: float = MEMORY_MARGIN
+    ) -> tuple[Choice, float] | None:
+        assert request.hardware is not None
+        try:
+            evaluator = Evaluator(SearchProblem(self.graph, request, request.hardware, margin=margin))
+            ranked = explore(evaluator, budget).ranked()
+        except PlanError:
+            return None
+        return next(iter(by_seconds(evaluator, ranked, self.simulate, NUM_SIMULATED)), None)
+
+
+def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tuple[Limit, ...]:
+    """Return what holds a plan back: settings, then devices that are idle for much of a step.
+
+    Args:
+        basis: what the plan was made from.
+        forecast: of the plan.
+        is_placed: whether the user has placed the replicas, so that another placement may be better.
+    """
+    if basis.request.hardware is None or forecast.missing or forecast.period is None:
+        return ()
+    before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
+    if not before:
+        return ()
+    limits = []
+    for what, settings in _changes(basis):
+        remedies = _remedies([(settings, basis.period(settings))], before)
+        limits += [Limit(what, (remedy,)) for remedy in remedies]
+    idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
+    if idle:
+        shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
+        tried = [*_staler(basis, before)]
+        if is_placed and (other := basis.elsewhere()) is not None:
+            tried.append(other)
+        lanes = tuple(lane for lane, _ in idle)
+        limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
+    return tuple(limits)
 
 
 def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
@@ -73,57 +121,39 @@ def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
             yield Remedy(tuple(settings.items()), 1 - after / before)
 
 
-def _changes(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what a setting does to the plan, and another value."""
+def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what a setting does to the plan, and another value. What the planner chose is no limit."""
+    request = basis.request
     key, value = "schedule.max_concurrent", request.schedule.max_concurrent
-    useful = _useful(graph, request, request.schedule.max_staleness)
-    if useful > value:
+    useful = _useful(basis, request.schedule.max_staleness)
+    if useful > value and not basis.is_chosen(key):
         yield f"{key}={value} limits how many samples are generated at once", {key: useful}
-    for model, role in replica_roles(graph):
+    for model, role in replica_roles(basis.graph):
         key, value = f"models.{model}.gen.max_running", request.model(model).gen.max_running
         larger = [number for number in MAX_RUNNING if number > value]
-        if role == "gen" and larger:
+        if role == "gen" and larger and not basis.is_chosen(key):
             what = f"{key}={value} limits how many sequences an engine decodes at once"
             yield what, {key: min(larger)}
 
 
-def _useful(graph: Graph, request: PlanRequest, max_staleness: float) -> int:
+def _useful(basis: Basis, max_staleness: float) -> int:
     """Return how many samples can be in flight at most."""
-    group = max((stream.group for stream in graph.streams if stream.trained), default=1)
+    request = basis.request
+    group = max((stream.group for stream in basis.graph.streams if stream.trained), default=1)
     return group * admission_limit(0, request.batch, max_staleness, request.schedule.sync_every)
 
 
-def _staler(graph: Graph, request: PlanRequest, before: float) -> Iterator[Tried]:
-    """Yield the smallest larger staleness with which devices are used most."""
-    found = []
+def _staler(basis: Basis, before: float) -> Iterator[Tried]:
+    """Yield larger values of staleness, as long as each shortens the step noticeably more than the last."""
+    schedule, last = basis.request.schedule, before
     for value in STALENESS:
-        if value <= request.schedule.max_staleness:
+        if value <= schedule.max_staleness:
             continue
         settings: dict[str, Any] = {"schedule.max_staleness": value}
-        if (useful := _useful(graph, request, value)) > request.schedule.max_concurrent:
+        if (useful := _useful(basis, value)) > schedule.max_concurrent:
             settings["schedule.max_concurrent"] = useful
-        after = _period(graph, with_settings(request, settings))
-        if after is not None:
-            found.append((settings, after))
-    best = min((after for _, after in found), default=before)
-    yield from [(settings, after) for settings, after in found if after <= best + NEARLY * before][:1]
-
-
-def _elsewhere(graph: Graph, request: PlanRequest) -> Iterator[Tried]:
-    """Yield the best placement with the same settings."""
-    assert request.hardware is not None
-    free = replace(without_places(request), placement=None, free=frozenset({PLACEMENT}))
-    ranked = explore(Evaluator(SearchProblem(graph, free, request.hardware)), PLACEMENT_BUDGET).ranked()
-    yield from [({PLACEMENT: placement_of(choice)}, choice.period) for choice in ranked[:1]]
-
-
-def _period(graph: Graph, request: PlanRequest) -> float | None:
-    """Return the seconds of a step of a request in which nothing is free, or None if it does not fit."""
-    assert request.hardware is not None
-    fixed = replace(request, free=frozenset())
-    try:
-        evaluator = Evaluator(SearchProblem(graph, fixed, request.hardware, margin=0.0))
-        ranked = explore(evaluator, budget=1).ranked()
-    except PlanError:
-        return None
-    return ranked[0].period if ranked else None
+        after = basis.period(settings)
+        if after is None or after > last - MIN_GAIN * before:
+            return
+        last = after
+        yield settings, after

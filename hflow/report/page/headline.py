@@ -9,7 +9,7 @@ from hflow.planner.cluster import used_links
 from hflow.planner.forecast import Forecast, Period
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.plan_figures import leaves_waiting_out
+from hflow.planner.plan_figures import step_seconds
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.limits_text import limit_text
@@ -117,9 +117,15 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
     if period is not None and period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)
         yield (
-            f"A step takes {seconds_text(period.seconds)}. To make it shorter, {slowest.node} has to become "
+            f"A step takes {_at_least(plan)}. To make it shorter, {slowest.node} has to become "
             f"faster: it takes {seconds_text(slowest.seconds)} on the critical cycle."
         )
+
+
+def _at_least(plan: Plan) -> str:
+    seconds, is_lower_bound = step_seconds(plan)
+    text = seconds_text(seconds or 0.0)
+    return f"at least {text}" if is_lower_bound else text
 
 
 def _tiles(plan: Plan, forecast: Forecast | None, period: Period | None) -> Iterator[Tile]:
@@ -147,12 +153,16 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     stream = plan.schedule.streams[0]
     samples = (stream.batch or 0) * stream.group_size
     lengths = dict(forecast.workload).get(stream.name)
-    waiting_note = "at least: waiting for late responses is left out"
-    condition = waiting_note if leaves_waiting_out(plan) else "in the steady state"
-    yield Tile("Period", seconds_text(period.seconds), f"a step, {condition}", "period")
-    tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / period.seconds if lengths else 0.0
+    seconds, is_lower_bound = step_seconds(plan)
+    if not seconds:
+        return
+    condition = (
+        "at least: waiting for late responses is left out" if is_lower_bound else "in the steady state"
+    )
+    yield Tile("Period", seconds_text(seconds), f"a step, {condition}", "period")
+    tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / seconds if lengths else 0.0
     rate = f"{count_text(tokens)} tokens/s" if lengths else ""
-    yield Tile("Throughput", f"{count_text(samples / period.seconds)} samples/s", rate, "throughput")
+    yield Tile("Throughput", f"{count_text(samples / seconds)} samples/s", rate, "throughput")
     limits = {row.node: row.limit for row in forecast.times}
     if period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.planner.cluster import device_ranges, used_links
-from hflow.planner.forecast import CycleStep, Period, PhaseMemory
+from hflow.planner.forecast import CycleStep, PhaseMemory
 from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.plan_figures import leaves_waiting_out
+from hflow.planner.plan_figures import step_seconds
 from hflow.planner.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES
@@ -173,16 +173,22 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
         why = NO_FIGURES if plan.forecast is None else unknown
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    waiting_note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
-    rate = f" a step: {_rate(plan, period)}{waiting_note if leaves_waiting_out(plan) else ''}"
-    yield "period", Text.assemble((seconds_text(period.seconds), "bold"), rate)
+    seconds, is_lower_bound = step_seconds(plan)
+    assert seconds is not None, "the plan has a period"
+    note = ""
+    if is_lower_bound:
+        note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
+    elif seconds > period.seconds:
+        note = f", with waiting for late responses; without it {seconds_text(period.seconds)}"
+    rate = f" a step: {_rate(plan, seconds)}{note}"
+    yield "period", Text.assemble((seconds_text(seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
 
 
-def _rate(plan: Plan, period: Period) -> str:
+def _rate(plan: Plan, seconds: float) -> str:
     assert plan.forecast is not None
     stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
-    per_second = (stream.batch or 0) * stream.group_size / period.seconds
+    per_second = (stream.batch or 0) * stream.group_size / seconds
     rate = f"{count_text(per_second)} samples/s"
     if stream.name not in lengths:
         return rate
