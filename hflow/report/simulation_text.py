@@ -145,11 +145,16 @@ def _planned(simulation: Simulation) -> str:
 
 
 def _limit(simulation: Simulation) -> str:
-    generation, training = map(seconds_text, (simulation.generation_alone, simulation.training_alone))
-    how = "the sum, on shared devices, of" if simulation.plan.schedule.shared else "the larger of"
+    """Return the limit, what it is the largest of, and how close the run comes to it."""
+    alone = (("generation alone", simulation.generation_alone), ("training alone", simulation.training_alone))
+    turns = (
+        (f"generation and training in turns on the devices of {group}", seconds)
+        for group, seconds in simulation.in_turns
+    )
+    rows = ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in (*alone, *turns))
     return (
-        f"{seconds_text(simulation.limit)} a step, {how} generation alone {generation} and training alone "
-        f"{training}; {share_text(simulation.limit / simulation.period)} of that speed is reached"
+        f"{seconds_text(simulation.limit)} a step at best, the largest of: {rows}. The simulated run reaches "
+        f"{share_text(simulation.limit / simulation.period)} of that speed"
     )
 
 

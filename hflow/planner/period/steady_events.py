@@ -50,7 +50,7 @@ class SteadyEvents:
 
     def fires(self, node: ScheduledNode, step: int) -> bool:
         """Return whether a batch node runs at a step. One that counts with its mean runs at each."""
-        if not self._repeats(node):
+        if not self.repeats(node):
             return False
         return self.num_unrolled % node.every > 0 or (step - node.after) % node.every == 0
 
@@ -110,13 +110,14 @@ class SteadyEvents:
             dict.fromkeys((*groups, *separate_engines, *(group for group, _ in self.streaming_groups())))
         )
 
-    def _repeats(self, node: ScheduledNode) -> bool:
+    def repeats(self, node: ScheduledNode) -> bool:
+        """Return whether a batch node runs more than once in the run."""
         second = node.after if node.every == 1 else node.after + node.every
         return second < self.schedule.num_steps
 
     def _unrolled_steps(self) -> int:
         steps = self.sync_every
-        for every in sorted({node.every for node in self.nodes if self._repeats(node)}):
+        for every in sorted({node.every for node in self.nodes if self.repeats(node)}):
             together = math.lcm(steps, every)
             steps = together if together <= max(steps, MAX_UNROLLED_STEPS) else steps
         return steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from hflow.graph.ir import Level
 from hflow.planner.forecast import Forecast, Pace
 from hflow.planner.ir import Plan, Schedule
 from hflow.planner.period import steady_period
-from hflow.planner.workload import Workload, expected_max
+from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.workload import Workload
 from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import SimulatedRun
 
@@ -39,13 +40,19 @@ class Simulation:
     num_steps: int
     seed: int
     generation_alone: float
-    """Seconds to generate one batch on engines whose slots are always full."""
+    """Seconds to generate one batch, of the simulated lengths, on engines whose slots are always full."""
     training_alone: float
     """Seconds per step of the batch nodes, if samples and new weights took no time."""
-    limit: float
-    """The larger of the two, or their sum if engines and batch nodes share devices."""
+    in_turns: tuple[tuple[str, float], ...]
+    """Device group with engines -> seconds per step of generation and of the group's own batch nodes. They
+    cannot run at the same time."""
     tokens_kept: float
     """Response tokens that interrupted samples kept, so that they were not generated again."""
+
+    @property
+    def limit(self) -> float:
+        """The largest of these seconds. No run of this plan takes fewer per step."""
+        return max(self.generation_alone, self.training_alone, *(seconds for _, seconds in self.in_turns))
 
     @property
     def period(self) -> float:
@@ -65,6 +72,7 @@ class Simulation:
             "planned_seconds_per_step": planned.seconds if planned else None,
             "generation_alone": self.generation_alone,
             "training_alone": self.training_alone,
+            "in_turns": dict(self.in_turns),
             "limit": self.limit,
             "samples_per_second": run.samples_per_second,
             "idle": dict(run.idle),
@@ -97,7 +105,7 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
             f"{num_steps} steps are too few to reach a steady state. Simulate at least {MIN_STEPS}, such as "
             f"--steps {DEFAULT_STEPS}."
         )
-    schedule = replace(trained_part(plan.schedule), num_steps=num_steps)
+    schedule = replace(_steady_part(plan.schedule), num_steps=num_steps)
     stream = schedule.streams[0]
     step_samples = (stream.batch or 1) * stream.group_size
     if num_steps * step_samples > MAX_SAMPLES:
@@ -113,18 +121,23 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
         drawn = response_seconds(workload, pace.seconds_per_token, seed, pace.seconds_per_sample)
         durations = {**nodes, stream.source: drawn}
         slots, speeds = {stream.name: pace.slots}, {stream.name: pace.speed}
-        response = expected_max(workload, 1) * pace.seconds_per_token + pace.seconds_per_sample
-        generation = (stream.batch or 0) * stream.group_size * response / pace.slots
     run = simulate_run(schedule, durations, slots=slots, speeds=speeds)
-    training = _training_alone(schedule, forecast)
+    if pace is not None:  # of the steps that the period is of, as lengths differ from step to step
+        steps = run.timeline.steps()
+        responses = map(drawn, range(steps.start * step_samples, steps.stop * step_samples))
+        generation = sum(responses) / pace.slots / len(steps)
+    nodes_of = dict(schedule.orders)
     return Simulation(
         plan=plan,
         run=run,
         num_steps=num_steps,
         seed=seed,
         generation_alone=generation,
-        training_alone=training,
-        limit=generation + training if schedule.shared else max(generation, training),
+        training_alone=_seconds_alone(schedule, forecast, {node.name for node in schedule.nodes}),
+        in_turns=tuple(
+            (group, generation + _seconds_alone(schedule, forecast, nodes_of[group]))
+            for group, _ in schedule.shared
+        ),
         tokens_kept=run.seconds_kept / pace.seconds_per_token if pace else 0.0,
     )
 
@@ -143,7 +156,7 @@ def simulated_period(
         pace: of generation.
         workload: lengths of the samples.
     """
-    part = replace(trained_part(schedule), num_steps=COMPARED_STEPS)
+    part = replace(_steady_part(schedule), num_steps=COMPARED_STEPS)
     stream, settings = part.streams[0], part.settings
     batch = stream.batch or 1
     scale = max(1, min(batch, batch * stream.group_size * COMPARED_STEPS // COMPARED_SAMPLES))
@@ -180,6 +193,17 @@ def trained_part(schedule: Schedule) -> Schedule:
     )
 
 
+def _steady_part(schedule: Schedule) -> Schedule:
+    """Return the trained part of a schedule in which nodes that start later run from the beginning.
+
+    Few steps are simulated, and a steady state has these nodes (`after`) in it.
+    """
+    part = trained_part(schedule)
+    repeats = SteadyEvents(part).repeats
+    nodes = (replace(n, after=n.after % n.every) if repeats(n) else n for n in part.nodes)
+    return replace(part, nodes=tuple(nodes))
+
+
 def _only(
     names: set[str], rows: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -206,8 +230,8 @@ def _default_steps(schedule: Schedule) -> int:
     return min(schedule.num_steps, DEFAULT_STEPS, max(4 * MIN_STEPS, affordable_steps))
 
 
-def _training_alone(schedule: Schedule, forecast: Forecast) -> float:
-    names = {node.name for node in schedule.nodes}
-    seconds: Mapping[str, float] = {row.node: row.seconds for row in forecast.times if row.node in names}
+def _seconds_alone(schedule: Schedule, forecast: Forecast, names: Collection[str]) -> float:
+    """Return the seconds per step of a schedule in which nothing but these nodes takes time."""
+    seconds = {row.node: row.seconds for row in forecast.times if row.node in names}
     period = steady_period(schedule, seconds)
     return period.seconds if period else 0.0

@@ -32,17 +32,27 @@ class Timeline:
             ValueError: fewer than four steps.
         """
         start, end = self.window()
-        first, last = _middle(self.step_ends)
-        return (end - start) / (last - first)
+        return (end - start) / len(self.steps())
 
-    def window(self) -> tuple[float, float]:
-        """Return the start and end of the middle half of the steps, which counts as the steady state.
+    def steps(self) -> range:
+        """Return the steps that count as the steady state: the middle half.
 
         Raises:
             ValueError: fewer than four steps.
         """
-        first, last = _middle(self.step_ends)
-        return self.step_ends[first], self.step_ends[last]
+        num_steps = len(self.step_ends)
+        if num_steps < 4:
+            raise ValueError(f"only {num_steps} steps were simulated. Simulate at least four.")
+        return range(num_steps // 4 + 1, 3 * num_steps // 4 + 1)
+
+    def window(self) -> tuple[float, float]:
+        """Return the start and end of the steps that count as the steady state.
+
+        Raises:
+            ValueError: fewer than four steps.
+        """
+        steps = self.steps()
+        return self.step_ends[steps.start - 1], self.step_ends[steps.stop - 1]
 
 
 @dataclass(frozen=True)
@@ -177,13 +187,6 @@ class SimulationRecorder:
         for replica, intervals in by_engine.items():
             for start, end in _merged(intervals):
                 yield Span(replica, group_of.get(replica, replica), start, end, {})
-
-
-def _middle(step_ends: Sequence[float]) -> tuple[int, int]:
-    num_steps = len(step_ends)
-    if num_steps < 4:
-        raise ValueError(f"only {num_steps} steps were simulated. Simulate at least four.")
-    return num_steps // 4, 3 * num_steps // 4
 
 
 def _length(interval: tuple[float, float], window: tuple[float, float]) -> float:
