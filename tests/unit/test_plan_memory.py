@@ -727,10 +727,16 @@ def test_a_store_that_is_too_small_is_warned_about():
     for gib, expected in ((64, 0.3 * 8 * 64 * 2**30), (256, 200e9), (None, None)):
         device = replace(H100.device, host_memory_gib=gib)
         assert store_bytes(replace(wanted, hardware=replace(H100, device=device))) == expected
-    row = HostMemory((0,), (MemoryItem("a@gen weights in the object store", 2**40, "buffers"),), None)
+    rows = [
+        HostMemory(machines, (MemoryItem("a@gen weights in the object store", size << 40, "buffers"),), None)
+        for machines, size in (((0,), 2), ((1, 3), 1))
+    ]
     small = replace(H100.device, host_memory_gib=64)
-    (warning,) = host_memory_warnings([row], replace(wanted, hardware=replace(H100, device=small)))
-    assert "Set models.a.gen.transport=disk, or start Ray with" in warning
+    (warning,) = host_memory_warnings(rows, replace(wanted, hardware=replace(H100, device=small)))
+    assert warning.startswith("machines 0-1,3: published weights take up to 2048.0 GiB of Ray's object store")
+    assert (
+        "--object-store-memory=2199023255552, or set models.a.gen.transport=disk, which is slower" in warning
+    )
 
 
 # -------------------------------------------------------------------------------------- refusals

@@ -173,8 +173,8 @@ def check_host_memory(rows: Iterable[HostMemory]) -> None:
 
 
 def host_memory_warnings(rows: Iterable[HostMemory], request: PlanRequest) -> Iterator[str]:
-    """Yield a warning for each kind of machine that a plan leaves little memory, or too small a store."""
-    store = store_bytes(request)
+    """Yield a warning for each kind of machine that a plan leaves little memory, and one of small stores."""
+    rows = tuple(rows)
     for row in rows:
         machines = f"machine{'s' * (len(row.machines) > 1)} {device_ranges(row.machines)}"
         if row.capacity is not None and row.total > (1 - MEMORY_MARGIN) * row.capacity:
@@ -182,15 +182,25 @@ def host_memory_warnings(rows: Iterable[HostMemory], request: PlanRequest) -> It
                 f"{machines}: {gib(row.total)} of {gib(row.capacity)} of host memory are needed, without "
                 f"processes and data. {_largest(row)}, or use more machines."
             )
-        stored = [item for item in row.items if item.name.endswith(_IN_STORE)]
-        num_bytes = sum(item.num_bytes for item in stored)
-        if store is not None and num_bytes > store:
-            model = max(stored, key=lambda item: item.num_bytes).name.partition("@")[0]
-            yield (
-                f"{machines}: Ray's object store has {gib(round(store))} by default, but published weights "
-                f"take {gib(num_bytes)}, so Ray writes the rest to disk. Set models.{model}.gen.transport="
-                "disk, or start Ray with a larger --object-store-memory."
-            )
+    yield from _store_warning(rows, store_bytes(request))
+
+
+def _store_warning(rows: Iterable[HostMemory], store: float | None) -> Iterator[str]:
+    """Yield a warning if published weights do not fit into the object stores of machines."""
+    stored = {row: [item for item in row.items if item.name.endswith(_IN_STORE)] for row in rows}
+    sizes = {row: sum(item.num_bytes for item in items) for row, items in stored.items()}
+    full = [row for row in sizes if store is not None and sizes[row] > store]
+    if store is None or not full:
+        return
+    fullest = max(full, key=sizes.__getitem__)
+    model = max(stored[fullest], key=lambda item: item.num_bytes).name.partition("@")[0]
+    machines = sorted(machine for row in full for machine in row.machines)
+    yield (
+        f"machine{'s' * (len(machines) > 1)} {device_ranges(machines)}: published weights take up to "
+        f"{gib(sizes[fullest])} of Ray's object store, which has {gib(round(store))} by default; Ray would "
+        f"write the rest to disk, which the seconds of the plan leave out. Start Ray with "
+        f"--object-store-memory={sizes[fullest]}, or set models.{model}.gen.transport=disk, which is slower."
+    )
 
 
 def _largest(row: HostMemory) -> str:
