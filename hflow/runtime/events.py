@@ -276,7 +276,7 @@ class Sleep:
 
     replica: str
     level: SleepLevel
-    """What the engine keeps. With `DROP_WEIGHTS`, the next `Wake` has a higher version."""
+    """What the engine keeps. With `DROP_WEIGHTS`, the next `Wake`, if any, has a higher version."""
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,4 @@ class SleepLevel(enum.IntEnum):
     KEEP_WEIGHTS = 1
     """A copy of its weights in host memory, since it may wake with the same version."""
     DROP_WEIGHTS = 2
-    """Nothing, since it loads new weights when it wakes."""
+    """Nothing, since it loads new weights when it wakes, or does not wake again."""

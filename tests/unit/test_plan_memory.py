@@ -653,11 +653,12 @@ def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute,
 
 
 # ------------------------------------------------------------------------ the memory of machines
-def on_host(cluster="h100-1x2", host_memory_gib=None, **asked):
+def on_host(cluster="h100-1x2", host_memory_gib=None, sync_every=2, **asked):
     """Name -> bytes in the memory of each kind of machine, and the warnings of the plan."""
     models = {name: model_config(**asked) for name in ("actor", "ref")}
     device = replace(H100.device, host_memory_gib=host_memory_gib)
-    wanted = graphs.request(cluster, models=models, shapes=dict.fromkeys(models, SMALL))
+    shapes = dict.fromkeys(models, SMALL)
+    wanted = graphs.request(cluster, models=models, shapes=shapes, sync_every=sync_every)
     wanted = replace(wanted, hardware=replace(H100, device=device))
     plan = compile_plan(graphs.grpo(), wanted)
     return [named(row.items) for row in plan.forecast.host], plan.warnings
@@ -672,9 +673,14 @@ def kept_for_engines(items):
 
 
 def test_sleeping_engines_keep_weights_on_the_host():
-    """Two whole engines take turns with the trainer; engines on their own devices only pause."""
+    """Two whole engines take turns with the trainer; engines on their own devices only pause.
+
+    With new weights in each step, an engine that wakes loads others.
+    """
     (items,), _ = on_host(dtype="bf16", engine="embedded")
     assert kept_for_engines(items) == {"actor@gen weights (asleep)": 2 * 2 * NUM}
+    (items,), _ = on_host(dtype="bf16", engine="embedded", sync_every=1)
+    assert kept_for_engines(items) == {}
     (items,), _ = on_host("h100-1x4", dtype="bf16", engine="embedded", group="a", gen_group="b")
     assert kept_for_engines(items) == {}
     # vLLM pads two matrices of 64 columns by 28 rows.

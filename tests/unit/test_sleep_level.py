@@ -13,6 +13,7 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.errors import BackendError, RunError
 from hflow.planner.ir import Schedule, ScheduledStream
+from hflow.runtime import events as ev
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.inproc import InprocWorkers
@@ -75,6 +76,15 @@ def test_weights_of_a_frozen_model_are_kept():
 def test_a_model_that_changes_on_other_devices_may_come_back_unchanged():
     nodes = [batch("ref", "g"), batch("train", "h", "ref", writes=("actor",))]
     assert KEEP in levels(schedule([generated(size=1)], nodes, shared="g", num_steps=3))
+
+
+@pytest.mark.parametrize(("shared", "level"), [(True, DROP), (False, "PAUSE")])
+def test_no_engine_keeps_a_copy_when_the_run_is_stopped(shared: bool, level: str):
+    """An engine that wakes with the same version would, as here between two syncs."""
+    script = Script(grpo(shared=shared, num_steps=4, sync_every=4), hold={"gen#0"})
+    script.run()
+    assert script.send(ev.StopRequested()) == [f"sleep {ENGINE}", "stopped"]
+    assert script.sleep_levels[-1] == level
 
 
 def test_an_engine_with_its_own_devices_keeps_everything():

@@ -9,7 +9,7 @@ from hflow.errors import PlanError
 from hflow.planner.backends import engine_kind
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.ir import Plan, WeightRoute
+from hflow.planner.ir import Plan, Schedule, WeightRoute
 from hflow.planner.memory import activations, transfer
 from hflow.planner.memory.capacity import MEMORY_MARGIN, gib
 from hflow.planner.memory.context import MemoryContext
@@ -85,12 +85,24 @@ def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
 def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
     """Return what a rank of an engine on a GPU keeps in host memory while it sleeps.
 
-    An engine that wakes with the same weights keeps a copy of them. So does each engine that sleeps when a
-    run ends, or is stopped.
+    That is a copy of its weights, if it may wake with the same version (`_may_wake_unchanged`).
     """
     if context.shares_weights(rank):
         return Items()
     return item(MemoryCategory.WEIGHTS, engine_weights(rank), _ASLEEP)
+
+
+def _may_wake_unchanged(schedule: Schedule, engine: str, model: str) -> bool:
+    """Return whether an engine that sleeps may wake with the version that it had.
+
+    It does not if it generates the trained stream, nodes on its devices alone change its model, and each step
+    brings a new version (`runtime/state/weight_updates.py`).
+    """
+    group = next(group for group, replicas in schedule.shared if engine in replicas)
+    writers = [node for node in schedule.nodes if model in node.writes]
+    serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
+    changes_here = bool(writers) and all(node.group == group for node in writers)
+    return not serves_trained_stream or not changes_here or schedule.settings.sync_every > 1
 
 
 def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) -> Items:
@@ -101,7 +113,7 @@ def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) ->
         name = rank.replica.name
         if rank.replica.role == "gen":
             kept = kept_by_engine(context, rank)
-            if name in asleep:
+            if name in asleep and _may_wake_unchanged(context.plan.schedule, name, rank.replica.model):
                 kept += kept_asleep(context, rank)
         else:
             kept = in_host_memory(rank)

@@ -26,8 +26,9 @@ the newest version is published again, as before its first `Wake`. Training wait
 slow engine.
 
 `Sleep` says what the engine keeps (`SleepLevel`). An engine on its own devices only pauses. One that shares
-devices drops its weights if it loads new ones when it wakes, and keeps a copy in host memory if it wakes with
-the same version: between two syncs (`sync_every`), or where nothing changes its models.
+devices drops its weights if it loads new ones when it wakes, or if the run ends. It keeps a copy in host
+memory if it wakes with the same version: between two syncs (`sync_every`), or where nothing changes its
+models.
 """
 
 from __future__ import annotations
@@ -89,11 +90,15 @@ def update_engines(parts: StateParts) -> None:
 
 
 def pause_engines(parts: StateParts) -> None:
-    """Put all engines to sleep that are awake, because the run ends. They keep their weights and samples."""
+    """Put all engines to sleep that are awake, because the run ends. They keep their samples.
+
+    No engine wakes again, so those that share devices drop their weights.
+    """
     for engine in parts.engines.values():
         if engine.phase in (EnginePhase.AWAKE, EnginePhase.DRAINING):
             engine.phase = EnginePhase.FALLING_ASLEEP
-            level = SleepLevel.PAUSE if parts.device_of.get(engine.name) is None else SleepLevel.KEEP_WEIGHTS
+            engine.has_dropped_weights = engine.name in parts.device_of
+            level = SleepLevel.DROP_WEIGHTS if engine.has_dropped_weights else SleepLevel.PAUSE
             parts.emit(Sleep(engine.name, level))
 
 
