@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.config.compose import load_config_and_keys
 from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import compile_recipe, read_recipe
 from hflow.planner.diff import PlanDiff, diff_plans
@@ -26,6 +27,8 @@ class Changed:
     """The base's seconds a step over those of this plan; None if either is unknown."""
     diff: PlanDiff | None
     """All differences from the base."""
+    decided_keys: tuple[str, ...] = ()
+    """Settings that differ though the configuration does not set them: the plan decided them otherwise."""
     refusal: str | None = None
     """Why there is no plan."""
 
@@ -65,11 +68,19 @@ def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]
         try:
             changed = compile_recipe(recipe, [*overrides, *values]).plan
         except PlanError as error:
-            rows.append(Changed(change, None, None, None, str(error)))
+            rows.append(Changed(change, None, None, None, refusal=str(error)))
             continue
         figures, diff = plan_figures(changed), diff_plans(before, to_json(changed))
-        rows.append(Changed(change, figures, _speed_up(base, figures), diff))
+        decided = _decided_keys(diff, load_config_and_keys(recipe, [*overrides, *values])[1])
+        rows.append(Changed(change, figures, _speed_up(base, figures), diff, decided))
     return WhatIf(base, tuple(rows))
+
+
+def _decided_keys(diff: PlanDiff, set_keys: Collection[str]) -> tuple[str, ...]:
+    """Return the settings of both plans that differ, without those that the configuration sets."""
+    settings = [change for change in diff.decided if change.topic == "setting"]
+    in_both = [change.subject for change in settings if None not in (change.before, change.after)]
+    return tuple(key for key in in_both if key not in set_keys)
 
 
 def _settings(change: str) -> list[str]:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hflow.planner.diff import PlanDiff
+from hflow.planner.diff import Change
 from hflow.planner.plan_figures import SECONDS_PER_DAY, PlanFigures
 from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
     from hflow.launch.size import SizedCluster, Sizes
-    from hflow.launch.what_if import WhatIf
+    from hflow.launch.what_if import Changed, WhatIf
     from hflow.report.page.tables import Table
 
 UNKNOWN = "-"
 MOST_CHANGES = 3
 """Number of a plan's own changes that are named under a setting."""
 FOLLOWING = {"replica": "layout", "group": "devices", "engine": "engine"}
-"""Topics of a plan's decisions that follow from a setting -> what the main value of a subject is."""
+"""Topics of a placement that follows from a setting -> what the main value of a subject is."""
 AT_LEAST, AT_MOST = "\u2265 ", "\u2264 "
 MAX_CHANGE = 32
 """Most characters of a change in one line of the table."""
@@ -55,8 +55,8 @@ def render_what_if(found: WhatIf) -> RenderableType:
             refusals.append(Text.assemble((f"{row.change}: ", "bold"), row.refusal or ""))
         else:
             add_row(shown, broken(row.change), *_cells(row.figures, row.speed_up))
-            for line in _following(row.diff):
-                add_row(shown, dim(f"  {line}"), *[""] * 5)
+            for line in _following(row):
+                add_row(shown, dim("  " + broken(line).replace("\n", "\n    ")), *[""] * 5)
     notes = [dim(f"speed: samples trained in the same time, compared with the plan as configured. {NOTES}")]
     known = (found.base, *(row.figures for row in found.rows if row.figures))
     if any(figures.is_lower_bound for figures in known):
@@ -85,17 +85,26 @@ def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
     yield _bounded(figures, dollars_text(figures.dollars))
 
 
-def _following(diff: PlanDiff | None) -> Iterator[str]:
-    """Yield what the plan decided otherwise because of a change, in a few lines."""
-    changes = [change for change in diff.decided if change.topic in FOLLOWING] if diff else []
-    if any(change.topic == "group" for change in changes):  # which says where its replicas are
-        changes = [change for change in changes if not change.subject.endswith(" devices")]
+def _following(row: Changed) -> Iterator[str]:
+    """Yield what the plan decided otherwise because of a change, in a few lines: settings, then devices."""
+    decided = row.diff.decided if row.diff else ()
+    changes = [c for c in decided if c.topic == "setting" and c.subject in row.decided_keys]
+    placed = [change for change in decided if change.topic in FOLLOWING]
+    if any(change.topic == "group" for change in placed):  # which says where its replicas are
+        placed = [change for change in placed if not change.subject.endswith(" devices")]
+    changes += placed
     for change in changes[:MOST_CHANGES]:
-        name, _, attribute = change.subject.partition(" ")
-        what = f"{attribute or FOLLOWING[change.topic]} of {'group ' * (change.topic == 'group')}{name}"
-        yield f"{what}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
+        yield f"{_what(change)}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
     if len(changes) > MOST_CHANGES:
         yield f"and {len(changes) - MOST_CHANGES} more, which --json lists"
+
+
+def _what(change: Change) -> str:
+    """Return what changed in words; a setting is its key."""
+    if change.topic not in FOLLOWING:
+        return change.subject
+    name, _, attribute = change.subject.partition(" ")
+    return f"{attribute or FOLLOWING[change.topic]} of {'group ' * (change.topic == 'group')}{name}"
 
 
 def step_text(figures: PlanFigures) -> str:

@@ -471,7 +471,9 @@ BIG = ("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.
 
 def test_what_if_prints_each_change_beside_the_base(monkeypatch, capsys):
     small = ("cluster=h100-1x8", "schedule.max_concurrent=512", *BIG)
-    changes = ("schedule.max_concurrent=16", "models.actor.layout=d1t4p2", "models.actor.layout=d2t2p2")
+    tokens = "models.actor.tokens_per_microbatch"
+    both = f"models.actor.layout=d2t2p2 {tokens}=4096"
+    changes = ("schedule.max_concurrent=16", "models.actor.layout=d1t4p2", both)
     assert hflow(monkeypatch, "plan", "recipes/grpo.py", *small, "--what-if", *changes, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     base = found["base"]
@@ -479,13 +481,15 @@ def test_what_if_prints_each_change_beside_the_base(monkeypatch, capsys):
     hours = base["seconds_per_step"] / 3600
     assert base["dollars_per_step"] == pytest.approx(base["dollars_per_hour"] * hours)
     assert base["dollars"] == pytest.approx(280 * base["dollars_per_step"])
-    slower, smaller, _ = found["changes"]
+    slower, smaller, given = found["changes"]
     assert [row["change"] for row in found["changes"]] == list(changes)
     assert slower["speed_up"] < 1  # fewer samples in flight
     expected = base["seconds_per_step"] / slower["figures"]["seconds_per_step"]
     assert slower["speed_up"] == pytest.approx(expected)
     assert smaller["figures"]["peak_bytes"] < base["peak_bytes"]
     assert "actor@train" in {change["subject"] for change in smaller["diff"]["changes"]}
+    assert tokens in {change["subject"] for change in given["diff"]["changes"]}
+    assert (smaller["decided_keys"], given["decided_keys"]) == ([tokens], [])
 
     assert hflow(monkeypatch, "plan", "recipes/grpo.py", *small, "--what-if", changes[0]) == 0
     out = capsys.readouterr().out

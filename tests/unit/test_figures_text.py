@@ -70,6 +70,8 @@ def test_what_follows_from_a_change_is_named_in_words() -> None:
         "a",
         "b",
         (
+            Change("setting", "seed", "1", "2", Effect.REFUSE),
+            Change("setting", "models.actor.tokens_per_microbatch", "32768", "8192", Effect.SAME),
             Change("group", "all", "0-7", "0-3", Effect.SAME),
             Change("replica", "actor@train", "d8", "d4", Effect.RESHARD),
             Change("replica", "actor@train devices", "0-7", "0-3", Effect.SAME),
@@ -77,16 +79,17 @@ def test_what_follows_from_a_change_is_named_in_words() -> None:
             Change("engine", "actor@gen", "embedded", "vllm", Effect.SAME),
         ),
     )
-    changed = Changed("cluster=h100-1x4", figures, 1.0, diff)
+    decided = ("models.actor.tokens_per_microbatch",)
+    changed = Changed("cluster=h100-1x4 seed=2", figures, 1.0, diff, decided)
     console = Console(width=200)
     with console.capture() as capture:
         console.print(render_what_if(WhatIf(figures, (changed, Changed("a=1", ahead, 2.0, None)))))
-    text = capture.get()
+    text = " ".join(capture.get().split())
     for line in (
+        "models.actor.tokens_per_ microbatch: 32768 -> 8192 devices of group",
         "devices of group all: 0-7 -> 0-3",
         "layout of actor@train: d8 -> d4",
-        "backend of actor@train: torch -> megatron",
-        "and 1 more, which --json lists",
+        "and 2 more, which --json lists",
         "\u2265 15 s",
         "\u2264 2.00",
         "< 0.01",
@@ -94,6 +97,7 @@ def test_what_follows_from_a_change_is_named_in_words() -> None:
     ):
         assert line in text
     assert "devices of actor@train" not in text, "the group says it"
+    assert "seed: 1" not in text, "the change says it"
     with console.capture() as capture:
         console.print(render_what_if(WhatIf(figures, (changed,))))
     assert "late responses" not in capture.get()
