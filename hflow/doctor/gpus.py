@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hflow.doctor.finding import Finding
@@ -17,6 +17,7 @@ from hflow.workers.real_devices import (
     build_problem,
     capability_of,
     cuda_problem,
+    expandable_segments,
     flash_attn_problem,
 )
 
@@ -64,6 +65,7 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     yield _check_torch(gpus)
     yield from _check_kernels(wanted)
     yield from check_listed_gpus(gpus, wanted)
+    yield from check_allocator(os.environ)
     yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
     yield check_host_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus)
 
@@ -111,6 +113,13 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
         is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
         fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
         yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+
+
+def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that engines may open weights in GPU memory, which torch's settings can prevent."""
+    if variable := expandable_segments(environment):
+        detail = f"{variable} sets expandable_segments:True, with which vLLM may not open a trainer's weights"
+        yield Finding("gpu", "allocator", False, detail, f"unset {variable}", required=False)
 
 
 def check_attention(device: str) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 from hflow.errors import BackendError, RunError
 from hflow.planner.cluster import device_ranges
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan
+from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
 from hflow.types.attention_kernel import AttentionKernel, flash_attn_package, flash_attn_version
 
 MIN_MEMORY_SHARE = 0.95
 """Share of the plan's memory that a device must have. Drivers keep some of what data sheets say."""
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which kernels, also those of attention, compute in bf16."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with settings of torch's allocator on a GPU."""
 SAME_PACKAGES = ("hflow", "torch", "transformers", "megatron-core", "vllm")
 """Distributions whose versions must be the same in all processes."""
 
@@ -46,6 +48,8 @@ class ProcessDevices:
     """Version of the package flash-attn; None if there is none."""
     flash_attn_problem: str = ""
     """Why flash-attn cannot be imported; empty if it can, or on CPUs."""
+    expandable_segments: str = ""
+    """The environment variable that sets torch's expandable segments; empty if none does, or on CPUs."""
 
 
 def find_devices() -> ProcessDevices:
@@ -66,6 +70,7 @@ def find_devices() -> ProcessDevices:
         capability=capability_of(found[0]) if found else (0, 0),
         flash_attn=flash_attn_version(),
         flash_attn_problem=flash_attn_problem() if found else "",
+        expandable_segments=expandable_segments(os.environ) if found else "",
     )
 
 
@@ -125,6 +130,15 @@ def flash_attn_problem() -> str:
     return ""
 
 
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """Return the environment variable that sets torch's expandable segments; empty if none does."""
+    for variable in _ALLOCATOR_VARIABLES:
+        settings = environment.get(variable, "").replace(" ", "").split(",")
+        if "expandable_segments:True" in settings:
+            return variable
+    return ""
+
+
 def package_versions() -> tuple[tuple[str, str], ...]:
     """Return name and version of each of `SAME_PACKAGES` that is installed."""
     installed = []
@@ -174,6 +188,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             names = {replica.name for replica in hosted}
             _check_kernels(where, process, [c for c in plan.attention if c.replica in names])
             _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
+            _check_allocator(where, process, [route for route in plan.weights if route.src in names])
     if plan.cluster.device != "cuda":
         return
     kinds: dict[str, list[int]] = {}
@@ -235,3 +250,18 @@ def _check_precision(where: str, process: ProcessDevices, models: Collection[str
             f"bf16 needs {'.'.join(map(str, BF16_CAPABILITY))}. Set models.{min(models)}.dtype=fp32, or use "
             "newer GPUs"
         )
+
+
+def _check_allocator(where: str, process: ProcessDevices, routes: Iterable[WeightRoute]) -> None:
+    """Refuse expandable segments where an engine's process opens weights in GPU memory.
+
+    Such memory is shared as file descriptors, which containers do not let a process take from another one.
+    """
+    for route in routes:
+        if process.expandable_segments and "ipc" in (route.transport, route.near):
+            raise RunError(
+                f"{where} has {process.expandable_segments}=expandable_segments:True, with which {route.dst} "
+                f"may be unable to open the weights of {route.src} on its GPU (ipc). Unset it"
+                # A device that holds weights of the engine sends these by ipc with every transport.
+                + ("" if route.held_bytes else f", or set models.{route.model}.gen.transport=shared")
+            )

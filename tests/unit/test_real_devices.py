@@ -8,10 +8,11 @@ from pathlib import Path
 import plan_graphs as graphs
 import pytest
 
+from hflow.doctor.gpus import check_allocator
 from hflow.errors import RunError
 from hflow.planner.compile import compile_plan
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan
+from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
 from hflow.workers.ray.machines import Machine, choose_machines
 from hflow.workers.real_devices import (
     ProcessDevices,
@@ -19,6 +20,7 @@ from hflow.workers.real_devices import (
     can_execute,
     check_devices,
     cuda_problem,
+    expandable_segments,
     find_devices,
     flash_attn_problem,
 )
@@ -103,6 +105,38 @@ def test_kernels_that_a_machine_lacks_are_named(kernel: str, device: ProcessDevi
     first = FLASH if kernel.startswith("flash") else GOOD
     with pytest.raises(RunError, match=line):
         check_devices(plan_on(H100, kernel), [first, device, first, first], VERSIONS)
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, ""),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, ""),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_ALLOC_CONF"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"},
+            "PYTORCH_CUDA_ALLOC_CONF",
+        ),
+    ],
+)
+def test_expandable_segments_are_found(variables: dict[str, str], found: str) -> None:
+    assert expandable_segments(variables) == found
+    assert [finding.fix for finding in check_allocator(variables)] == ([f"unset {found}"] if found else [])
+
+
+def test_expandable_segments_are_refused_where_engines_open_weights() -> None:
+    device = replace(GOOD, expandable_segments="PYTORCH_ALLOC_CONF")
+    devices = on_two_machines(*[device] * 4)
+    plan = plan_on(H100)
+    check_devices(plan, devices, VERSIONS)
+    pull = WeightRoute("actor", plan.replicas[0].name, "actor@gen", "pull", transport="shared")
+    check_devices(replace(plan, weights=(pull,)), devices, VERSIONS)
+    near = replace(pull, near="ipc", held_bytes=1)
+    line = "worker 0 on node-a has PYTORCH_ALLOC_CONF=expandable_segments:True, with which actor@gen .*"
+    with pytest.raises(RunError, match=f"^{line} Unset it$"):
+        check_devices(replace(plan, weights=(near,)), devices, VERSIONS)
+    with pytest.raises(RunError, match=f"^{line} Unset it, or set models.actor.gen.transport=shared$"):
+        check_devices(replace(plan, weights=(replace(pull, transport="ipc"),)), devices, VERSIONS)
 
 
 @pytest.mark.parametrize(
