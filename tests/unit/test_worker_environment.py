@@ -15,7 +15,7 @@ from model_configs import model_config
 from torch._C._distributed_c10d import TCPStore
 
 from hflow.backends.interface import EngineSetup, ModelSettings
-from hflow.backends.vllm_engine.launch_options import reads_checkpoint
+from hflow.backends.vllm_engine.launch_options import environment, reads_checkpoint
 from hflow.config.schema import LoraConfig
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_groups import ProcessGroups
@@ -134,6 +134,13 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
     before, after = map(int, child.stdout.split())
     assert before > 1000
     assert after < 100
+
+
+def test_vllm_has_the_default_number_of_queues_beside_megatron() -> None:
+    setup = EngineSetup(ModelSettings("actor", device="cuda"), devices=("2", "3"))
+    on_gpus = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert on_gpus.items() <= environment(setup).items()
+    assert not on_gpus.keys() & environment(EngineSetup(ModelSettings("actor"))).keys()
 
 
 @pytest.mark.parametrize(

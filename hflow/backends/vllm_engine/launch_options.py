@@ -16,6 +16,8 @@ from hflow.backends.vllm_engine.memory import MEMORY_BUDGET, STEP_TOKENS, cache_
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """hflow's name of a dtype -> vLLM's."""
+_CUDA_QUEUES = "8"
+"""Hardware queues of a process: CUDA's default. A worker with tensor ranks of megatron has only one."""
 _RANK_EXTENSION = "hflow.backends.vllm_engine.rank.RankExtension"
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
@@ -35,7 +37,8 @@ def environment(setup: EngineSetup) -> dict[str, str]:
     }
     if setup.settings.device == "cuda":
         # Without a list, the process has the devices of this one.
-        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {})
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {}
+        return variables | devices | {"CUDA_DEVICE_MAX_CONNECTIONS": _CUDA_QUEUES}
     cores = [",".join(map(str, rank_cores)) for rank_cores in setup.cores]
     num_threads = len(setup.cores[0]) if setup.cores else torch.get_num_threads()
     return {
