@@ -378,6 +378,40 @@ def test_estimates_are_compared_but_decide_nothing():
     assert found.verdict == "nothing to reshard"
 
 
+def test_estimates_that_are_printed_alike_are_not_reported():
+    before, after = forecast(0.8516028851593905, GIB), forecast(0.8516296988067512, GIB + 2**20)
+    assert before.period is not None
+    assert after.period is not None
+    (step, *rest) = after.period.cycle
+    renamed = replace(after.period, cycle=(replace(step, why="other data"), *rest))
+    traffic = (
+        replace(before.traffic[0], num_bytes=7_436_286),
+        replace(after.traffic[0], num_bytes=7_438_833),
+    )
+    before = replace(before, traffic=traffic[:1])
+    after = replace(after, traffic=traffic[1:], period=renamed)
+    found = diff(foreseen(before), foreseen(after))
+    assert found.changes == ()
+    assert found.verdict == "the plans are the same"
+    (change,) = diff(foreseen(before), foreseen(replace(after, times=forecast(0.9, GIB).times))).changes
+    assert (change.topic, change.before, change.after) == ("time", "852 ms", "900 ms")
+
+
+def test_sizes_that_are_rounded_alike_are_shown_in_bytes():
+    shapes, apart = {"actor": TINY}, {"actor": model_config("d1", "d1", "train", "gen")}
+    before = rows(models=apart, shapes=shapes)
+    after = copy.deepcopy(before)
+    (route,) = [row for row in after["weights"] if row["src"] == "actor@train"]
+    (same,) = [row for row in before["weights"] if row["src"] == "actor@train"]
+    same["moved_bytes"], route["moved_bytes"] = 7_436_286, 7_438_833
+    (change,) = diff(before, after).changes
+    assert (change.subject, change.before, change.after) == (
+        "actor@train -> actor@gen moved",
+        "7,436,286 B",
+        "7,438,833 B",
+    )
+
+
 def test_changed_hardware_and_lengths_are_reported():
     plan = replace(compile_plan(grpo(), request()), forecast=forecast(1.0, GIB))
     link = Link("ib-ndr", 50.0, 5.0)

@@ -10,7 +10,13 @@ from hflow.errors import PlanError
 from hflow.planner.diff.effects import Difference, Effect, TrainedNames, effect_of, trained_names
 from hflow.planner.diff.formatting import ShownValue, distinct_texts, first_difference, is_equal, plain
 from hflow.planner.diff.plan_rows import Rows, Subjects, Unmatched, model_names, node_names
-from hflow.planner.diff.plan_values import ESTIMATED_TOPICS, estimated_values, graph_values, placement_values
+from hflow.planner.diff.plan_values import (
+    ESTIMATED_TOPICS,
+    ROUNDED_TOPICS,
+    estimated_values,
+    graph_values,
+    placement_values,
+)
 from hflow.planner.serialise import decisive_rows, rows_digest
 
 _BY_SEVERITY = tuple(Effect)
@@ -157,6 +163,8 @@ def _subject(
     for attribute in {**before, **after}:
         one, other = before.get(attribute), after.get(attribute)
         if one and other and is_equal(one.value, other.value):
+            continue
+        if one and other and topic in ROUNDED_TOPICS and one.text == other.text:
             continue
         shown = distinct_texts(one, other) if one and other else (_text(one), _text(other))
         name = subject + attribute if attribute.startswith(".") else f"{subject} {attribute}".rstrip()

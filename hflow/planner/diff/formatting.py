@@ -21,6 +21,8 @@ class ShownValue:
 
     value: Any
     text: str
+    exact: str | None = None
+    """A longer text, for a value that differs from one with the same text; None: `value` as JSON."""
 
 
 def shown(value: Any) -> ShownValue:
@@ -75,6 +77,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if unit == 0 else f"{num_bytes:.1f} {_UNITS[unit]}"
 
 
+def shown_size(num_bytes: int) -> ShownValue:
+    """Return bytes as a value that is shown in a larger unit."""
+    return ShownValue(num_bytes, size(num_bytes), f"{num_bytes:,} B")
+
+
 def seconds(value: float) -> str:
     """Return seconds with three significant digits."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
@@ -111,6 +118,8 @@ def distinct_texts(before: ShownValue, after: ShownValue) -> tuple[str, str]:
     """Return different texts for two different values."""
     if before.text != after.text:
         return before.text, after.text
+    if before.exact is not None and after.exact is not None:
+        return before.exact, after.exact
     path, one, other = first_difference(before.value, after.value)
     if isinstance(one, list) and isinstance(other, list):
         one, other = f"{len(one)} entries", f"{len(other)} entries"

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hflow.planner.diff.formatting import ShownValue, device_ranges, layout, plain, seconds, shown, size
+from hflow.planner.diff.formatting import (
+    ShownValue,
+    device_ranges,
+    layout,
+    plain,
+    seconds,
+    shown,
+    shown_size,
+    size,
+)
 from hflow.planner.diff.plan_rows import Rows, Subjects, Unmatched, trained_models
 from hflow.planner.serialise import without_directories
 
 ESTIMATED_TOPICS = ("forecast", "hardware", "workload", "memory", "traffic", "time", "period")
+ROUNDED_TOPICS = ("memory", "traffic", "time", "period")
+"""Topics of estimates that are compared by their texts: any change of a plan changes their last digits."""
 
 
 def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[str, Subjects]:
@@ -34,7 +45,7 @@ def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[
         "workload": {stream: _flat(lengths) for stream, lengths in forecast["workload"]},
         "memory": dict(_peaks(forecast["memory"])),
         "traffic": {
-            row["consumer"]: {"": ShownValue(row["num_bytes"], size(row["num_bytes"]))}
+            row["consumer"]: {"": shown_size(row["num_bytes"])}
             for row in forecast["traffic"]
             if row["consumer"] not in unmatched.nodes
         },
@@ -208,7 +219,7 @@ def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
 
 
 def _cluster(key: str, value: Any) -> ShownValue:
-    return ShownValue(value, size(value)) if key == "memory_bytes" else shown(value)
+    return shown_size(value) if key == "memory_bytes" else shown(value)
 
 
 def _devices(ids: list[int]) -> ShownValue:
@@ -291,10 +302,10 @@ def _route(route: Rows) -> dict[str, ShownValue]:
         "": shown(route["how"]),
         "transport": shown(route["transport"]),
         "what a device holds": shown(route["near"]),
-        "moved": ShownValue(route["moved_bytes"], size(route["moved_bytes"])),
-        "across machines": ShownValue(route["node_bytes"], size(route["node_bytes"])),
-        "held already": ShownValue(route["held_bytes"], size(route["held_bytes"])),
-        "saved by the order of ranks": ShownValue(route["saved_bytes"], size(route["saved_bytes"])),
+        "moved": shown_size(route["moved_bytes"]),
+        "across machines": shown_size(route["node_bytes"]),
+        "held already": shown_size(route["held_bytes"]),
+        "saved by the order of ranks": shown_size(route["saved_bytes"]),
         "rows": ShownValue([route["rows"], route["worker_sets"]], f"{len(route['rows'])} rows"),
     }
 
