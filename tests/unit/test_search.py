@@ -303,6 +303,24 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
     assert plan_figures(by_hand).is_lower_bound
 
 
+def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_network() -> None:
+    large = (
+        *("cluster=h100-8x8", "model@models.actor=llama-3.1-70b", "models.actor.path=null"),
+        *("models.actor.gen.engine=vllm", "models.actor.gen.max_model_len=2048", "models.actor.dtype=bf16"),
+        *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=600"),
+    )
+    plan = compile_recipe(RECIPES / "grpo.py", large, with_limits=True).plan
+    assert plan.forecast is not None
+    (limit,) = plan.forecast.limits
+    setting = "models.actor.backend=megatron"
+    waits = "actor_train waits for the network for most of its seconds"
+    assert re.fullmatch(rf"{waits}\. With {setting} a step takes \d+ % less\.", limit_text(limit))
+    followed = compile_recipe(RECIPES / "grpo.py", (*large, setting)).plan
+    assert followed.forecast is not None
+    gain = 1 - followed.forecast.candidates[0].seconds / plan.forecast.candidates[0].seconds
+    assert gain >= limit.remedies[0].gain - 0.01
+
+
 def test_idle_devices_that_nothing_uses_are_named() -> None:
     idle = Limit("train is idle for 40 % of a step", (), ("train",))
     assert limit_text(idle).startswith(

@@ -6,12 +6,14 @@ that a user who sets what is named gets the seconds that are named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
+from hflow.planner.cost.roofline import NETWORK
 from hflow.planner.forecast import Forecast, Limit, Remedy
 from hflow.planner.memory.capacity import MEMORY_MARGIN
 from hflow.planner.placement.replicas import replica_roles
@@ -20,6 +22,7 @@ from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
+from hflow.planner.search.remedies import other_backends
 from hflow.planner.search.result import placement_of, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
 from hflow.planner.staleness import admission_limit
@@ -99,8 +102,11 @@ def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tu
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:
         return ()
+    if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
+        devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
+        basis = replace(basis, searched=replace(basis.searched, placement=devices))
     limits = []
-    for what, settings in _changes(basis):
+    for what, settings in (*_changes(basis), *_parallel(basis, forecast)):
         remedies = _remedies([(settings, basis.period(settings))], before)
         limits += [Limit(what, (remedy,)) for remedy in remedies]
     idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
@@ -134,6 +140,19 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if role == "gen" and larger and not basis.is_chosen(key):
             what = f"{key}={value} limits how many sequences an engine decodes at once"
             yield what, {key: min(larger)}
+
+
+def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield backends that divide layers, if training waits for the network and the planner may choose."""
+    assert forecast.period is not None
+    slowest = max(forecast.period.cycle, key=lambda step: step.seconds).node
+    limit = next((row.limit for row in forecast.times if row.node == slowest), None)
+    trains = any(node.name == slowest and node.spec.verb == "train" for node in basis.graph.nodes)
+    backends = {
+        key: name for key, name in other_backends(basis.graph, basis.request) if key.endswith(".backend")
+    }
+    if basis.searched is not None and trains and limit == NETWORK and backends:
+        yield f"{slowest} waits for the network for most of its seconds", backends
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:

@@ -135,7 +135,7 @@ def _anywhere_attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
     """Yield a request whose placement is free, then others with more changes."""
     anywhere = Attempt(request)
     yield anywhere
-    backends = tuple(_other_backends(graph, request))
+    backends = tuple(other_backends(graph, request))
     dtypes = tuple(_narrower_dtypes(request, [model for model, _ in replica_roles(graph)]))
     for changes in dict.fromkeys((backends, dtypes, (*backends, *dtypes))):
         if changes:
@@ -263,7 +263,7 @@ def _anywhere(request: PlanRequest) -> PlanRequest:
     return replace(request, placement=None, free=request.free | {PLACEMENT})
 
 
-def _other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Any]]:
+def other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, Any]]:
     """Yield backends and engines with a tensor axis for replicas whose backend has none."""
     for model, role in replica_roles(graph):
         config = request.model(model)
