@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
+
+_LOG = logging.getLogger(__name__)
 
 
 def host_payload(payload: Tensor) -> Tensor:
@@ -16,13 +23,49 @@ def host_payload(payload: Tensor) -> Tensor:
     return torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
 
 
-def pin(memory: Tensor) -> None:
-    """Pin host memory that torch has not allocated. Call `unpin` before it is unmapped."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    torch.cuda.check_error(int(error))
+class PinnableMemory:
+    """Host memory that torch has not allocated, pinned where CUDA allows that.
+
+    Where it does not, copies between it and a GPU are slower.
+
+    Attributes:
+        bytes: the memory.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        self._is_tried = False
+        self._is_pinned = False
+
+    def pin(self) -> None:
+        """Pin the memory, unless that was tried before. CUDA must be initialized."""
+        if self._is_tried:
+            return
+        self._is_tried = True
+        cudart: Any = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
+        self._is_pinned = int(error) == 0
+        if not self._is_pinned:
+            _forget_cuda_error()
+            _warn(cudart.cudaGetErrorString(error))
+
+    def unpin(self) -> None:
+        """Unpin the memory if it is pinned, before it is unmapped."""
+        if not self._is_pinned:
+            return
+        self._is_pinned = False
+        cudart: Any = torch.cuda.cudart()
+        if error := int(cudart.cudaHostUnregister(self.bytes.data_ptr())):
+            torch.cuda.check_error(error)
 
 
-def unpin(memory: Tensor) -> None:
-    """Undo `pin`."""
-    error = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    torch.cuda.check_error(int(error))
+def _forget_cuda_error() -> None:
+    """Let a kernel report the last error of CUDA, which it would otherwise report in other code."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Warn once that copies are slow."""
+    _LOG.warning("shared memory of weights is not pinned (%s), so copies to the GPU are slower", reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.weights import pinned
 from hflow.weights.buckets import Bucket, pack_buckets, unpack_bucket, verify_bucket
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
@@ -61,3 +63,54 @@ def test_a_missing_or_incomplete_file_is_an_error(tmp_path: Path):
     channel.free([handle])
     with pytest.raises(RunError, match=r"is missing; set out="):
         channel.receive(handle, 1)
+
+
+class Driver:
+    """Answers as CUDA's runtime does: with these codes to `cudaHostRegister`, in turn."""
+
+    def __init__(self, codes: Sequence[int]) -> None:
+        self.codes = list(codes)
+        self.pinned: set[int] = set()
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append("pin")
+        code = self.codes.pop(0)
+        self.pinned |= {address} if code == 0 else set()
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unpin")
+        self.pinned.remove(address)
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error {code}"
+
+
+def test_shared_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The first segment was mapped before CUDA is initialized, and the next two cannot be pinned."""
+    pinned._warn.cache_clear()
+    driver = Driver([2, 2, 0])
+    sender = make_channel(ChannelSettings("shared", "a-0", ""))
+    receiver = make_channel(ChannelSettings("shared", "a-0", ""))
+    sent = [bucket(num) for num in (12, 100, 1000, 10_000)]
+    handles = [sender.send((1,), one) for one in sent]
+    receiver.receive(handles[0], 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(pinned, "_forget_cuda_error", lambda: driver.calls.append("forget"))
+    for _ in range(2):
+        for one, handle in zip(sent[1:], handles[1:], strict=True):
+            assert receiver.receive(handle, 1).payload.equal(one.payload)
+    assert driver.calls == ["pin", "forget", "pin", "forget", "pin"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "shared memory of weights is not pinned (error 2), so copies to the GPU are slower"
+    ]
+    receiver.close()
+    assert driver.calls[-2:] == ["pin", "unpin"]
+    assert not driver.pinned
+    sender.close()
+    assert driver.calls[-2:] == ["pin", "unpin"]

@@ -18,7 +18,7 @@ from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
-from hflow.weights.pinned import pin, unpin
+from hflow.weights.pinned import PinnableMemory
 
 
 class SharedBucket(NamedTuple):
@@ -45,7 +45,7 @@ class SharedChannel(WeightChannel):
         self._free: list[_Segment] = []
         self._used: dict[int, _Segment] = {}
         """Inode -> segment with a bucket."""
-        self._mapped: dict[tuple[int, int], Tensor] = {}
+        self._mapped: dict[tuple[int, int], PinnableMemory] = {}
         """(process, inode) -> a segment that this process has mapped as a receiver."""
 
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
@@ -53,8 +53,8 @@ class SharedChannel(WeightChannel):
         num_bytes = bucket.payload.numel()
         segment = self._segment(num_bytes)
         if bucket.payload.device.type == "cuda":
-            segment.pin()
-        segment.bytes[:num_bytes].copy_(bucket.payload)
+            segment.memory.pin()
+        segment.memory.bytes[:num_bytes].copy_(bucket.payload)
         self._used[segment.inode] = segment
         return SharedBucket(os.getpid(), segment.file, segment.inode, num_bytes, bucket.header)
 
@@ -67,10 +67,10 @@ class SharedChannel(WeightChannel):
         assert isinstance(handle, SharedBucket)
         key = handle.process, handle.inode
         if key not in self._mapped:
-            self._mapped[key] = _map(handle)
-            if torch.cuda.is_initialized():  # this process copies the bucket to its GPU
-                pin(self._mapped[key])
-        return handle.header.with_payload(self._mapped[key][: handle.num_bytes])
+            self._mapped[key] = PinnableMemory(_map(handle))
+        if torch.cuda.is_initialized():  # this process copies the bucket to its GPU
+            self._mapped[key].pin()
+        return handle.header.with_payload(self._mapped[key].bytes[: handle.num_bytes])
 
     def free(self, handles: Iterable[Any]) -> None:
         """Keep the segments for later buckets."""
@@ -80,19 +80,18 @@ class SharedChannel(WeightChannel):
         """Free all segments. What receivers have mapped remains until they unmap it."""
         for segment in (*self._free, *self._used.values()):
             segment.close()
-        if torch.cuda.is_initialized():
-            for mapped in self._mapped.values():
-                unpin(mapped)
+        for mapped in self._mapped.values():
+            mapped.unpin()
         self._free.clear()
         self._used.clear()
         self._mapped.clear()
 
     def _segment(self, num_bytes: int) -> _Segment:
         """Return the smallest free segment that is large enough, or a new one."""
-        fitting = [segment for segment in self._free if num_bytes <= segment.bytes.numel() <= 2 * num_bytes]
+        fitting = [segment for segment in self._free if num_bytes <= segment.size <= 2 * num_bytes]
         if not fitting:
             return _Segment(num_bytes)
-        segment = min(fitting, key=lambda segment: segment.bytes.numel())
+        segment = min(fitting, key=lambda segment: segment.size)
         self._free.remove(segment)
         return segment
 
@@ -103,27 +102,23 @@ class _Segment:
     Attributes:
         file: its descriptor.
         inode: identifies it on this machine.
-        bytes: its content, as a view.
+        memory: its content.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.file = os.memfd_create("hflow-weights", os.MFD_CLOEXEC)
         os.ftruncate(self.file, max(num_bytes, 1))
         self.inode = os.fstat(self.file).st_ino
-        self.bytes = torch.frombuffer(mmap.mmap(self.file, 0), dtype=torch.uint8)
-        self._is_pinned = False
+        self.memory = PinnableMemory(torch.frombuffer(mmap.mmap(self.file, 0), dtype=torch.uint8))
 
-    def pin(self) -> None:
-        """Let a GPU copy into it at full speed."""
-        if not self._is_pinned:
-            pin(self.bytes)
-            self._is_pinned = True
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.memory.bytes.numel()
 
     def close(self) -> None:
         """Free the memory when no other process has mapped it."""
-        if self._is_pinned:
-            unpin(self.bytes)
-            self._is_pinned = False
+        self.memory.unpin()
         os.close(self.file)
 
 
