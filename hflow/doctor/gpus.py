@@ -29,7 +29,11 @@ MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
-_QUERY = "name,driver_version,memory.total,memory.used"
+_QUERY = "name,driver_version,memory.total,memory.used,compute_mode"
+
+
+_LIMITED_MODES = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
+"""Compute modes in which two processes cannot use a GPU at once."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Gpu:
     memory_bytes: int
     used_bytes: int
     """Memory in use by any process."""
+    compute_mode: str
+    """Which processes may use it: `Default`, `Exclusive_Process` or `Prohibited`."""
 
     @property
     def memory_gib(self) -> float:
@@ -84,8 +90,8 @@ def parse_gpus(table: str) -> list[Gpu]:
     """Return the GPUs in nvidia-smi's table, whose memory is in MiB."""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
     return [
-        Gpu(name, driver, int(total) << 20, int(used) << 20)
-        for name, driver, total, used in rows
+        Gpu(name, driver, int(total) << 20, int(used) << 20, mode)
+        for name, driver, total, used, mode in rows
         if total.isdigit() and used.isdigit()
     ]
 
@@ -113,6 +119,9 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
         is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
         fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
         yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+        if gpu.compute_mode in _LIMITED_MODES:
+            detail = f"compute mode {gpu.compute_mode}: a trainer and vLLM cannot use the GPU together"
+            yield Finding("gpu", f"mode {index}", False, detail, f"nvidia-smi -i {index} -c DEFAULT, as root")
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:

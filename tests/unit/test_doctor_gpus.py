@@ -21,7 +21,7 @@ from hflow.launch.compile import compile_recipe
 from hflow.planner.hardware import GIB
 from hflow.shipped import find_recipe
 
-H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4"
+H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
 
 
 def failures(table: str, wanted: int) -> list[str]:
@@ -33,8 +33,17 @@ def failures(table: str, wanted: int) -> list[str]:
     [
         ("", 8, "0 of 8 GPUs; install NVIDIA's driver"),
         (f"{H100}\n" * 4, 8, "4 of 8 GPUs; hflow doctor --gpus 4"),
-        (f"{H100}\n{H100}\nNVIDIA L4, 570.86.15, 23034, 1", 3, "22.5 GiB: 2; set CUDA_VISIBLE_DEVICES"),
-        (H100.replace(", 4", ", 40000"), 1, "39.1 of 79.6 GiB in use; end the processes"),
+        (
+            f"{H100}\n{H100}\nNVIDIA L4, 570.86.15, 23034, 1, [N/A]",
+            3,
+            "22.5 GiB: 2; set CUDA_VISIBLE_DEVICES",
+        ),
+        (H100.replace(", 4,", ", 40000,"), 1, "39.1 of 79.6 GiB in use; end the processes"),
+        (
+            f"{H100}\n" + H100.replace("Default", "Exclusive_Process"),
+            2,
+            "together; nvidia-smi -i 1 -c DEFAULT",
+        ),
     ],
 )
 def test_gpus_that_a_run_cannot_use_are_named(table, wanted, line):
@@ -44,7 +53,7 @@ def test_gpus_that_a_run_cannot_use_are_named(table, wanted, line):
 
 def test_equal_free_gpus_are_accepted():
     assert not failures(f"{H100}\n" * 8, 8)
-    assert not failures(f"{H100}\nNVIDIA L4, 570.86.15, 23034, 1", 1)  # the second is not used
+    assert not failures(f"{H100}\nNVIDIA L4, 570.86.15, 23034, 1, [N/A]", 1)  # the second is not used
 
 
 def test_small_shared_memory_names_the_option():
