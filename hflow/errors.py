@@ -56,11 +56,17 @@ class NotYetError(HflowError, NotImplementedError):
     """A recipe or configuration can be checked and planned, but not run in this version."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the most similar other name, or an empty string."""
+def nearest(name: str, known: Iterable[str], parent: str = "") -> str:
+    """Return `"; did you mean 'x'?"` for the most similar other name, or an empty string.
+
+    Args:
+        name: the unknown name.
+        known: the names that exist.
+        parent: what is written before the names, such as `models.actor.`.
+    """
     others = [other for other in known if other != name]
     matches = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {parent + matches[0]!r}?" if matches else ""
 
 
 def shorten(text: str, length: int) -> str:

@@ -154,16 +154,16 @@ def unknown_key(path: str, name: object, known: Collection[str], paths: Collecti
 
 
 def _suggestion(path: str, name: str, known: Collection[str], paths: Collection[str]) -> str:
-    """Return a key of the same meaning or name, the nearest name, or all that exist."""
+    """Return the whole path of a key of the same meaning or name, or of the nearest; else all names there."""
     counterpart, parent = COUNTERPARTS.get(name), path.removesuffix(name)  # empty, or ending with a dot
     if counterpart is not None and counterpart.name in known and counterpart.fits(parent + counterpart.name):
-        return f"; did you mean {counterpart.name!r}{_note(counterpart)}?"
+        return f"; did you mean {parent + counterpart.name!r}{_note(counterpart)}?"
     if counterpart is not None:
         found = [each for each in paths if counterpart.fits(each)] or [counterpart.key]
     else:
         found = [each for each in paths if each.rpartition(".")[2] == name]
     if not found:
-        return nearest(name, known) or f"; known here: {', '.join(sorted(known)) or 'nothing'}"
+        return nearest(name, known, parent) or f"; known here: {', '.join(sorted(known)) or 'nothing'}"
     inside = [each for each in found if each.startswith(parent)]
     shown = sorted(inside or found, key=lambda each: each.count("."))[:_MAX_SUGGESTIONS]
     note = "" if counterpart is None else _note(counterpart)

@@ -341,9 +341,12 @@ def test_cfg_prints_a_configuration_that_loads_to_the_same_values(good: str, mon
     [
         (["steps=many"], "steps is 'many'"),
         (["stps=1"], "unknown key 'stps'; did you mean 'steps'"),
-        (["models.actr.dtype=bf16"], "unknown key 'models.actr'; did you mean 'actor'"),
-        (["nodes.scroe.timeout=1"], "unknown key 'nodes.scroe'; did you mean 'score'"),
-        (["nodes.actor_train.clp=0.1"], "unknown key 'nodes.actor_train.clp'; did you mean 'clip'"),
+        (["models.actr.dtype=bf16"], "unknown key 'models.actr'; did you mean 'models.actor'"),
+        (["nodes.scroe.timeout=1"], "unknown key 'nodes.scroe'; did you mean 'nodes.score'"),
+        (
+            ["nodes.actor_train.clp=0.1"],
+            "unknown key 'nodes.actor_train.clp'; did you mean 'nodes.actor_train.clip'",
+        ),
         (["cluster=h100"], "cluster 'h100'"),
     ],
 )

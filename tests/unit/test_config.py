@@ -132,12 +132,13 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("max_staleness=2", "did you mean 'schedule.max_staleness'?"),
         ("models.actor.schedule=linear", "did you mean 'models.actor.optim.schedule'?"),
         ("learning_rate=1", "did you mean 'models.actor.optim.lr'?"),
-        ("models.actor.optim.learning_rate=1", "did you mean 'lr'?"),
+        ("models.actor.optim.learning_rate=1", "did you mean 'models.actor.optim.lr'?"),
+        ("+models.actor.lora.rank=32", "'models.actor.lora.rank'; did you mean 'models.actor.lora.r'?"),
         ("epochs=2", "did you mean 'steps' (epochs * rows / batch)?"),
         ("num_generations=4", "did you mean 'nodes.NODE.group' with a name of the recipe for NODE?"),
         (
             "models.actor.optim.wieght_decay=1",
-            "optim.wieght_decay'; did you mean 'weight_decay'?",
+            "optim.wieght_decay'; did you mean 'models.actor.optim.weight_decay'?",
         ),
         ("models.actor.zzz=1", "unknown key 'models.actor.zzz'; known here: activation_checkpointing, "),
         ("steps=many", "steps is 'many'; it must be a whole number"),
@@ -224,14 +225,14 @@ def test_names_that_the_recipe_does_not_know():
     }
     validate_names(load_config(GRPO, ["nodes.actor_train.clip=0.1"]), **known)
     for override, message in [
-        ("models.actr.path=x", "unknown key 'models.actr'; did you mean 'actor'?"),
-        ("data.trian.limit=1", "unknown key 'data.trian'; did you mean 'train'?"),
-        ("nodes.actor_trian.clip=0.1", "unknown key 'nodes.actor_trian'; did you mean 'actor_train'?"),
+        ("models.actr.path=x", "unknown key 'models.actr'; did you mean 'models.actor'?"),
+        ("data.trian.limit=1", "unknown key 'data.trian'; did you mean 'data.train'?"),
+        ("nodes.actor_trian.clip=0.1", "unknown key 'nodes.actor_trian'; did you mean 'nodes.actor_train'?"),
         (
             "nodes.actor_gen.max_token=1",
-            "'nodes.actor_gen.max_token'; did you mean 'max_tokens'?",
+            "'nodes.actor_gen.max_token'; did you mean 'nodes.actor_gen.max_tokens'?",
         ),
-        ("nodes.actor_train.beta=1", "'nodes.actor_train.beta'; did you mean 'kl_coef'?"),
+        ("nodes.actor_train.beta=1", "'nodes.actor_train.beta'; did you mean 'nodes.actor_train.kl_coef'?"),
     ]:
         with pytest.raises(ConfigError) as refusal:
             validate_names(load_config(GRPO, [override]), **known)
@@ -318,7 +319,10 @@ def test_a_path_in_a_file_is_relative_to_that_file(recipe, tmp_path: Path, monke
         ("data.train.path=[a,3]", "data.train.path is ['a', 3]; it must be a path, or a list of paths"),
         ("data.train.map=x", "data.train.map is 'x'; it must be a mapping"),
         ("data.train.map={prompt:3}", "data.train.map.prompt is 3; it must be a string"),
-        ("data.train.sources={a:{wieght:1}}", "'data.train.sources.a.wieght'; did you mean 'weight'?"),
+        (
+            "data.train.sources={a:{wieght:1}}",
+            "'data.train.sources.a.wieght'; did you mean 'data.train.sources.a.weight'?",
+        ),
         ("data.train.sources={a:{weight:0}}", "data.train.sources.a.weight is 0; it must be more than 0"),
     ],
 )
