@@ -15,6 +15,9 @@ _PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
 MAX_DEVICES = 65_536
 """Devices of the largest cluster. A plan has rows for every device, and takes seconds for ten thousand."""
 
+MAX_DEVICES_PER_NODE = 1024
+"""Devices of the largest machine: more than any has, so that a larger number is a typing error."""
+
 
 def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
     """Parse `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`.
@@ -74,4 +77,10 @@ def _split(name: str) -> tuple[str, int, int]:
             f"cluster {shorten(name, 80)!r} has more than {MAX_DEVICES:,} devices, the most that can be "
             "planned; use fewer"
         )
-    return kind, int(counts[0]), int(counts[1])
+    nodes, devices = map(int, counts)
+    if devices > MAX_DEVICES_PER_NODE:
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} has {devices:,} devices per machine, and a machine has at most "
+            f"{MAX_DEVICES_PER_NODE:,}; write DEVICE-NODESxDEVICES, as in {kind}-{nodes}x8"
+        )
+    return kind, nodes, devices

@@ -160,7 +160,7 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path) -> None:
         (str(trained), [], EvaluationOptions(streams=("eval",)), "did you mean 'eval_gen'"),
         (str(trained), [], EvaluationOptions(pass_at=(4,)), "draw more with --samples 4"),
         (str(trained), ["nodes.eval_gen.group=2"], EvaluationOptions(), "temperature 0, which are equal"),
-        (str(trained), ["nodes.eval_gn.group=2"], EvaluationOptions(), "did you mean 'eval_gen'"),
+        (str(trained), ["nodes.eval_gn.group=2"], EvaluationOptions(), "did you mean 'nodes.eval_gen'"),
         (
             str(trained),
             ["models.actor.optim.lr=1e-3"],

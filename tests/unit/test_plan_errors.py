@@ -210,3 +210,15 @@ def test_staleness_rules_that_no_batch_can_meet_are_refused():
         queue=1,
     )
     refused(grpo(), "age_rule is off; remove one of them", drop_older_than=3, age_rule=False)
+
+
+def test_a_machine_with_more_devices_than_any_has_is_a_typing_error():
+    refused(
+        grpo(),
+        "cluster 'cpu-4x9000' has 9,000 devices per machine, and a machine has at most 1,024; write "
+        "DEVICE-NODESxDEVICES, as in cpu-4x8",
+        cluster="cpu-4x9000",
+    )
+    assert request("cpu-1x1024").cluster.num_devices == 1024
+    refused(grpo(), "has 1,025 devices per machine", cluster="cpu-1x1025")
+    refused(grpo(), "more than 65,536 devices, the most that can be planned", cluster="cpu-65x1024")
