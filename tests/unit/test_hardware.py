@@ -249,7 +249,10 @@ def test_unknown_names(recipe):
             ("network:", "overhead_gib: 30\nnetwork:"),
             "hardware.devices.odd.overhead_gib is 30.0; it must be less than memory_gib, 24",
         ),
-        (("link:", "lnik:"), "'hardware.devices.odd.lnik'; did you mean 'hardware.devices.odd.link'?"),
+        (
+            ("link:", "lnik:"),
+            "unknown key 'hardware.devices.odd.lnik'; did you mean 'hardware.devices.odd.link'?",
+        ),
     ],
 )
 def test_a_device_that_cannot_be(change: tuple[str, str], message: str, recipe):
