@@ -47,7 +47,11 @@ class MegatronOptimizer:
     """
 
     def __init__(self, stage: Stage, model: ModelSettings) -> None:
-        """Move the stage's weights into contiguous buffers, with fp32 gradients, and load master weights."""
+        """Move the stage's weights into contiguous buffers, with fp32 gradients, and load master weights.
+
+        Moments are allocated here: those that the first step allocated would be among its freed activations,
+        so that torch could not return that memory to an engine on the same device.
+        """
         self._optim, self._num_updates = model.optim, model.num_updates
         self.module = _wrap_for_gradient_sums(stage)
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
@@ -59,6 +63,8 @@ class MegatronOptimizer:
         self.master_weights = separate_master_weights(stage, self.ranges)
         """The ranges that are stored separately, where the model computes in half precision."""
         load_master_weights(stage, model, self.master_weights)
+        for part in self._parts:
+            part.optimizer.moments(part.get_parameters())
         self.num_steps = 0
         self._is_gathering = False
 
@@ -130,7 +136,7 @@ class MegatronOptimizer:
         return mean, square
 
     def states(self) -> list[Tensor]:
-        """Return separate master weights, and the moments that exist: none before the first step."""
+        """Return separate master weights, and moments."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
         return [*masters, *(x for state in states for x in state.values())]

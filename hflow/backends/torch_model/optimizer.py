@@ -23,7 +23,10 @@ class TorchOptimizer:
     def __init__(
         self, parameters: Iterable[nn.Parameter], model: ModelSettings, group: ProcessGroup | None
     ) -> None:
-        """Prepare AdamW.
+        """Prepare AdamW, and allocate its moments.
+
+        Moments that the first step allocated would be among its freed activations, so that torch could not
+        return that memory to an engine on the same device.
 
         Args:
             parameters: the model's weights.
@@ -49,6 +52,8 @@ class TorchOptimizer:
             weight_decay=optim.weight_decay,
             fused=True,
         )
+        for shard in nonempty:
+            self._state(shard)
         self.num_steps = 0
 
     @property
@@ -90,23 +95,27 @@ class TorchOptimizer:
 
     def moments(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Return Adam's averages of the gradient and its square, of this rank's shard of a weight."""
-        shard = self._shard_of[weight]
-        state = self._adamw.state[shard]
-        if not state:  # the state that AdamW starts with
-            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
+        state = self._state(self._shard_of[weight])
         return state["exp_avg"].detach(), state["exp_avg_sq"].detach()
 
     def states(self) -> list[Tensor]:
-        """Return the moments that exist: none before the first step."""
+        """Return the moments."""
         states = self._adamw.state.values()
-        return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+        return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
 
     def resume(self, num_steps: int) -> None:
         """Set the number of steps made, after the moments of that many steps have been loaded."""
         self.num_steps = num_steps
         for state in self._adamw.state.values():
             state["step"].fill_(num_steps)
+
+    def _state(self, shard: Tensor) -> dict[str, Tensor]:
+        """Return AdamW's state of a shard: at first the one that AdamW would start with."""
+        state: dict[str, Tensor] = self._adamw.state[shard]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
+        return state
 
     def _zero_grad(self) -> None:
         """Drop all gradients."""
