@@ -35,9 +35,9 @@ def score(completion: str, prompt: str) -> float:
     wrong = prompt[1] if sum(map(ord, completion)) % 2 else ""
     if wrong == "3":
         raise KeyError(prompt)
-    if wrong == "6":
+    if wrong and wrong in "56":
         os.kill(os.getpid(), signal.SIGKILL)
-    if wrong == "7":
+    if wrong and wrong in "47":
         os._exit(5)
     while wrong and wrong in "89012" and hangs(f"hang-{prompt}{completion}"):
         time.sleep(0.1)
@@ -101,16 +101,17 @@ def groups_of(ledger: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_rewards_that_raise_hang_or_die_are_refused_with_their_reasons(tmp_path: Path) -> None:
     """Nothing is dropped, so the last step needs the groups that hang to come to their end."""
-    ledger = ledger_of(wrong(tmp_path, 0.3, "schedule.age_rule=false"))
+    ledger = ledger_of(wrong(tmp_path, 1.0, "schedule.age_rule=false"))
     refused = select(ledger, "end = 'refused' and node = 'score' and reason <> 'small_group'").to_json()
     told = {(row["reason"], re.sub(r"'.*", "", str(row["message"]))) for row in refused}
-    assert told <= {
+    wanted = {
         ("failed", "KeyError: "),
         ("failed", "its process died (exit code 5); tried 2 times"),
         ("failed", "its process died (exit code -9); tried 2 times"),
-        ("timeout", "took longer than its timeout of 0.3 s; tried 2 times"),
+        ("timeout", "took longer than its timeout of 1 s; tried 2 times"),
     }
-    assert len(told) == 4
+    # Python's server of processes says 255 where it has lost the exit code.
+    assert wanted <= told <= wanted | {("failed", "its process died (exit code 255); tried 2 times")}
     for members in groups_of(ledger).values():
         trained = [row for row in members if row["end"] == "trained"]
         failed = [row for row in members if row["reason"] in ("failed", "timeout")]

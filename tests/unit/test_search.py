@@ -25,10 +25,12 @@ from hflow.planner.model_shape import Experts, ModelShape
 from hflow.planner.placement.engine_ranks import best_workers
 from hflow.planner.plan_figures import plan_figures
 from hflow.planner.routing import on_workers
-from hflow.planner.search import PLACEMENT, SearchProblem, search, with_settings
+from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.explore import explore
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
+from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.formatting import seconds_text
@@ -262,6 +264,21 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
     page = html.unescape(render_page(plan))
     assert page.count(limit_text(setting)) == 1
     assert page.count(limit_text(idle)) == 1 + len(idle.idle), "at the top, and at the idle groups"
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_copies_of_sleeping_engines_are_counted_in_host_memory(sync_every: int) -> None:
+    """As in the plan: an engine that wakes with the weights that it had keeps a copy of them."""
+    schedule = (f"schedule.sync_every={sync_every}", "schedule.max_staleness=2")
+    graph, request = problem("grpo", "h100-1x1", "qwen2.5-1.5b", *schedule, tunes=False)
+    assert request.hardware is not None
+    choice = explore(Evaluator(SearchProblem(graph, request, request.hardware))).ranked()[0]
+    placed = replace(request, free=frozenset(), placement=placement_of(choice))
+    forecast = compile_plan(graph, placed).forecast
+    assert forecast is not None
+    items = [item for row in forecast.host for item in row.items if item.name.endswith("weights (asleep)")]
+    assert [item.num_bytes for item in items] == [group.fit.host for group in choice.groups if group.fit.host]
+    assert bool(items) == (sync_every > 1)
 
 
 AHEAD = (

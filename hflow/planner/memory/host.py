@@ -85,24 +85,33 @@ def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
 def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
     """Return what a rank of an engine on a GPU keeps in host memory while it sleeps.
 
-    That is a copy of its weights, if it may wake with the same version (`_may_wake_unchanged`).
+    That is a copy of its weights, if it may wake with the same version (`may_wake_unchanged`).
     """
     if context.shares_weights(rank):
         return Items()
     return item(MemoryCategory.WEIGHTS, engine_weights(rank), _ASLEEP)
 
 
-def _may_wake_unchanged(schedule: Schedule, engine: str, model: str) -> bool:
+def may_wake_unchanged(schedule: Schedule, engine: str, *, is_changed_here: bool) -> bool:
     """Return whether an engine that sleeps may wake with the version that it had.
 
     It does not if it generates the trained stream, nodes on its devices alone change its model, and each step
     brings a new version (`runtime/state/weight_updates.py`).
+
+    Args:
+        schedule: of the plan.
+        engine: a generation replica that shares devices.
+        is_changed_here: whether nodes change its model, all of them on its devices.
     """
+    serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
+    return not serves_trained_stream or not is_changed_here or schedule.settings.sync_every > 1
+
+
+def _is_changed_beside(schedule: Schedule, engine: str, model: str) -> bool:
+    """Return whether nodes change a model, all of them on the devices of an engine."""
     group = next(group for group, replicas in schedule.shared if engine in replicas)
     writers = [node for node in schedule.nodes if model in node.writes]
-    serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
-    changes_here = bool(writers) and all(node.group == group for node in writers)
-    return not serves_trained_stream or not changes_here or schedule.settings.sync_every > 1
+    return bool(writers) and all(node.group == group for node in writers)
 
 
 def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) -> Items:
@@ -113,7 +122,10 @@ def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) ->
         name = rank.replica.name
         if rank.replica.role == "gen":
             kept = kept_by_engine(context, rank)
-            if name in asleep and _may_wake_unchanged(context.plan.schedule, name, rank.replica.model):
+            schedule, model = context.plan.schedule, rank.replica.model
+            if name in asleep and may_wake_unchanged(
+                schedule, name, is_changed_here=_is_changed_beside(schedule, name, model)
+            ):
                 kept += kept_asleep(context, rank)
         else:
             kept = in_host_memory(rank)

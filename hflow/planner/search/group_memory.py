@@ -17,7 +17,7 @@ from hflow.planner.hardware import GIB
 from hflow.planner.ir import WeightRoute
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import EngineLoad, engine_load
-from hflow.planner.memory.host import kept_asleep, kept_by_engine
+from hflow.planner.memory.host import kept_asleep, kept_by_engine, may_wake_unchanged
 from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
 from hflow.planner.memory.rank import Rank
@@ -190,7 +190,8 @@ class GroupMemory:
         for rank in self._ranks(option):
             if option.replica.role == "gen":
                 host = max(host, kept_by_engine(context, rank).total())
-                asleep = max(asleep, kept_asleep(context, rank).total())
+                if self._may_wake_unchanged(option, is_apart):
+                    asleep = max(asleep, kept_asleep(context, rank).total())
             else:
                 host = max(host, in_host_memory(rank).total())
             before = self._held(context, rank, option, is_apart)
@@ -208,7 +209,12 @@ class GroupMemory:
                 load = engine_load(context.plan, rank, self._problem.workloads)
                 memory = engine_kind(rank.replica.backend).memory
                 engine = rank, load, memory.decode_step(rank, load).total()
-        return _Profile(held, running, engine, host)
+        return _Profile(held, running, engine, host, asleep)
+
+    def _may_wake_unchanged(self, option: ReplicaOption, is_apart: bool) -> bool:
+        schedule = self._plan.schedule
+        is_changed = any(option.replica.model in node.writes for node in schedule.nodes)
+        return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and not is_apart)
 
     def _peak(self, context: MemoryContext, rank: Rank, node: str, is_apart: bool) -> int:
         """Return what a node needs at its peak, which does not depend on what is offloaded."""
