@@ -42,6 +42,8 @@ class Compiled:
     """The recipe's Python file."""
     observers: tuple[Observer, ...] = ()
     """Those of the recipe."""
+    set_keys: frozenset[str] = frozenset()
+    """Keys of the configuration that the recipe's files and overrides set."""
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
@@ -134,7 +136,7 @@ def compile_recipe(
         simulate=simulated_period,
     )
     bodies = loaded.bodies(_options(graph))
-    return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers)
+    return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers, set_keys)
 
 
 def read_recipe(

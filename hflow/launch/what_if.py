@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.config.compose import load_config_and_keys
 from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import compile_recipe, read_recipe
 from hflow.planner.diff import PlanDiff, diff_plans
@@ -66,12 +65,12 @@ def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]
     rows = []
     for change, values in settings:
         try:
-            changed = compile_recipe(recipe, [*overrides, *values]).plan
+            compiled = compile_recipe(recipe, [*overrides, *values])
         except PlanError as error:
             rows.append(Changed(change, None, None, None, refusal=str(error)))
             continue
-        figures, diff = plan_figures(changed), diff_plans(before, to_json(changed))
-        decided = _decided_keys(diff, load_config_and_keys(recipe, [*overrides, *values])[1])
+        figures, diff = plan_figures(compiled.plan), diff_plans(before, to_json(compiled.plan))
+        decided = _decided_keys(diff, compiled.set_keys)
         rows.append(Changed(change, figures, _speed_up(base, figures), diff, decided))
     return WhatIf(base, tuple(rows))
 

@@ -551,12 +551,7 @@ def lends_memory(plan: Plan, hosted: Sequence[int]) -> bool:
 
     It allocates its cache when it wakes, by what the plan says is free; torch keeps what a node has freed.
     """
-    return plan.cluster.device == "cuda" and any(
-        replica.role == "gen"
-        and engine_kind(replica.backend).has_own_process
-        and not set(replica.workers).isdisjoint(hosted)
-        for replica in plan.replicas
-    )
+    return plan.cluster.device == "cuda" and bool(_engines_beside(plan, hosted))
 
 
 def has_ranks_beside_trainers(plan: Plan) -> bool:
@@ -564,14 +559,19 @@ def has_ranks_beside_trainers(plan: Plan) -> bool:
 
     It takes memory on all of them when it starts, so their models must have been loaded.
     """
-    members = set(collective_workers(plan.replicas))
-    return any(
-        replica.role == "gen"
-        and replica.layout.tensor > 1
-        and engine_kind(replica.backend).has_own_process
-        and not members.isdisjoint(replica.workers)
+    engines = _engines_beside(plan, collective_workers(plan.replicas))
+    return any(replica.layout.tensor > 1 for replica in engines)
+
+
+def _engines_beside(plan: Plan, workers: Sequence[int]) -> list[Replica]:
+    """Return generation replicas that use devices of these workers from processes of their own."""
+    return [
+        replica
         for replica in plan.replicas
-    )
+        if replica.role == "gen"
+        and engine_kind(replica.backend).has_own_process
+        and not set(replica.workers).isdisjoint(workers)
+    ]
 
 
 def hosted_replicas(setup: WorkerSetup, hosted: Sequence[int]) -> list[Replica]:

@@ -1,7 +1,7 @@
 """`throttles`: settings that make a step longer than it needs to be, and what would use idle devices.
 
-Each remedy is tried: the plan is made again with one change. Where the planner chose, it chooses again, so
-that a user who sets what is named gets the seconds that are named.
+Each remedy is tried: the plan is made again with one change. Where the planner chose, it chooses again on the
+same devices, so that a user who sets what is named gains that much or more.
 """
 
 from __future__ import annotations
