@@ -39,6 +39,7 @@ from hflow.planner.memory import (
     check_memory,
     engine_caches,
     engine_load,
+    host_memory,
     host_memory_warnings,
     memory_phases,
     offload,
@@ -655,13 +656,17 @@ def test_recomputation_smaller_batches_and_more_ranks_never_need_more(recompute,
 # ------------------------------------------------------------------------ the memory of machines
 def on_host(cluster="h100-1x2", host_memory_gib=None, sync_every=2, **asked):
     """Name -> bytes in the memory of each kind of machine, and the warnings of the plan."""
+    plan, _ = host_plan(cluster, host_memory_gib, sync_every, **asked)
+    return [named(row.items) for row in plan.forecast.host], plan.warnings
+
+
+def host_plan(cluster, host_memory_gib, sync_every, **asked):
     models = {name: model_config(**asked) for name in ("actor", "ref")}
     device = replace(H100.device, host_memory_gib=host_memory_gib)
     shapes = dict.fromkeys(models, SMALL)
     wanted = graphs.request(cluster, models=models, shapes=shapes, sync_every=sync_every)
     wanted = replace(wanted, hardware=replace(H100, device=device))
-    plan = compile_plan(graphs.grpo(), wanted)
-    return [named(row.items) for row in plan.forecast.host], plan.warnings
+    return compile_plan(graphs.grpo(), wanted), wanted
 
 
 NUM = 160_832
@@ -693,12 +698,27 @@ def test_versions_in_the_object_store_and_their_copies_are_counted():
     apart = {"dtype": "bf16", "engine": "vllm", "group": "a", "gen_group": "b", "gen_layout": "d2"}
     sending, receiving = on_host("h100-2x2", layout="d2", transport="store", **apart)[0]
     stored, copied = "actor@gen weights in the object store", "actor@gen weights for engine processes"
+    fetched = "actor@gen weights that the object store fetched"
     assert kept_for_engines(sending) == {stored: 2 * NUM}
-    assert kept_for_engines(receiving) == {stored: 2 * NUM, copied: 2 * 2 * NUM}
+    assert kept_for_engines(receiving) == {fetched: 2 * NUM, copied: 2 * 2 * NUM}
     sending, receiving = on_host("h100-2x2", layout="d2", transport="store", delta=True, **apart)[0]
     assert receiving["actor@gen weights received last"] == 2 * 2 * NUM
     (sending,), _ = on_host("h100-2x2", layout="d2", transport="disk", **apart)
     assert kept_for_engines(sending) == {}
+
+
+def test_fetched_weights_take_what_is_left_of_the_object_store():
+    """Ray drops them when it needs room, and writes only what was published here to disk."""
+    wide = {"dtype": "bf16", "engine": "vllm", "group": "a", "gen_group": "b", "transport": "store"}
+    plan, wanted = host_plan("h100-4x1", None, 2, layout="d2", gen_layout="d2", **wide)
+    store = 3 * NUM // 2
+    small = replace(H100.device, host_memory_gib=store / 0.3 / 2**30)
+    sending, *_, receiving = host_memory(plan, replace(wanted, hardware=replace(H100, device=small)))
+    assert kept_for_engines(named(sending.items)) == {"actor@gen weights in the object store": NUM}
+    assert kept_for_engines(named(receiving.items)) == {
+        "actor@gen weights that the object store fetched": store,
+        "actor@gen weights for engine processes": 2 * NUM,
+    }
 
 
 def test_too_little_host_memory_is_refused_and_little_is_warned_about():

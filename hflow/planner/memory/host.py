@@ -19,12 +19,13 @@ from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.request import PlanRequest
-from hflow.planner.weights.weight_routes import store_bytes
+from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 
 _INPUTS = "inputs of layers"
 _ASLEEP = "weights (asleep)"
 _BASE = "base weights"
 _IN_STORE = "weights in the object store"
+_FETCHED = "weights that the object store fetched"
 _RELAYED = "weights for engine processes"
 _FIXES = {
     "in host memory": "Set models.{model}.offload=none",
@@ -33,6 +34,7 @@ _FIXES = {
     _BASE: "Set models.{model}.gen.layout to more tensor ranks",
     transfer.RECEIVED_LAST: "Set models.{model}.gen.delta=false",
     _IN_STORE: "Set models.{model}.gen.transport=disk",
+    _FETCHED: "Set models.{model}.gen.transport=disk",
     _RELAYED: "Set models.{model}.gen.transport=disk",
     transfer.SAVED_STATE: "Set models.{model}.save_optimizer=false",
 }
@@ -156,26 +158,34 @@ def _published_by(context: MemoryContext, route: WeightRoute) -> Iterator[tuple[
     """Yield what one route has in the memory of machines.
 
     Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
-    for its whole machine. An engine in a process of its own cannot read that store, so its worker makes a
-    copy for it.
+    for its whole machine. Ray drops fetched copies when a store is full, so they take what is left of it. An
+    engine in a process of its own cannot read that store, so its worker makes a copy for it.
     """
     plan, shape = context.plan, context.request.trained_shape(route.model)
     in_one_process = context.request.settings.get("workers") == "inproc"
     if route.transport not in ("store", "shared") or shape is None or in_one_process:
         return
     src, dst = plan.replica(route.src), plan.replica(route.dst)
-    version = DTYPE_BYTES[context.request.model(route.model).compute_dtype] * num_parameters(shape)
-    senders, engines, receivers = (
-        Counter(map(plan.cluster.node_of, workers)) for workers in (src.workers, dst.heads, dst.workers)
-    )
-    for machine in sorted(senders.keys() | receivers.keys()):
-        share = version * senders[machine] // src.layout.world
-        if route.transport == "shared":
-            yield machine, item(MemoryCategory.BUFFERS, share, "published weights")
-            continue
-        items = item(MemoryCategory.BUFFERS, version if receivers[machine] else share, _IN_STORE)
+    if route.transport == "shared":
+        version = DTYPE_BYTES[context.request.model(route.model).compute_dtype] * num_parameters(shape)
+        for machine, num in Counter(map(plan.cluster.node_of, src.workers)).items():
+            yield (
+                machine,
+                item(MemoryCategory.BUFFERS, version * num // src.layout.world, "published weights"),
+            )
+        return
+    stored, store = stored_bytes(route, src, dst, context.request), store_bytes(context.request)
+    engines, receivers = (Counter(map(plan.cluster.node_of, workers)) for workers in (dst.heads, dst.workers))
+    for machine in sorted(stored.keys() | receivers.keys()):
+        share = stored.get(machine, 0)
+        items = item(MemoryCategory.BUFFERS, share, _IN_STORE)
+        if receivers[machine]:
+            others = sum(stored.values()) - share
+            kept = others if store is None else min(others, max(0, round(store) - share))
+            items += item(MemoryCategory.BUFFERS, kept, _FETCHED)
         if engine_kind(dst.backend).has_own_process:
-            items += item(MemoryCategory.BUFFERS, engines[machine] * version, _RELAYED)
+            relayed = route.moved_bytes * engines[machine] // len(dst.heads)
+            items += item(MemoryCategory.BUFFERS, relayed, _RELAYED)
         yield machine, items
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -131,15 +132,27 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     if own_process and len(machines) == 1:
         return "shared", "the engines have processes of their own on this machine"
     available = store_bytes(request)
-    shape, sources = request.trained_shape(gen.model), {cluster.node_of(worker) for worker in src.workers}
-    copies = 1.0 if shape is None else mean_copies(shape, gen.layout)
-    num_bytes = route.moved_bytes / copies / len(sources)
-    if available is not None and num_bytes > available:
+    fullest = max(stored_bytes(route, src, gen, request).values(), default=0)
+    if available is not None and fullest > available:
         return "disk", (
-            f"a version takes {num_bytes / GIB:.1f} GiB per machine, but the object store has only about "
+            f"trainers publish {fullest / GIB:.1f} GiB per machine, but the object store has only about "
             f"{available / GIB:.1f} GiB"
         )
     return "store", "memory that processes share"
+
+
+def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> dict[int, int]:
+    """Return what each machine of the trainer puts into the object store of one version, by machine.
+
+    That is its ranks' part of what engines do not have on their own devices; empty if the model's sizes are
+    unknown.
+    """
+    shape = request.trained_shape(gen.model)
+    if shape is None:
+        return {}
+    version = route.moved_bytes / mean_copies(shape, gen.layout)
+    senders = Counter(map(request.cluster.node_of, src.workers))
+    return {machine: round(version * num / src.layout.world) for machine, num in senders.items()}
 
 
 def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
