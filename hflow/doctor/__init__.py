@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_cuda
+from hflow.machine_memory import machine_memory
 from hflow.planner.backends import BACKENDS, ENGINES, Descriptor, engine_kind, training_backend
 from hflow.planner.hardware import GIB
 
@@ -80,7 +81,7 @@ def _check_version(package: str) -> Finding:
 
 def _check_cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    memory = machine_memory() / GIB
     return Finding("device", "cpu", True, f"{cores} cores, {memory:.0f} GiB")
 
 

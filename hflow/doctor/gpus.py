@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hflow.doctor.finding import Finding
 from hflow.errors import BackendError
+from hflow.machine_memory import machine_memory
 from hflow.planner.hardware import GIB
 from hflow.types.attention_kernel import flash_attn_version
 from hflow.workers.real_devices import (
@@ -73,7 +74,7 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     yield from check_listed_gpus(gpus, wanted)
     yield from check_allocator(os.environ)
     yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
-    yield check_host_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus)
+    yield check_host_memory(machine_memory(), gpus[:wanted])
 
 
 def read_gpus() -> list[Gpu]:
@@ -158,10 +159,14 @@ def check_shared_memory(num_bytes: int) -> Finding:
 
 
 def check_host_memory(num_bytes: int, gpus: Sequence[Gpu]) -> Finding:
-    """Check that the host holds what sleeping engines and published weights keep there."""
-    needed = max((gpu.memory_bytes for gpu in gpus), default=0)
-    fix = "use a machine with more memory than one of its GPUs has, or smaller models"
-    return Finding("host", "memory", num_bytes >= needed, f"{num_bytes / GIB:.0f} GiB", fix, required=False)
+    """Check that the host holds as much as the GPUs, for what a run offloads, publishes and saves.
+
+    How much that is depends on the plan, which a run compares with what its workers find.
+    """
+    needed = sum(gpu.memory_bytes for gpu in gpus)
+    fix = "`hflow plan` says what a run keeps there; a container may need a higher limit"
+    detail = f"{num_bytes / GIB:.0f} GiB, and {needed / GIB:.0f} GiB on the GPUs"
+    return Finding("host", "memory", num_bytes >= needed, detail, fix, required=False)
 
 
 def _check_torch(gpus: Sequence[Gpu]) -> Finding:

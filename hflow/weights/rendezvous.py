@@ -9,7 +9,11 @@ import socket
 
 from torch._C._distributed_c10d import TCPStore
 
+from hflow.errors import RunError
+
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
+CONNECT_SECONDS = 15.0
+"""A machine that does not answer in this time is taken to be unreachable. torch would try for minutes."""
 
 
 def open_store(host: str, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> TCPStore:
@@ -32,6 +36,28 @@ def open_store(host: str, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> TCP
         timeout=timeout,
         master_listen_fd=listener.detach(),
     )
+
+
+def connect_store(address: str, timeout: datetime.timedelta) -> TCPStore:
+    """Join a store that another process has opened.
+
+    Args:
+        address: its `host:port`.
+        timeout: how long to wait for a key.
+
+    Raises:
+        RunError: if this machine cannot reach it.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(
+            f"{socket.gethostname()} cannot reach {host} at port {port}: {error.strerror or error}. Workers "
+            "connect to each other at any free port: open them between the machines, and see that they know "
+            "each other by addresses that they can reach (`ray status`)"
+        ) from error
+    return TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 def listen_where(host: str) -> None:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
 from hflow.planner.ir import Replica
-from hflow.weights.rendezvous import listen_where, open_store
+from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def open_rendezvous(host: str) -> str:
 
 def _rendezvous_store(address: str, timeout: datetime.timedelta) -> TCPStore:
     """Return the store of a rendezvous, which this or another process has opened."""
-    host, _, port = address.rpartition(":")
-    return _open_stores.pop(address, None) or TCPStore(host, int(port), is_master=False, timeout=timeout)
+    return _open_stores.pop(address, None) or connect_store(address, timeout)
 
 
 _COUNTING_BACKENDS = ("gloo", "nccl")

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from hflow.errors import BackendError, RunError
+from hflow.machine_memory import machine_memory
 from hflow.planner.cluster import device_ranges
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
@@ -50,6 +51,8 @@ class ProcessDevices:
     """Why flash-attn cannot be imported; empty if it can, or on CPUs."""
     expandable_segments: str = ""
     """The environment variable that sets torch's expandable segments; empty if none does, or on CPUs."""
+    host_memory_bytes: int = 0
+    """Memory of its machine, or of the container that it runs in; 0: unknown."""
 
 
 def find_devices() -> ProcessDevices:
@@ -71,6 +74,7 @@ def find_devices() -> ProcessDevices:
         flash_attn=flash_attn_version(),
         flash_attn_problem=flash_attn_problem() if found else "",
         expandable_segments=expandable_segments(os.environ) if found else "",
+        host_memory_bytes=machine_memory(),
     )
 
 
@@ -191,6 +195,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             _check_allocator(where, process, [route for route in plan.weights if route.src in names])
     if plan.cluster.device != "cuda":
         return
+    _check_host_memory(plan, found)
     kinds: dict[str, list[int]] = {}
     workers_of: dict[tuple[str, str], list[int]] = {}
     for worker, process in enumerate(found):
@@ -207,6 +212,24 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             raise RunError(
                 f"workers {device_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
                 "each its own. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started"
+            )
+
+
+def _check_host_memory(plan: Plan, found: Sequence[ProcessDevices]) -> None:
+    """Refuse machines with less memory than a plan keeps there.
+
+    Their processes would be killed in the middle of the run, when it is first full.
+    """
+    rows = () if plan.forecast is None else plan.forecast.host
+    needed = {machine: row.total for row in rows for machine in row.machines}
+    for worker, process in enumerate(found):
+        need = needed.get(plan.cluster.node_of(worker), 0)
+        if 0 < process.host_memory_bytes < need:
+            raise RunError(
+                f"worker {worker} on {process.host} may use {process.host_memory_bytes / GIB:.1f} GiB of "
+                f"host memory, but the plan keeps {need / GIB:.1f} GiB there, besides processes and data. "
+                "Set a higher limit for the container, use machines with more memory, or change what "
+                "`hflow plan` lists under host memory"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 from hflow.doctor.gpus import check_allocator
 from hflow.errors import RunError
 from hflow.planner.compile import compile_plan
+from hflow.planner.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
+from hflow.weights.rendezvous import connect_store
 from hflow.workers.ray.machines import Machine, choose_machines
 from hflow.workers.real_devices import (
     ProcessDevices,
@@ -82,6 +86,24 @@ def test_devices_that_are_as_planned_are_accepted() -> None:
 def test_what_differs_is_named(devices: list[ProcessDevices], line: str) -> None:
     with pytest.raises(RunError, match=line):
         check_devices(plan_on(H100), devices, VERSIONS)
+
+
+def test_machines_with_less_memory_than_the_plan_keeps_there_are_named() -> None:
+    plan = plan_on(H100)
+    kept = MemoryItem("actor@train checkpoint", 100 * GIB, MemoryCategory.OPTIMIZER)
+    rows = (HostMemory((1,), (kept,), None),)
+    plan = replace(plan, forecast=Forecast((), (), (), None, (), host=rows))
+    small = replace(GOOD, host_memory_bytes=64 * GIB)
+    check_devices(plan, on_two_machines(small, small, GOOD, GOOD), VERSIONS)
+    with pytest.raises(RunError, match=r"worker 2 on node-b may use 64.0 GiB .* keeps 100.0 GiB there"):
+        check_devices(plan, on_two_machines(GOOD, GOOD, small, small), VERSIONS)
+
+
+def test_an_address_that_does_not_answer_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RunError, match=f"cannot reach 127.0.0.1 at port {port}: .* open them between"):
+        connect_store(f"127.0.0.1:{port}", datetime.timedelta(seconds=5))
 
 
 @pytest.mark.parametrize(

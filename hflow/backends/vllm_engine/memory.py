@@ -7,9 +7,9 @@ sleep.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from hflow.machine_memory import machine_memory
 from hflow.planner.forecast import MemoryCategory
 from hflow.planner.hardware import GIB
 from hflow.planner.memory import activations
@@ -67,9 +67,8 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
     block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
     blocks = -(-max_length // CPU_BLOCK_TOKENS)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return _fitting(
-        block, max_running * blocks, round(machine * MACHINE_FRACTION / tensor), block * (1 + blocks)
+        block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)
     )
 
 

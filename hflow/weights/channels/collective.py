@@ -32,7 +32,7 @@ from hflow.errors import WorkerFailureError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
-from hflow.weights.rendezvous import listen_where, open_store
+from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
 """Seconds between two looks at whether the receivers wait for a bucket, at first and at last."""
@@ -127,7 +127,7 @@ class CollectiveChannel(WeightChannel):
 
     def _broadcast(self, handle: CollectiveBucket, receiver: int) -> Tensor:
         if handle.address not in self._stores:
-            self._stores[handle.address] = _connect(handle.address, self._timeout)
+            self._stores[handle.address] = connect_store(handle.address, self._timeout)
         store = self._stores[handle.address]
         if store.add(f"{handle.key}/ready", 1) == len(handle.receivers):
             store.set(f"{handle.key}/all", "")
@@ -181,7 +181,7 @@ class _Stream:
             self._error = error.with_traceback(None)  # its frames hold the group, for which receivers wait
 
     def _run(self) -> None:
-        store, group = _connect(self._address, self._timeout), None
+        store, group = connect_store(self._address, self._timeout), None
         stream: torch.cuda.Stream | None = None
         while not self._closed.is_set():
             try:
@@ -214,11 +214,6 @@ class _Stream:
 
 def _stream_name(receivers: Receivers) -> str:
     return "to " + " ".join(map(str, receivers))
-
-
-def _connect(address: str, timeout: datetime.timedelta) -> TCPStore:
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 def _join(store: TCPStore, receivers: Receivers, rank: int, device: str, timeout: datetime.timedelta) -> Any:
