@@ -386,6 +386,8 @@ class EngineSetup:
     receives_weights: bool = False
     """Whether `load_weights` is called before the engine first generates, so that it need not read those of
     its checkpoint, except the base of adapters."""
+    records_experts: bool = False
+    """Whether requests may have `routing_replay`. An engine that always can ignores it."""
 
 
 @dataclass(frozen=True)

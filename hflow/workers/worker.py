@@ -641,6 +641,10 @@ def build_engines(
                     for other in setup.plan.replicas
                 ),
                 receives_weights=replica.name in routed and module is None,
+                records_experts=any(
+                    replica.model in program.models and program.options.get("routing_replay", False)
+                    for program in setup.programs.values()
+                ),
             )
         )
         drivers[replica.name] = EngineDriver(engine)

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.common.expert_tensors import stacked_views
+from hflow.backends.common.hf_routers import routers_of
 from hflow.backends.interface import (
     EngineSetup,
     GenerationEngine,
@@ -181,7 +182,9 @@ def build(name: str, architecture: str, tensor: int) -> GenerationEngine:
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    setup = EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores)
+    setup = EngineSetup(
+        settings, options, TOKENIZER, tensor=tensor, cores=cores, records_experts=architecture == "experts"
+    )
     engine = engine_kind(name).factory(setup)
     assert isinstance(engine, GenerationEngine)
     return engine
@@ -304,7 +307,7 @@ def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
         subject.add([[1] * MAX_LENGTH], [SamplingParams()])
     with pytest.raises(BackendError, match="holds token 100, but the model's vocabulary has 100"):
         subject.add([[100]], [SamplingParams()])
-    if subject.name == "vllm" or subject.architecture != "experts":
+    if subject.architecture != "experts":
         with pytest.raises(BackendError, match=r"does not record experts|model has no experts"):
             subject.add([[1]], [SamplingParams(routing_replay=True)])
     assert subject.engine.num_unfinished == 0
@@ -343,6 +346,74 @@ def test_each_token_has_the_version_that_drew_it(subject: Subject) -> None:
         for module, part in ((old, slice(None, before)), (new, slice(before, None))):
             expected = logprobs(module, prompt, result.ids)
             torch.testing.assert_close(drawn[part], expected[part], atol=TOLERANCE, rtol=0)
+
+
+def experts_of(module: nn.Module, ids: Sequence[int]) -> list[bytes]:
+    """Return the experts that the routers of a model choose for the tokens of a sequence."""
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda *of: chosen.append(of[2][2])) for router in routers_of(module)
+    ]
+    module(torch.tensor([list(ids)]))
+    for hook in hooks:
+        hook.remove()
+    return [bytes(row) for row in torch.cat(chosen, 1).tolist()]
+
+
+def same_experts(one: Sequence[bytes], other: Sequence[bytes], per_token: int = 2) -> float:
+    """Return the share of tokens and layers for which two records have the same experts, in any order."""
+    first, second = (torch.tensor([list(row) for row in rows]) for rows in (one, other))
+    first, second = (rows.view(len(rows), -1, per_token).sort(-1).values for rows in (first, second))
+    return float((first == second).all(-1).float().mean())
+
+
+@pytest.fixture
+def recording(subject: Subject) -> Subject:
+    if subject.architecture != "experts":
+        pytest.skip("the model has no experts")
+    return subject
+
+
+def test_recorded_experts_are_those_of_the_models_routers(recording: Subject) -> None:
+    """Also of prompts that are cached in part, of groups, and beside requests that record nothing."""
+    module, params = recording.load(3), SamplingParams(max_tokens=20, seed=2, routing_replay=True)
+    long = [3 + (i * 7) % 90 for i in range(300)]
+    prompts = [*PROMPTS, long, long, long[:270], [*long[:256], 5]]
+    for _ in range(2):  # the second time from the cache
+        of_request = [replace(params, seed=i, routing_replay=i != 1) for i in range(len(prompts))]
+        results = recording.generate(prompts, of_request)
+        assert results[1].routed_experts == ()
+        for prompt, result in zip([PROMPTS[0], *prompts[2:]], [results[0], *results[2:]], strict=True):
+            assert len(result.routed_experts) == len(prompt) + 19
+            expected = experts_of(module, [*prompt, *result.ids])[:-1]
+            assert same_experts(result.routed_experts, expected) > 0.998
+
+
+def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recording: Subject) -> None:
+    old = recording.load(3)
+    first = recording.version
+    params = SamplingParams(max_tokens=1900, seed=7, routing_replay=True)
+    ids = recording.add(PROMPTS[:5], [params] * 5)
+    assert recording.run_for(10) == {}
+    new = recording.load(11)
+    assert recording.run_for(10) == {}
+    results = dict(recording.engine.interrupt())
+    for request_id, prompt in zip(ids, PROMPTS, strict=False):
+        result = results[request_id]
+        assert len(result.routed_experts) == len(prompt) + len(result.ids) - 1
+        # The new weights computed the last token that the old ones drew.
+        of_old = len(prompt) + result.versions.count(first) - 1
+        sequence = [*prompt, *result.ids]
+        by_old, by_new = experts_of(old, sequence), experts_of(new, sequence)
+        assert same_experts(result.routed_experts[:of_old], by_old[:of_old]) > 0.998
+        assert same_experts(result.routed_experts[of_old:], by_new[of_old:-1]) > 0.998
+        assert same_experts(by_old, by_new) < 0.9
+    resumed = [(*prompt, *results[i].ids) for i, prompt in zip(ids, PROMPTS, strict=False)]
+    rest = [replace(params, max_tokens=8, num_resumed=len(results[i].ids)) for i in ids]
+    for sequence, result in zip(resumed, recording.generate(resumed, rest), strict=True):
+        expected = experts_of(new, [*sequence, *result.ids])[:-1]
+        assert len(result.routed_experts) == len(expected)
+        assert same_experts(result.routed_experts, expected) > 0.998
 
 
 def test_new_weights_drop_cached_prompts(subject: Subject) -> None:

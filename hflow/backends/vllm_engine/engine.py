@@ -49,6 +49,7 @@ class VllmEngine(GenerationEngine):
         self._max_length: int = min(longest, max_length(config) or longest)
         self._vocab_size = int(config.vocab_size)
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode
+        self._records_experts = setup.records_experts
         self._outbox: list[EngineCall] = []
         self._unfinished: set[int] = set()
         self._finished: list[tuple[int, GenerationResult]] = []
@@ -63,6 +64,7 @@ class VllmEngine(GenerationEngine):
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
             reads_checkpoint=reads_checkpoint(setup),
             sleeps=setup.shares_devices and settings.device != "cpu",
+            records_experts=setup.records_experts,
         )
         self._process.start(environment(setup) | _IN_PROCESS, process_settings)
 
@@ -76,10 +78,12 @@ class VllmEngine(GenerationEngine):
 
         Raises:
             BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
-                and the engine has no tokenizer, or if experts shall be recorded.
+                and the engine has no tokenizer, or if experts shall be recorded and the engine was not built to.
         """
-        if params.routing_replay:
-            raise BackendError("vllm does not record experts; set models.NAME.gen.engine=embedded")
+        if params.routing_replay and not self._records_experts:
+            raise BackendError(
+                "routing_replay is set, but the engine does not record experts; build it with records_experts"
+            )
         ids = tuple(prompt_ids)
         new_request(request_id, ids, params, self._max_length, self._vocab_size, self._decode)
         self._unfinished.add(request_id)

@@ -19,6 +19,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CUDA_QUEUES = "8"
 """Hardware queues of a process: CUDA's default. A worker with tensor ranks of megatron has only one."""
 _RANK_EXTENSION = "hflow.backends.vllm_engine.rank.RankExtension"
+_RECORDING_WORKER = "hflow.backends.vllm_engine.cpu_recording.RecordingWorker"
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -30,8 +31,9 @@ def environment(setup: EngineSetup) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # Otherwise it depends on the device and on whether triton is installed. Tests run this one.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Otherwise it depends on the device and on whether triton is installed. Tests run the first one, but
+        # only the second one records experts, and it has no kernels for CPUs.
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(setup.records_experts and setup.settings.device != "cpu")),
         # Forked ranks would hold the connection to the worker open. vLLM spawns them on a CPU by itself.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
@@ -76,8 +78,16 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
+        **(_recording(on_cpu) if setup.records_experts else {}),
         **_memory(setup, max_length),
     }
+
+
+def _recording(on_cpu: bool) -> dict[str, Any]:
+    """Return what makes vLLM record experts. Its store of them needs the hashes of cached blocks."""
+    if on_cpu:
+        return {"enable_prefix_caching": True, "worker_cls": _RECORDING_WORKER}
+    return {"enable_prefix_caching": True, "enable_return_routed_experts": True}
 
 
 def reads_checkpoint(setup: EngineSetup) -> bool:

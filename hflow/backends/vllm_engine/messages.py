@@ -27,6 +27,8 @@ class ProcessSettings:
     loaded."""
     sleeps: bool
     """Whether vLLM frees its device memory while the engine sleeps."""
+    records_experts: bool
+    """Whether vLLM returns the experts of tokens."""
 
 
 class EngineCall(NamedTuple):

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -145,10 +146,16 @@ class RankExtension:
     """Methods that vLLM's worker of a rank gets, for `collective_rpc`."""
 
     weight_transfer_engine: HflowWeightTransfer
+    model_runner: Any
 
     def hflow_outcome(self) -> Outcome:
         """Return what the last weight update of this rank did."""
         return self.weight_transfer_engine.outcome
+
+    def hflow_expert_layers(self) -> list[int]:
+        """Return the numbers of the layers that have experts."""
+        modules = self.model_runner.get_model().modules()
+        return sorted(module.layer_id for module in modules if isinstance(module, MoERunner))
 
 
 def _use_weights_in_place(layer: Any, remove_weight: bool) -> None:

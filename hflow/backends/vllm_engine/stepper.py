@@ -8,21 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
+from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.backends.common.seeds import request_seed
 from hflow.backends.generation_request import GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
+from hflow.backends.vllm_engine.expert_rows import ExpertRows
 from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError
+from hflow.types.routed_experts import RoutingFormat
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 
@@ -44,12 +48,15 @@ class Stepper:
         self._settings = settings
         tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
         self._decode = None if tokenizer is None else tokenizer.decode
-        self._engine = LLMEngine.from_engine_args(_engine_args(settings))
+        self._engine = LLMEngine.from_vllm_config(
+            _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
+        )
         self._core = self._engine.engine_core
         self._max_length: int = settings.arguments["max_model_len"]
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
+        self._expert_rows = self._read_expert_rows() if settings.records_experts else None
         self._version = 0
         self._has_weights = settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
@@ -176,10 +183,23 @@ class Stepper:
         self._engine.set_weight_version(str(version))
         self._version = version
 
+    def _read_expert_rows(self) -> ExpertRows:
+        """Return the format of the experts that vLLM returns for the model."""
+        layers: list[list[int]] = self._engine.collective_rpc("hflow_expert_layers")
+        config = self._engine.vllm_config.model_config
+        per_token, num_experts = config.get_num_experts_per_tok(), config.get_num_experts()
+        return ExpertRows(layers[0], RoutingFormat(len(layers[0]), per_token, num_experts))
+
     def _append(self, request: GenerationRequest, output: Any) -> str | None:
         """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
         if not output.new_token_ids:
             return None
+        if request.params.routing_replay:
+            assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
+            recorded = request.routed_experts
+            # All tokens have been computed but the last one, which has just been drawn.
+            num_computed = len(request.ids) + len(output.new_token_ids) - 1
+            recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
         logprobs = output.new_logprobs.logprobs
         for row, token in enumerate(output.new_token_ids):
             logprob = float(logprobs[row, 0])
@@ -195,8 +215,8 @@ class Stepper:
         return None
 
 
-def _engine_args(settings: ProcessSettings) -> EngineArgs:
-    return EngineArgs(
+def _vllm_config(settings: ProcessSettings) -> VllmConfig:
+    arguments = EngineArgs(
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
         async_scheduling=False,
@@ -206,6 +226,11 @@ def _engine_args(settings: ProcessSettings) -> EngineArgs:
         ),
         **settings.arguments,
     )
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if settings.records_experts:
+        # vLLM refuses it with the first model runner, beside which `RecordingWorker` records on CPUs.
+        config.aux_output_config.enable_return_routed_experts = True
+    return config
 
 
 def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
