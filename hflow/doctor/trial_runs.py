@@ -23,6 +23,9 @@ TIMEOUT = 600.0
 """Seconds that one run may take."""
 MAX_GAP = 0.1
 """Largest mean difference between the log-probs of engine and trainer, in nats. In bf16 it is about 0.01."""
+MAX_REROUTED = 0.1
+"""Largest share of tokens and layers for which the trainer would choose other experts than the engine. Of
+records of other tokens it is about 0.8 for the tiny model."""
 
 LEFT_FREE = 0.15
 """Share of a GPU's memory that a cache which fills it leaves to the runtimes of two processes and buffers."""
@@ -50,6 +53,8 @@ class TrialRun:
     """Whether it can run on CPUs too."""
     fills_memory: bool = False
     """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
+    replays_experts: bool = False
+    """Whether the trainer replays the experts that the engine records."""
 
 
 TRIAL_RUNS = (
@@ -113,6 +118,19 @@ TRIAL_RUNS = (
         package="vllm",
         on_cpu=False,
         fills_memory=True,
+    ),
+    TrialRun(
+        "routing replay",
+        "experts of a mixture that vLLM records",
+        (
+            _VLLM,
+            "model@models.actor=tiny-qwen3-moe",
+            "models.actor.path=null",
+            "nodes.actor_gen.routing_replay=true",
+        ),
+        1,
+        package="vllm",
+        replays_experts=True,
     ),
 )
 
@@ -178,12 +196,15 @@ def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
         seconds = time.monotonic() - started
         if problem is not None:
             return Finding("trial", run.name, False, f"{run.purpose}: {problem}", _fix(arguments))
-        gap, sleep = _engine_gap(Path(out)), _last_sleep(Path(out))
+        gap, sleep = _largest(Path(out), "engine_gap"), _last_sleep(Path(out))
+        rerouted = _largest(Path(out), "rerouted") if run.replays_experts else 0.0
     detail = (
         f"{run.purpose}: {seconds:.0f} s, log-probs of engine and trainer differ by {gap:.2g}{sleep.text}"
     )
     wanted = cache_that_fills(memory_gib or 0.0) if run.fills_memory else 0.0
-    is_right = gap <= MAX_GAP and sleep.freed_gib >= wanted
+    is_right = gap <= MAX_GAP and sleep.freed_gib >= wanted and rerouted <= MAX_REROUTED
+    if run.replays_experts:
+        detail += f", the trainer would choose others for {rerouted:.1%} of tokens and layers"
     if sleep.freed_gib < wanted:
         detail += f", but its cache has {wanted:.1f} GiB"
     return Finding("trial", run.name, is_right, detail, _fix(arguments))
@@ -226,9 +247,9 @@ def _last_sleep(out: Path) -> _Sleep:
     return _Sleep(freed, found["sleep"], found["allocate weights"] + found["allocate cache"])
 
 
-def _engine_gap(out: Path) -> float:
-    """Return the largest difference of any step in the run's metrics; infinity if it has none."""
+def _largest(out: Path, metric: str) -> float:
+    """Return the largest value of a train node's metric in any step of the run; infinity if it has none."""
     (metrics,) = out.glob("grpo/latest/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    gaps = [row["actor_train/engine_gap"] for row in rows if "actor_train/engine_gap" in row]
-    return max(gaps, default=float("inf"))
+    name = f"actor_train/{metric}"
+    return max((row[name] for row in rows if name in row), default=float("inf"))

@@ -242,8 +242,6 @@ class EngineKind(Descriptor):
     devices and cores by name. Only the head of its tensor ranks builds it."""
     has_own_attention: bool = False
     """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
-    records_experts: bool = False
-    """Whether it can record the experts that compute each token (`routing_replay`)."""
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""

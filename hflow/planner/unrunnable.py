@@ -12,7 +12,6 @@ from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.architectures import EXPERT_FAMILIES, FAMILIES, can_run
 from hflow.planner.backends import (
     BACKENDS,
-    ENGINES,
     backend_of_any_family,
     context_backend,
     engine_kind,
@@ -213,14 +212,6 @@ def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Ite
             f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "
             f"Remove {key}."
         )
-    for replica in plan.replicas:
-        is_engine = replica.model == model and replica.role == "gen"
-        if is_engine and not engine_kind(replica.backend).records_experts:
-            recording = " or ".join(name for name in ENGINES if engine_kind(name).records_experts)
-            yield (
-                f"{key} is set, but {replica.backend} does not record experts. Set "
-                f"models.{model}.gen.engine={recording}, or remove {key}."
-            )
     if request.model(model).compile:
         yield f"{key} is set, but compiled layers do not replay experts. Set models.{model}.compile=false."
 

@@ -110,10 +110,11 @@ def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
     assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 2
 
 
-def write_run(out, *spans):
+def write_run(out, *spans, **metrics):
     run = out / "grpo" / "latest"
     run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text(json.dumps({"actor_train/engine_gap": 0.01}) + "\n")
+    row = {"actor_train/engine_gap": 0.01} | {f"actor_train/{name}": value for name, value in metrics.items()}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     events = [
         {"ph": "X", "name": f"{what} actor@gen", "ts": place, "dur": seconds * 1e6, "args": args}
         for place, (what, seconds, args) in enumerate(spans)
@@ -152,6 +153,27 @@ def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_righ
     monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [full])
     monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
     (found,) = try_runs(1, 80.0)
+    assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_right", "share"),
+    [({"rerouted": 0.01}, True, "1.0%"), ({"rerouted": 0.8}, False, "80.0%"), ({}, False, "inf%")],
+    ids=["equal", "others", "unmeasured"],
+)
+def test_an_engine_must_record_the_trainers_experts(monkeypatch, metrics, is_right, share):
+    replay = next(run for run in TRIAL_RUNS if run.replays_experts)
+
+    def run(arguments, cwd, **_):
+        assert "nodes.actor_gen.routing_replay=true" in arguments
+        write_run(Path(cwd), **metrics)
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
+    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [replay])
+    monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
+    (found,) = try_runs(1, 80.0)
+    end = f"the trainer would choose others for {share} of tokens and layers"
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
 

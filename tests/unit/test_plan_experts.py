@@ -377,21 +377,21 @@ def test_nodes_of_the_generating_model_replay_its_experts():
     assert plan.unrunnable == ()
 
 
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_every_engine_records_experts(engine):
+    assert compile_recipe(GRPO, [*ON_CPU, REPLAY, f"models.actor.gen.engine={engine}"]).plan.unrunnable == ()
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
         (["cluster=cpu-1x2"], "actor has no experts (family qwen2). Remove nodes.actor_gen.routing_replay."),
         (
-            [*ON_CPU, "models.actor.gen.engine=vllm"],
-            "vllm does not record experts. Set models.actor.gen.engine=embedded, or remove "
-            "nodes.actor_gen.routing_replay.",
-        ),
-        (
             [*ON_CPU, "models.actor.compile=true"],
             "compiled layers do not replay experts. Set models.actor.compile=false.",
         ),
     ],
-    ids=["dense", "engine", "compile"],
+    ids=["dense", "compile"],
 )
 def test_experts_that_cannot_be_replayed(keys, reason):
     unrunnable = compile_recipe(GRPO, [*keys, REPLAY]).plan.unrunnable

@@ -62,7 +62,6 @@ ENGINE = EngineKind(
     factory=_make_engine,
     recording_factory=_make_recording_engine,
     replaying_factory=_make_replaying_engine,
-    records_experts=True,
     memory=memory,
     check=_check,
     remark=_remark,
