@@ -33,6 +33,7 @@ from hflow.backends.interface import (
     SamplingParams,
 )
 from hflow.backends.vllm_engine.engine import VllmEngine
+from hflow.backends.vllm_engine.memory import CPU_BLOCK_TOKENS
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
 from hflow.planner.backends import engine_kind
@@ -68,6 +69,8 @@ ARCHITECTURES = {
     "experts": {
         "model_type": "qwen3_moe",
         **SIZES,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
         "moe_intermediate_size": 48,
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -177,9 +180,9 @@ def assert_logprobs(
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def build(name: str, architecture: str, tensor: int) -> GenerationEngine:
+def build(name: str, architecture: str, tensor: int, **of_cache: int) -> GenerationEngine:
     settings = ModelSettings("actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
-    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH}
+    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
     setup = EngineSetup(
@@ -403,7 +406,7 @@ def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recordi
         assert len(result.routed_experts) == len(prompt) + len(result.ids) - 1
         # The new weights computed the last token that the old ones drew.
         of_old = len(prompt) + result.versions.count(first) - 1
-        sequence = [*prompt, *result.ids]
+        sequence = (*prompt, *result.ids)
         by_old, by_new = experts_of(old, sequence), experts_of(new, sequence)
         assert same_experts(result.routed_experts[:of_old], by_old[:of_old]) > 0.998
         assert same_experts(result.routed_experts[of_old:], by_new[of_old:-1]) > 0.998
@@ -414,6 +417,21 @@ def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recordi
         expected = experts_of(new, [*sequence, *result.ids])[:-1]
         assert len(result.routed_experts) == len(expected)
         assert same_experts(result.routed_experts, expected) > 0.998
+
+
+@pytest.mark.long
+def test_requests_that_a_full_cache_preempts_keep_their_experts() -> None:
+    """Six blocks for each of four requests, in a cache of seventeen."""
+    num_layers, num_heads, head_size = 3, 2, 32
+    block = CPU_BLOCK_TOKENS * 2 * num_layers * num_heads * head_size * 4
+    subject = Subject("vllm", "experts", 1, build("vllm", "experts", 1, cache_bytes=18 * block))
+    module = subject.load(3)
+    params = [SamplingParams(max_tokens=700, seed=seed, routing_replay=True) for seed in range(4)]
+    for prompt, result in zip(PROMPTS, subject.generate(PROMPTS[:4], params), strict=False):
+        expected = experts_of(module, [*prompt, *result.ids])[:-1]
+        assert len(result.routed_experts) == len(expected)
+        assert same_experts(result.routed_experts, expected) > 0.998
+    subject.engine.close()
 
 
 def test_new_weights_drop_cached_prompts(subject: Subject) -> None:

@@ -132,11 +132,20 @@ def test_results_do_not_depend_on_how_a_run_is_cut(
     assert largest_difference(weights_of(reference), load_file(checkpoint / "model.safetensors")) > 1e-4
 
 
-def test_a_run_replays_the_experts_of_its_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "backend"),
+    [
+        ("embedded", "torch"),
+        ("vllm", "torch"),
+        pytest.param("vllm", "megatron", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_replays_the_experts_of_its_engine(tmp_path: Path, engine: str, backend: str) -> None:
     mixed = ["model@models.actor=tiny-qwen3-moe", "models.actor.path=null", "models.actor.dtype=bf16"]
     # Of many experts some are nearly equal, so that rounding decides.
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
     mixed += [f"models.actor.architecture.{name}={size}" for name, size in sizes.items()]
+    mixed += [f"models.actor.gen.engine={engine}", f"models.actor.backend={backend}"]
     short = ["steps=2", "batch=4", "nodes.actor_gen.routing_replay=true"]
     rows = steps_of(run("recipes/grpo.py", tmp_path, *INPROC, *mixed, *short))
     assert all(0 < row["actor_train/rerouted"] < 0.2 for row in rows)

@@ -78,7 +78,8 @@ class VllmEngine(GenerationEngine):
 
         Raises:
             BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
-                and the engine has no tokenizer, or if experts shall be recorded and the engine was not built to.
+                and the engine has no tokenizer, or if experts shall be recorded and the engine was not built
+                for it.
         """
         if params.routing_replay and not self._records_experts:
             raise BackendError(

@@ -42,11 +42,11 @@ class ExpertRows:
         """
         if experts is None:
             raise BackendError(f"vLLM returned no experts for {num_tokens} tokens; {_FIX}")
-        found, per_token = experts.shape, self.form.per_token
-        if found[0] != num_tokens or found[1] <= max(self.layers) or found[2] != per_token:
+        found, per_token, num_layers = experts.shape, self.form.per_token, max(self.layers) + 1
+        if found[0] != num_tokens or found[1] < num_layers or found[2] != per_token:
             raise BackendError(
-                f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {max(self.layers) + 1} "
-                f"layers and {per_token} experts each; {_FIX}"
+                f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {num_layers} layers "
+                f"and {per_token} experts each; {_FIX}"
             )
         rows = experts[:, self.layers]
         if per_token > 1 and (rows[..., 0] == rows[..., 1]).any():
