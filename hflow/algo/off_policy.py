@@ -131,6 +131,14 @@ def second_moment_mask(prox: Tensor, behav: Tensor, seqs: Sequences, max_second_
     squares = (prox - behav)[seqs.loss_mask].double().square()
     ordered, order = squares.sort(stable=True)
     count = torch.arange(1, len(ordered) + 1, device=ordered.device)
-    fits = ordered.cumsum(0) <= max_second_moment * count  # means of sorted values only grow
+    fits = _running_sum(ordered) <= max_second_moment * count  # means of sorted values only grow
     kept = torch.zeros_like(squares, dtype=torch.bool).index_put((order,), fits)
     return torch.zeros_like(seqs.loss_mask).masked_scatter(seqs.loss_mask, kept)
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Return the running sums of `[T]`, in a fixed order where torch must keep one.
+
+    A GPU has no kernel that does, so the host adds them then.
+    """
+    return (x.cpu().cumsum(0) if torch.are_deterministic_algorithms_enabled() else x.cumsum(0)).to(x.device)

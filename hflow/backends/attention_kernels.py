@@ -1,6 +1,8 @@
 """Calls of attention kernels. All attention of the backends and of the embedded engine is computed here.
 
-`hflow.types.attention_kernel` chooses the kernel; `num_calls` counts the calls of each.
+`hflow.types.attention_kernel` chooses the kernel; `num_calls` counts the calls of each. After
+`torch.use_deterministic_algorithms` all of them add in a fixed order, also in the backward pass: torch's own
+by themselves, and flash-attn's because it is asked to.
 
 Axes: S sequences, T packed query tokens, K packed key tokens, L queries and M keys of each padded sequence,
 H heads, G key-value heads (a divisor of H), d head size.
@@ -79,7 +81,12 @@ def varlen_attention(
         v = pad(v, (0, q.shape[-1] - width))
     if kernel is AttentionKernel.FLASH_ATTN:
         flash = _flash_attn()
-        out: Tensor = flash(q, k, v, *cumulative, *longest, softmax_scale=scaling, causal=True)
+        out: Tensor = flash(
+            *(q, k, v, *cumulative, *longest),
+            softmax_scale=scaling,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
         return out[..., :width]
     assert kernel is AttentionKernel.VARLEN
     grouped: dict[str, Any] = {}

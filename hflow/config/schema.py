@@ -301,6 +301,11 @@ class RunConfig:
     file, which are relative to that file."""
     seed: StrictInt = Field(default=0, ge=0, le=MAX_SEED)
     """Seed of data order, sampling, minibatches and random weights."""
+    deterministic: StrictBool = False
+    """Make two runs with the same plan and versions equal bit for bit, also on GPUs, where it takes time:
+    kernels and collectives add in a fixed order, samples have a fixed engine, and an operation of torch that
+    cannot be repeated ends the run. It needs a synchronous `schedule`. The plan says what it does not cover.
+    """
     steps: Int = Field(default=100, ge=1)
     """Number of training steps."""
     batch: StrictInt = Field(default=32, ge=1, le=MAX_BATCH)

@@ -1,7 +1,7 @@
 """Small runs on real devices: each is `hflow run` with settings that need one part of hflow.
 
 A run trains a tiny model for two steps and compares log-probs of engine and trainer, so it notices wrong
-results of collectives, weight transports and kernels.
+results of collectives, weight transports and kernels. Some run twice, and compare what both have saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ records of other tokens it is about 0.8 for the tiny model."""
 LEFT_FREE = 0.15
 """Share of a GPU's memory that a cache which fills it leaves to the runtimes of two processes and buffers."""
 
+_SAVED = "*/latest/checkpoints/latest/*/**/*.safetensors"
+"""Weights and optimizer of the last checkpoint."""
 _EMBEDDED, _VLLM = "models.actor.gen.engine=embedded", "models.actor.gen.engine=vllm"
+_DETERMINISTIC = "deterministic=true"
 _MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
 
 
@@ -55,6 +58,9 @@ class TrialRun:
     """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
     replays_experts: bool = False
     """Whether the trainer replays the experts that the engine records."""
+    recipe: str = "grpo"
+    is_repeated: bool = False
+    """Whether it runs twice, and both must end with the same weights and optimizer, bit for bit."""
 
 
 TRIAL_RUNS = (
@@ -132,6 +138,31 @@ TRIAL_RUNS = (
         package="vllm",
         replays_experts=True,
     ),
+    TrialRun(
+        "equal runs",
+        "FSDP2, and attention's backward pass, with deterministic=true",
+        (_DETERMINISTIC, "models.actor.layout=d{n}"),
+        recipe="sft",
+        is_repeated=True,
+    ),
+    TrialRun(
+        "equal runs of megatron",
+        "megatron with deterministic=true",
+        (_DETERMINISTIC, *_MEGATRON),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+        recipe="sft",
+        is_repeated=True,
+    ),
+    TrialRun(
+        "equal runs of vllm",
+        "vLLM with deterministic=true, beside FSDP2",
+        (_VLLM, _DETERMINISTIC, "models.actor.layout=d{n}"),
+        package="vllm",
+        on_cpu=False,
+        is_repeated=True,
+    ),
 )
 
 
@@ -171,7 +202,18 @@ def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) ->
     values = {"n": num, "half": num // 2, "cache_gib": cache_that_fills(memory_gib or 0.0)}
     settings = [text.format(**values) for text in run.overrides]
     size = ["steps=2", f"batch={8 * num}", "nodes.eval_gen.after=1000", "data.heldout.limit=4"]
-    return [sys.executable, "-m", "hflow", "run", "grpo", "--plain", *size, *cluster, *settings, f"out={out}"]
+    return [
+        sys.executable,
+        "-m",
+        "hflow",
+        "run",
+        run.recipe,
+        "--plain",
+        *size,
+        *cluster,
+        *settings,
+        f"out={out}",
+    ]
 
 
 def cache_that_fills(memory_gib: float) -> float:
@@ -180,27 +222,23 @@ def cache_that_fills(memory_gib: float) -> float:
 
 
 def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
-    with tempfile.TemporaryDirectory(prefix="hflow-doctor-") as out:
-        arguments = command(run, num_gpus, memory_gib, out)
+    with tempfile.TemporaryDirectory(prefix="hflow-doctor-") as temporary:
         started = time.monotonic()
-        try:
-            # In an empty directory, so that no file of the user's takes part.
-            result = subprocess.run(
-                arguments, cwd=out, capture_output=True, text=True, timeout=TIMEOUT, check=False
-            )
-        except subprocess.TimeoutExpired:
-            problem: str | None = f"not done after {TIMEOUT:.0f} s"
-        else:
-            lines = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()
-            problem = lines[-1] if result.returncode else None
-        seconds = time.monotonic() - started
-        if problem is not None:
-            return Finding("trial", run.name, False, f"{run.purpose}: {problem}", _fix(arguments))
-        gap, sleep = _largest(Path(out), "engine_gap"), _last_sleep(Path(out))
-        rerouted = _largest(Path(out), "rerouted") if run.replays_experts else 0.0
-    detail = (
-        f"{run.purpose}: {seconds:.0f} s, log-probs of engine and trainer differ by {gap:.2g}{sleep.text}"
-    )
+        directories = [Path(temporary) / name for name in ("first", "second")[: 1 + run.is_repeated]]
+        for directory in directories:
+            directory.mkdir()
+            arguments = command(run, num_gpus, memory_gib, str(directory))
+            if (problem := _execute(arguments, directory)) is not None:
+                return Finding("trial", run.name, False, f"{run.purpose}: {problem}", _fix(arguments))
+        begin = f"{run.purpose}: {time.monotonic() - started:.0f} s"
+        if run.is_repeated:
+            difference = _first_difference(*directories)
+            detail = f"{begin}, " + (difference or "two runs end with the same weights and optimizer")
+            return Finding("trial", run.name, difference is None, detail, _fix(arguments))
+        (directory,) = directories
+        gap, sleep = _largest(directory, "engine_gap"), _last_sleep(directory)
+        rerouted = _largest(directory, "rerouted") if run.replays_experts else 0.0
+    detail = f"{begin}, log-probs of engine and trainer differ by {gap:.2g}{sleep.text}"
     wanted = cache_that_fills(memory_gib or 0.0) if run.fills_memory else 0.0
     is_right = gap <= MAX_GAP and sleep.freed_gib >= wanted and rerouted <= MAX_REROUTED
     if run.replays_experts:
@@ -208,6 +246,31 @@ def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
     if sleep.freed_gib < wanted:
         detail += f", but its cache has {wanted:.1f} GiB"
     return Finding("trial", run.name, is_right, detail, _fix(arguments))
+
+
+def _execute(arguments: list[str], directory: Path) -> str | None:
+    """Run in an empty directory, so that no file of the user's takes part; returns what went wrong."""
+    try:
+        result = subprocess.run(
+            arguments, cwd=directory, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {TIMEOUT:.0f} s"
+    lines = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()
+    return lines[-1] if result.returncode else None
+
+
+def _first_difference(first: Path, second: Path) -> str | None:
+    """Return what two runs saved differently; None if all tensors are equal bit for bit."""
+    files = sorted(path.relative_to(first) for path in first.glob(_SAVED))
+    if not files or len(files) != len(list(second.glob(_SAVED))):
+        return "a run saved no weights"
+    different = [path for path in files if (first / path).read_bytes() != (second / path).read_bytes()]
+    if not different:
+        return None
+    return (
+        f"two runs differ in {different[0].name}, and in {len(different)} of {len(files)} files with tensors"
+    )
 
 
 def _fix(arguments: list[str]) -> str:

@@ -192,6 +192,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         schedule=config.schedule,
         save_every=config.save_every,
         seed=config.seed,
+        deterministic=config.deterministic,
         hardware=hardware,
         workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},

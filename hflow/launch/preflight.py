@@ -11,6 +11,7 @@ from hflow.graph.ir import Graph
 from hflow.launch.compile import Compiled
 from hflow.launch.worker_setup import make_processes
 from hflow.planner.backends import ENGINES, descriptor, engine_kind
+from hflow.planner.determinism import deterministic_variables
 from hflow.planner.ir import Replica
 
 
@@ -80,6 +81,22 @@ def check_variables(config: RunConfig) -> None:
             "env sets variables of worker processes, but workers=inproc has none; remove env, and set them "
             "before `hflow run`"
         )
+
+
+def check_determinism(compiled: Compiled) -> None:
+    """Check that `env` leaves alone what makes two runs equal.
+
+    Raises:
+        ConfigError: for the first variable that it changes.
+    """
+    for worker in range(compiled.plan.cluster.num_devices):
+        for name, value in deterministic_variables(compiled.plan, worker).items():
+            own = compiled.config.env.get(name, value)
+            if own != value:
+                raise ConfigError(
+                    f"env.{name} is {own}, but deterministic=true needs {value}; remove env.{name}, or set "
+                    "deterministic=false"
+                )
 
 
 def check_faults(config: RunConfig) -> None:

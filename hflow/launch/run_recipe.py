@@ -22,7 +22,13 @@ from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.plan_file import plan_file_text
-from hflow.launch.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
+from hflow.launch.preflight import (
+    check_determinism,
+    check_faults,
+    check_saving,
+    check_variables,
+    refuse_unrunnable,
+)
 from hflow.launch.resumed_run import (
     ResumedRun,
     find_resumed,
@@ -109,6 +115,7 @@ def _run(
     check_saving(compiled.config, compiled.graph)
     check_variables(compiled.config)
     check_faults(compiled.config)
+    check_determinism(compiled)
     refuse_unrunnable(compiled)
     return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
 

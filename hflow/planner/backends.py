@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -146,6 +146,19 @@ def _no_conflict(device: str) -> InstallProblem | None:
     return None
 
 
+@dataclass(frozen=True)
+class Variation:
+    """Why the results of a backend or an engine differ between two runs that must be equal bit for bit."""
+
+    reason: str
+    setting: str
+    """What to set instead, below `models.NAME`."""
+
+
+def _no_variation(device: str) -> Variation | None:
+    return None
+
+
 def _no_reasons(served: ServedModel) -> Iterable[str]:
     return ()
 
@@ -175,6 +188,10 @@ class Descriptor:
     packages are installed, and imports none of them."""
     environment: Callable[[Replica, str], Mapping[str, str]] = _no_variables
     """Return the environment variables of a worker that hosts this replica on this kind of device."""
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of a worker that hosts it on CUDA, where runs must be equal bit for bit."""
+    find_variation: Callable[[str], Variation | None] = _no_variation
+    """Return why its results on a kind of device differ between two such runs; None if they do not."""
 
     def find_problem(self, device: str) -> InstallProblem | None:
         """Return why the packages of this machine cannot run it; None if they can.

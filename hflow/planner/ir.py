@@ -329,6 +329,8 @@ class Plan:
     """Configuration that changes results (models, optimizers, data, seed), flattened and sorted."""
     staleness_bound: int | None
     """Largest version lag that a trained token can have; None if no rule bounds it."""
+    deterministic: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether two runs of the plan must be equal bit for bit (`hflow.planner.determinism`)."""
     warnings: tuple[str, ...] = ()
     engines: tuple[EngineChoice, ...] = ()
     """Engines with the reasons for them. Not part of the digest, as replicas name their engines, and no

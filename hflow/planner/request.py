@@ -42,6 +42,8 @@ class PlanRequest:
     save_every: int = 0
     """Steps between two checkpoints; 0 saves only at the end."""
     seed: int = 0
+    deterministic: bool = False
+    """Whether two runs of the plan must be equal bit for bit."""
     free: frozenset[str] = frozenset()
     """Keys of the configuration that the user left at their defaults and the planner may set: `placement`,
     `schedule.max_concurrent`, `models.NAME.tokens_per_microbatch` and so on. Layouts that are None are free

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from hflow.graph.ir import Graph, Level
 from hflow.planner.attention import attention_choices
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
+from hflow.planner.determinism import determinism_warnings
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
 from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
@@ -69,7 +70,13 @@ def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanReques
         shapes=tuple(sorted(request.shapes.items())),
         settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
         staleness_bound=staleness_bound(schedule),
-        warnings=(*graph.warnings, *request.warnings, *plan_warnings(replicas, group_sizes, request)),
+        deterministic=request.deterministic,
+        warnings=(
+            *graph.warnings,
+            *request.warnings,
+            *plan_warnings(replicas, group_sizes, request),
+            *determinism_warnings(replicas, request),
+        ),
         engines=placed.engines,
         attention=attention_choices(replicas, request),
     )

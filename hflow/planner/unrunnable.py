@@ -67,6 +67,11 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             f"workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster="
             f"{device_of(plan.cluster.name)}-1x1."
         )
+    elif plan.cluster.device == "cuda" and plan.deterministic and workers == "inproc":
+        yield (
+            "deterministic=true needs environment variables that are set before a process uses CUDA, which "
+            "workers=inproc does not do. Set workers=ray."
+        )
 
 
 def _family_reasons(plan: Plan) -> Iterator[str]:

@@ -34,6 +34,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         if getattr(request, name) < minimum:
             raise PlanError(f"{name} is {getattr(request, name)}; it must be at least {minimum}")
     _check_schedule(request.schedule, request.batch)
+    _check_determinism(graph, request)
     for name, config in request.models.items():
         if config.sequence_parallel is not None and not traits(config.backend).is_model_parallel:
             raise PlanError(
@@ -183,6 +184,20 @@ def check_splits(
             raise PlanError(
                 f"{rule.consumer}: a minibatch of {num_units} {what} cannot be split over {dp} dp ranks; set "
                 f"batch to {min_batch} or more, or use a layout of at most d{num_units}"
+            )
+
+
+def _check_determinism(graph: Graph, request: PlanRequest) -> None:
+    """Refuse batches that depend on how long things take, where two runs must be equal."""
+    is_generated = any(
+        graph.node(stream.source).spec.verb == "generate" for stream in root_streams(graph) if stream.trained
+    )
+    for key, synchronous in (("max_staleness", 0), ("sync_every", 1)):
+        value = getattr(request.schedule, key)
+        if request.deterministic and is_generated and value != synchronous:
+            raise PlanError(
+                f"deterministic is true, but with schedule.{key}={value:g} timing decides which samples "
+                f"form a batch; set schedule.{key}={synchronous}, or deterministic=false"
             )
 
 

@@ -9,16 +9,20 @@ from pathlib import Path
 
 from hflow.errors import RunError
 from hflow.planner.backends import descriptor
+from hflow.planner.determinism import deterministic_variables
 from hflow.planner.ir import Plan
 
 
 def device_environment(plan: Plan, worker: int) -> dict[str, str]:
-    """Return the environment variables of one worker, which the backends of its replicas choose."""
+    """Return the environment variables of one worker.
+
+    The backends of its replicas choose them. A plan whose runs must be equal bit for bit has more.
+    """
     variables: dict[str, str] = {}
     for replica in plan.replicas:
         if worker in replica.workers:
             variables |= descriptor(replica.backend).environment(replica, plan.cluster.device)
-    return variables
+    return variables | deterministic_variables(plan, worker)
 
 
 _ALLOWED_CORES = sorted(os.sched_getaffinity(0))

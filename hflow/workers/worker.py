@@ -87,6 +87,7 @@ from hflow.workers.storage.sample_log import SampleLog
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_texts import SampleTexts
 from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
+from hflow.workers.torch_determinism import use_deterministic_algorithms
 
 
 class Worker:
@@ -116,6 +117,7 @@ class Worker:
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()
+        self._restore = use_deterministic_algorithms() if setup.plan.deterministic else None
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)
@@ -472,6 +474,9 @@ class Worker:
         self._engines.close()
         self._publisher.close()
         self._writer.close()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def _journals_of(self, orders: Sequence[GroupOrder]) -> dict[int, Journal]:
         """Return the journals with which samples of these groups continue."""

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,46 @@ def test_an_engine_must_record_the_trainers_experts(monkeypatch, metrics, is_rig
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
 
+EQUAL = next(run for run in TRIAL_RUNS if run.is_repeated)
+
+
+def try_alone(monkeypatch, run):
+    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [run])
+    (found,) = try_runs(0, None)
+    return found
+
+
+def test_two_runs_that_must_be_equal_are(monkeypatch):
+    quick = replace(EQUAL, overrides=("deterministic=true", "workers=inproc"), num_devices=1)
+    found = try_alone(monkeypatch, quick)
+    assert found.ok, found.detail
+    assert found.detail.endswith("two runs end with the same weights and optimizer")
+
+
+@pytest.mark.parametrize(
+    ("second", "detail"),
+    [
+        ({"model": b"1", "shard": b"3"}, "differ in shard.safetensors, and in 1 of 2 files with tensors"),
+        ({}, "a run saved no weights"),
+    ],
+)
+def test_two_runs_that_differ_are_found(monkeypatch, second, detail):
+    contents = [{"model": b"1", "shard": b"2"}, second]
+
+    def run(arguments, cwd, **_):
+        assert "deterministic=true" in arguments
+        directory = Path(cwd) / "sft" / "latest" / "checkpoints" / "latest" / "actor"
+        directory.mkdir(parents=True)
+        for name, content in contents.pop(0).items():
+            (directory / f"{name}.safetensors").write_bytes(content)
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
+    found = try_alone(monkeypatch, EQUAL)
+    assert not found.ok
+    assert found.detail.endswith(detail), found.detail
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_gpus", [0, 2, 8])
 @pytest.mark.parametrize("run", TRIAL_RUNS, ids=lambda run: run.name)
@@ -186,6 +227,6 @@ def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypa
     monkeypatch.setattr("hflow.launch.plan_request.engine_problems", lambda device: {})
     arguments = command(run, num_gpus, 79.6, str(tmp_path))
     overrides = arguments[arguments.index("--plain") + 1 :]
-    plan = compile_recipe(find_recipe("grpo"), overrides).plan
+    plan = compile_recipe(find_recipe(run.recipe), overrides).plan
     assert not plan.unrunnable
     assert plan.cluster.num_devices == (run.num_devices or num_gpus or 2)

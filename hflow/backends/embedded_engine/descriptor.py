@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.backends.embedded_engine import memory
 from hflow.backends.embedded_engine.families import THROUGH_MODULES, own_forward_objection
-from hflow.planner.backends import BackendTraits, EngineKind, ServedModel
+from hflow.planner.backends import BackendTraits, EngineKind, ServedModel, Variation
 
 if TYPE_CHECKING:
     from hflow.backends.embedded_engine.replay import Draws
@@ -56,6 +56,15 @@ def _remark(served: ServedModel) -> str | None:
     return None if objection is None else f"{THROUGH_MODULES}: {objection}"
 
 
+def _find_variation(device: str) -> Variation | None:
+    if device == "cpu":
+        return None
+    return Variation(
+        "kernels of a GPU round by the sequences that are decoded together, which depends on timing",
+        "gen.engine=vllm",
+    )
+
+
 ENGINE = EngineKind(
     name="embedded",
     traits=BackendTraits(sharded_over_data="nothing"),
@@ -65,6 +74,7 @@ ENGINE = EngineKind(
     memory=memory,
     check=_check,
     remark=_remark,
+    find_variation=_find_variation,
     packages=("torch", "transformers"),
     install="make env",
     purpose="generation without further packages",

@@ -27,6 +27,8 @@ from hflow.data.device_copy import to_device
 
 NUM_RANKED = 1024
 """Tokens that are ranked for `top_p` before the whole vocabulary is."""
+UNITS_OF_ONE = 2.0**60
+"""What probabilities are multiplied by to become integers. Their sum is 1, so it fits into int64."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,18 @@ def _sample(
 
 def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token whose cumulative probability exceeds `uniform` times the total, int64 `[S]`."""
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    thresholds = uniform[:, None] * cumulative[:, -1:]
+    cumulative = _units(probabilities).cumsum(-1)
+    thresholds = (uniform[:, None] * cumulative[:, -1:]).long()
     tokens = torch.searchsorted(cumulative, thresholds, right=True)[:, 0]
     return tokens.clamp_(max=probabilities.shape[1] - 1)  # beyond the end only where logits are NaN
+
+
+def _units(probabilities: Tensor) -> Tensor:
+    """Return float32 probabilities in `UNITS_OF_ONE`, int64.
+
+    A GPU makes running sums in no fixed order, which changes sums of integers by nothing.
+    """
+    return (probabilities * UNITS_OF_ONE).long()
 
 
 def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
@@ -143,7 +153,8 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     has_nucleus = has_whole_top_k | (ranked.sum(-1, keepdim=True) >= wanted)
     if rows.num_ranked < vocab_size and not bool((has_nucleus | is_free).all()):
         return _restrict(logprobs, replace(rows, num_ranked=vocab_size))
-    kept = within & (ranked.cumsum(-1) - ranked < wanted)
+    units = _units(ranked)
+    kept = within & (units.cumsum(-1) - units < _units(wanted))
     num_kept = kept.sum(-1, keepdim=True)
     least = ranked.gather(1, (num_kept - 1).clamp_(min=0))  # none is kept where logits are NaN
     # Of equally likely tokens those with the lowest ids are kept, as if all tokens had been sorted.

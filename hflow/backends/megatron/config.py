@@ -83,6 +83,7 @@ def transformer_config(
         add_qkv_bias=dims.has_qkv_bias,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipe,

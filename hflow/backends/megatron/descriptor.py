@@ -65,6 +65,7 @@ BACKEND = Backend(
     install="pip install megatron-core",
     purpose="tensor, pipeline, context and expert parallelism",
     environment=_environment,
+    deterministic_variables={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     needs_process_per_rank=True,
     update_dtypes=("fp32",),  # in bf16 it keeps bf16 weights, which are too coarse for small updates
     check_model=_check_model,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.backends.vllm_engine import memory
 from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
 from hflow.backends.vllm_engine.support import check
-from hflow.planner.backends import BackendTraits, EngineKind
+from hflow.planner.backends import BackendTraits, EngineKind, Variation
 
 if TYPE_CHECKING:
     from hflow.backends.interface import EngineSetup
@@ -17,6 +17,19 @@ def _make_engine(setup: EngineSetup) -> Any:
     from hflow.backends.vllm_engine.engine import VllmEngine
 
     return VllmEngine(setup)
+
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""Lets vLLM use kernels whose result for a sequence does not depend on the others of its batch, on CUDA."""
+
+
+def _find_variation(device: str) -> Variation | None:
+    if device == "cuda":
+        return None
+    return Variation(
+        "on CPUs, vLLM's kernels round by the sequences that are decoded together, which depends on timing",
+        "gen.engine=embedded",
+    )
 
 
 ENGINE = EngineKind(
@@ -36,6 +49,8 @@ ENGINE = EngineKind(
     install=CUDA_INSTALL,
     purpose="fast generation, by default on GPUs",
     find_conflict=find_conflict,
+    deterministic_variables={BATCH_INVARIANT: "1"},
+    find_variation=_find_variation,
     preferred_on=("cuda",),
     check=check,
 )

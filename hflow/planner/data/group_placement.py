@@ -11,6 +11,8 @@ from hflow.planner.ir import Plan, ScheduledStream
 class GroupPlacer:
     """Places each group on the least loaded worker of its stream; all samples of a group stay together.
 
+    Of a plan whose runs must be equal bit for bit, a group's number decides.
+
     So group-level bodies and prefix caches find the whole group on one worker. A worker's load is the number
     of its unfinished samples.
     """
@@ -19,6 +21,7 @@ class GroupPlacer:
         self._heads = {
             stream.name: tuple(sorted(stream_heads(plan, stream))) for stream in plan.schedule.streams
         }
+        self._is_deterministic = plan.deterministic
         self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
         self._loads = _Loads(plan.cluster.num_devices, self._heads.values())
         self._home: dict[tuple[str, int], int] = {}
@@ -30,8 +33,9 @@ class GroupPlacer:
     def place(self, stream: str, group: int, num_samples: int) -> int:
         """Choose a worker for a group and remember it."""
         heads = self._heads[stream]
-        is_written = stream in self._written  # no engine has a load to balance, and timing must not matter
-        worker = heads[group % len(heads)] if is_written else self._loads.lightest(heads)
+        # Loads depend on timing. Where nothing is generated, there is none to balance.
+        is_fixed = self._is_deterministic or stream in self._written
+        worker = heads[group % len(heads)] if is_fixed else self._loads.lightest(heads)
         self._loads.add(worker, num_samples)
         self._home[stream, group] = worker
         self._num_unfinished[stream, group] = self._num_waiting[stream, group] = num_samples
@@ -40,11 +44,16 @@ class GroupPlacer:
     def rebalance_moves(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
         """Return the groups that should move to a less loaded engine, each with that engine's worker.
 
+        None moves where two runs must be equal bit for bit.
+
         Args:
             stream: the stream of these groups.
             groups: groups that may move, the first to move first.
         """
-        load, moves = self._loads.by_worker(), {}
+        load = self._loads.by_worker()
+        moves: dict[int, int] = {}
+        if self._is_deterministic:
+            return moves
         by_load = [(load[head], head) for head in self._heads[stream]]
         heapify(by_load)
         for group in groups:

@@ -104,7 +104,8 @@ def graph_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
         "shape": {m: _shape(sizes) for m, sizes in rows["shapes"] if m not in unmatched.models},
         "node": {node["spec"]["name"]: _node(node) for node in graph["nodes"]},
         "edge": dict(_edges(graph["edges"], unmatched)),
-        "setting": dict(_settings(rows["settings"], unmatched)),
+        "setting": dict(_settings(rows["settings"], unmatched))
+        | {"deterministic": {"": shown(rows.get("deterministic", False))}},
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hflow.planner.cluster import used_links
+from hflow.planner.determinism import determinism_line
 from hflow.planner.forecast import Forecast, Period
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, Plan
@@ -114,6 +115,8 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
         yield f"Attention: {attention_line(plan)}."
     if batch := largest_batch_line(plan):
         yield f"Largest batch: {batch}."
+    if determinism := determinism_line(plan):
+        yield f"Deterministic: {determinism}."
     if period is not None and period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)
         yield (

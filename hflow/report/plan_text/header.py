@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.planner.cluster import device_ranges, used_links
+from hflow.planner.determinism import determinism_line
 from hflow.planner.forecast import CycleStep, PhaseMemory
 from hflow.planner.ir import ClusterSpec, Plan
 from hflow.planner.plan_figures import step_seconds
@@ -132,6 +133,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         yield "experts", Text(experts)
     if batch := largest_batch_line(plan):
         yield "largest batch", Text(batch)
+    if determinism := determinism_line(plan):
+        yield "deterministic", Text(determinism)
     if plan.unrunnable:
         count = plural(len(plan.unrunnable), "reason")
         yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
