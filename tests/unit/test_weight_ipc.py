@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -86,3 +87,56 @@ def test_buckets_are_opened_on_the_receivers_number_of_the_same_gpu(monkeypatch:
     assert make_channel(SETTINGS).receive(handle, 1).payload is bucket.payload
     with pytest.raises(RunError, match="ipc needs trainer and engine on one GPU, but weights are on another"):
         make_channel(SETTINGS).receive(handle._replace(device="gpu 0"), 1)
+
+
+def test_a_freed_bucket_takes_the_reference_of_its_receiver_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a receiver has opened it, or ended before."""
+    (packed,), released, numbers = buckets(1), [], iter(range(100))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(ipc, "_device_id", str)
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda payload: (rebuild_cuda_tensor, shared(next(numbers))))
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: released.append(counter)
+    )
+    names = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
+
+    def shared(number: int) -> tuple[Any, ...]:
+        counter = {"ref_counter_handle": b"file", "ref_counter_offset": number}
+        return tuple(counter.get(name) for name in names)
+
+    def send() -> weakref.ref[Any]:
+        payload = PretendPayload()
+        channel.send((1,), replace(packed, payload=payload))  # type: ignore[arg-type]
+        return weakref.ref(payload)
+
+    channel = make_channel(SETTINGS)
+    payloads = [send(), send()]
+    assert all(payload() is not None for payload in payloads)
+    channel.free([])
+    assert sorted(released) == [(b"file", 0), (b"file", 1)]
+    assert all(payload() is None for payload in payloads)
+    channel.free([])
+    assert len(released) == 2
+    send()
+    channel.close()
+    channel.close()
+    assert released[2:] == [(b"file", 2)]
+
+
+class PretendPayload:
+    """What the channel asks a payload on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+def test_memory_that_no_receiver_opens_is_free_again() -> None:
+    channel = make_channel(SETTINGS)
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        for bucket in on_gpu(buckets(4)):
+            channel.send((1,), bucket)
+        del bucket
+        assert torch.cuda.memory_allocated() > before
+        channel.free([])
+        assert torch.cuda.memory_allocated() == before

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from hflow.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
@@ -26,13 +27,26 @@ class DeviceBucket(NamedTuple):
     header: BucketHeader
 
 
+class _Shared(NamedTuple):
+    """A payload that receivers may read, and the counter of its reference by a receiver."""
+
+    payload: Tensor
+    file: bytes
+    """Shared memory with the counter, which torch sets to 1 when a payload is shared."""
+    place: int
+
+
 class IpcChannel(WeightChannel):
-    """Lets the receiver read the sender's packed bucket, without a copy."""
+    """Lets the receiver read the sender's packed bucket, without a copy.
+
+    A receiver's process takes its reference back when it has dropped what it opened. torch keeps the memory
+    until then, so for ever where the process ended before, or never opened the bucket. The sender therefore
+    takes the reference back itself when it frees a bucket, which no receiver reads any more.
+    """
 
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
-        self._payloads: dict[int, Tensor] = {}
-        """Address -> payload that receivers may read."""
+        self._shared: list[_Shared] = []
 
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Keep the bucket on its GPU.
@@ -45,7 +59,7 @@ class IpcChannel(WeightChannel):
             raise RunError("ipc needs weights on a GPU; set models.NAME.gen.transport=shared")
         torch.cuda.synchronize(payload.device)  # the receiver's stream does not know what packs the bucket
         rebuild, arguments = reduce_tensor(payload)
-        self._payloads[payload.data_ptr()] = payload
+        self._shared.append(_Shared(payload, arguments[_COUNTER_FILE], arguments[_COUNTER_PLACE]))
         return DeviceBucket(_device_id(payload.device.index), rebuild, arguments, bucket.header)
 
     def receive(self, handle: Any, receiver: int) -> Bucket:
@@ -66,17 +80,22 @@ class IpcChannel(WeightChannel):
         return handle.header.with_payload(handle.rebuild(*arguments))
 
     def free(self, handles: Iterable[Any]) -> None:
-        """Drop all payloads: one publication is pending at most."""
-        self._payloads.clear()
-        torch.cuda.ipc_collect()  # torch keeps what a receiver has opened until it is asked again
+        """Free all payloads: one publication is pending at most."""
+        while self._shared:
+            shared = self._shared.pop()
+            # A counter below 0, if the receiver takes its reference back too, means the same as 0.
+            torch.UntypedStorage._release_ipc_counter_cuda(shared.file, shared.place)
 
     def close(self) -> None:
-        """Drop all payloads."""
-        self._payloads.clear()
+        """Free all payloads."""
+        self.free(())
 
 
-_DEVICE_ARGUMENT = 6
-"""Place of the device in the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+_ARGUMENTS = tuple(signature(rebuild_cuda_tensor).parameters)
+_DEVICE_ARGUMENT = _ARGUMENTS.index("storage_device")
+"""Place of the device among the arguments of torch's function that opens a payload."""
+_COUNTER_FILE = _ARGUMENTS.index("ref_counter_handle")
+_COUNTER_PLACE = _ARGUMENTS.index("ref_counter_offset")
 
 
 def _device_id(index: int) -> str:
