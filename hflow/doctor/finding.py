@@ -10,7 +10,8 @@ class Finding:
     """The result of one check."""
 
     topic: str
-    """`version`, `device`, `backend`, `engine`, `optional`, `ray`, `gpu`, `host` or `trial`."""
+    """`version`, `device`, `backend`, `engine`, `optional`, `ray`, `gpu`, `host`, `kernel`, `collective` or
+    `trial`."""
     name: str
     ok: bool
     detail: str

@@ -74,9 +74,9 @@ def measure_hardware(
     Raises:
         ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
     """
-    name = _device_at_hand() if device is None else device
+    name = device_at_hand() if device is None else device
     file = file or Path(f"{name}.yaml")
-    hardware = _hardware(name)
+    hardware = machine_hardware(name)
     kind = hardware.device.type
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{name} cannot be measured: torch finds no CUDA device; set --device cpu")
@@ -91,7 +91,12 @@ def measure_hardware(
     return HardwareProfile(calibration, file)
 
 
-def _device_at_hand() -> str:
+def device_at_hand() -> str:
+    """Return the name in the hardware files of what CUDA calls its first device; `cpu` without one.
+
+    Raises:
+        ConfigError: if no file is for this device.
+    """
     if not torch.cuda.is_available():
         return "cpu"
     called = torch.cuda.get_device_name(0).lower().replace(" ", "-")
@@ -101,7 +106,7 @@ def _device_at_hand() -> str:
     return max(names, key=lambda name: (name in called, -len(name)))
 
 
-def _hardware(name: str) -> Hardware:
+def machine_hardware(name: str) -> Hardware:
     """Return the figures of a machine with as many of these devices as are at hand, at least two."""
     devices = known_devices(Path("recipe.py"))
     is_cuda = name in devices and devices[name].type == "cuda"

@@ -159,20 +159,40 @@ def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> Non
     for num_bytes in COLLECTIVE_BYTES:
         num_elements = num_bytes // 4 // ranks
         whole, part = (torch.zeros(n, device=device) for n in (num_elements * ranks, num_elements))
-        for work in (
-            partial(dist.all_reduce, whole),
-            partial(dist.all_gather_into_tensor, whole, part),
-            partial(dist.reduce_scatter_tensor, part, whole),
-        ):
+        for work in ring_collectives(whole, part):
             num = max(3, min(50, 16 * MIB // num_bytes))
-            seconds = min([_collective_seconds(work, device) for _ in range(num + 1)][1:])
-            times.append((num_bytes, seconds, work.func is dist.all_reduce))
+            times.append((num_bytes, collective_seconds(work, device, num), work.func is dist.all_reduce))
     if rank == 0:
         (Path(directory) / "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def _collective_seconds(work: Callable[[], object], device: str) -> float:
+def ring_collectives(
+    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[partial[object], ...]:
+    """Return the collectives that training uses: all-reduce, all-gather and reduce-scatter.
+
+    Args:
+        whole: reduced, or gathered into.
+        part: of each rank; `whole` has one for each.
+        group: the ranks; None: all.
+    """
+    return (
+        partial(dist.all_reduce, whole, group=group),
+        partial(dist.all_gather_into_tensor, whole, part, group=group),
+        partial(dist.reduce_scatter_tensor, part, whole, group=group),
+    )
+
+
+def collective_seconds(work: Callable[[], object], device: str, num: int) -> float:
+    """Return the seconds of the fastest of some executions, which all ranks of the world begin together.
+
+    The first one is not counted.
+    """
+    return min([_seconds_together(work, device) for _ in range(num + 1)][1:])
+
+
+def _seconds_together(work: Callable[[], object], device: str) -> float:
     dist.barrier()
     start = time.perf_counter()
     work()

@@ -1,0 +1,85 @@
+"""Collectives that `hflow doctor --gpus N` tries in the groups that plans use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+from torch.multiprocessing.spawn import spawn
+
+from hflow.doctor.collectives import check_collectives, group_finding
+from hflow.errors import RunError
+from hflow.launch.profiling import rank_groups
+from hflow.launch.profiling.rank_groups import OPERATIONS, GroupTimes, OperationTime, axis_layouts
+from hflow.planner.cost.collectives import axis_lines
+
+KINDS = ("replica", "data", "tensor", "pipe", "context", "expert")
+
+
+def times(**changes: object) -> GroupTimes:
+    """Groups whose links are as fast as planned, and one operation that differs."""
+    expected = OperationTime("send", True, 1e9, 0.1, 0.1)
+    operations = [replace(expected, name=name) for name in OPERATIONS]
+    operations[1] = replace(operations[1], **changes)  # type: ignore[arg-type]
+    return GroupTimes(("tensor", "context"), ((0, 1), (2, 3)), tuple(operations))
+
+
+def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
+    (found,) = rank_groups.measure_groups("cpu", 2)
+    assert (found.kinds, found.ranks) == (KINDS, ((0, 1),))
+    assert [operation.name for operation in found.operations] == list(OPERATIONS)
+    assert all(operation.is_right and operation.seconds > 0 for operation in found.operations)
+    assert all(operation.expected_gb_per_s for operation in found.operations)
+
+
+@pytest.mark.long
+def test_groups_of_an_axis_are_those_that_the_planner_counts_with() -> None:
+    found = {groups.ranks: groups for groups in rank_groups.measure_groups("cpu", 4)}
+    assert all(operation.is_right for groups in found.values() for operation in groups.operations)
+    for size in (2, 4):
+        for axis, layout in axis_layouts(4, size).items():
+            lines = axis_lines(layout, "train", range(4), axis)  # type: ignore[arg-type]
+            assert axis in found[tuple(sorted(tuple(line) for line in lines))].kinds
+
+
+def test_wrong_results_are_an_error_and_slow_links_a_warning() -> None:
+    right = group_finding(times())
+    assert right.ok
+    assert "tensor, context (0-1 2-3): right; GB/s of a link and planned: all-reduce 10 of 10" in right.detail
+    wrong = group_finding(times(is_right=False))
+    assert (wrong.ok, wrong.required) == (False, True)
+    assert "all-gather gives wrong results" in wrong.detail
+    assert group_finding(times(seconds=0.19)).ok
+    slow = group_finding(times(seconds=0.21))
+    assert (slow.ok, slow.required) == (False, False)
+    assert slow.detail.endswith("less than 50% of the planned: all-gather")
+    unknown = group_finding(times(seconds=10.0, expected_seconds=None))
+    assert unknown.ok
+    assert "all-gather 0.1 of unknown" in unknown.detail
+
+
+def test_one_gpu_has_no_collectives() -> None:
+    (found,) = check_collectives(1)
+    assert (found.ok, found.required) == (False, False)
+
+
+def end_at_once(rank: int) -> None:
+    os._exit(3)
+
+
+def test_a_process_that_ends_is_one_line() -> None:
+    context = spawn(end_at_once, nprocs=1, join=False)
+    with pytest.raises(RunError, match="a process failed: process 0 terminated with exit code 3"):
+        rank_groups._wait(context.join, 60.0, context.processes)
+
+
+def test_processes_that_hang_are_killed() -> None:
+    event = multiprocessing.get_context("fork").Event()
+    process = multiprocessing.get_context("fork").Process(target=event.wait)
+    process.start()
+    with pytest.raises(RunError, match="collectives of 1 processes did not end in 0 s"):
+        rank_groups._wait(lambda seconds: False, 0.0, [process])
+    process.join()
+    assert process.exitcode == -9
