@@ -71,7 +71,7 @@ MAIN_METHODS = ("naive", "decoupled", "mis")
 class Tuning:
     """How the learning rate of a method is chosen."""
 
-    rates: tuple[float, ...] = (1e-4, 2e-4, 4e-4)
+    rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4, 4e-4)
     staleness: tuple[int, ...] = (1, 8)
     seeds: tuple[int, ...] = (100, 101)
 
