@@ -254,4 +254,4 @@ def test_samples_that_arrive_during_an_inference_run_together_next():
     run = Script(what, hold={"rm"})
     trace = run.run()
     assert [line for line in trace if line.startswith("rm")] == ["rm on 0"]
-    assert run.state.parts.streaming.by_group["m"].waiting == deque([("rm", 1), ("rm", 2)])
+    assert run.state.parts.streaming.queues["m"].waiting == deque([("rm", 1), ("rm", 2)])
