@@ -6,7 +6,7 @@ depends on nothing else of the plan, so tests can write one by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +57,15 @@ class DeviceGroup:
 
     name: str
     devices: tuple[int, ...]
+
+
+def devices_of(groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
+    """Return the devices of a replica's groups, in the order in which it uses them.
+
+    Those of several groups are in ascending order, so that neighbouring ranks are on the same machine.
+    """
+    devices = tuple(device for group in groups for device in group.devices)
+    return devices if len(groups) == 1 else tuple(sorted(devices))
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,14 @@ def _placed(plan: Plan) -> PlanOverlay:
     saves = [p.node for p in plan.placements if p.node.startswith(SAVE_PREFIX)]
     groups = {
         f"group {group.name}: devices {device_ranges(group.devices)}": tuple(
-            placement.node for placement in plan.placements if placement.group == group.name
+            placement.node for placement in plan.placements if group.name in placement.groups
         )
         for group in plan.groups
     }
     return PlanOverlay(
         saves=tuple((name, name.removeprefix(SAVE_PREFIX)) for name in saves),
-        orders=tuple((row.group, Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order),
+        orders=tuple(
+            (" and ".join(row.groups), Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order
+        ),
         groups=tuple((title, nodes) for title, nodes in groups.items() if nodes),
     )

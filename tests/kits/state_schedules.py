@@ -78,7 +78,8 @@ def device_groups(num: int) -> st.SearchStrategy[tuple[str, ...]]:
     """One of the first groups, no group, or several of them."""
     groups = GROUPS[:num]
     one = st.sampled_from((*((group,) for group in groups), ()))
-    return one | st.lists(st.sampled_from(groups), unique=True, min_size=1).map(lambda some: tuple(sorted(some)))
+    some = st.lists(st.sampled_from(groups), unique=True, min_size=1)
+    return one | some.map(lambda names: tuple(sorted(names)))
 
 
 @st.composite

@@ -40,7 +40,7 @@ def groups(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def placed(plan: Plan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    return {r.name: (r.group, str(r.layout), r.workers) for r in plan.replicas}
+    return {r.name: (",".join(r.groups), str(r.layout), r.workers) for r in plan.replicas}
 
 
 def refused(message: str, placement: str, cluster: str = "h100-1x8", **changes: object) -> None:

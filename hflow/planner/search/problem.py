@@ -224,7 +224,7 @@ class SearchProblem:
         """Return the groups of a request whose placement is not free."""
         groups = []
         for group in plan.groups:
-            names = tuple(r.name for r in plan.replicas if r.group == group.name)
+            names = tuple(r.name for r in plan.replicas if r.groups == (group.name,))
             if names:
                 groups.append(FixedGroup(group.devices, names))
                 self.group_names[names] = group.name

@@ -1,9 +1,9 @@
 """When batch nodes fire.
 
 Every device group has a pointer into the fixed order of its batch nodes (`DeviceOrder`). A node fires when
-the pointers of all its groups are at it and all that it waits for is done: the batch, the nodes before it, the
-versions of its models, and engines that need the weights before it changes them. It occupies all its groups
-until it is done. The groups do not wait for each other in a circle, because their orders are parts of one.
+the pointers of all its groups are at it and all that it waits for is done: the batch, the nodes before it,
+the versions of its models, and engines that need the weights before it changes them. It occupies all its
+groups until it is done. Groups do not wait for each other in a circle, because their orders are parts of one.
 
 Invariant: a device group runs one batch node at a time, in its order, and each node at most once per step.
 """

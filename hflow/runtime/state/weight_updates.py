@@ -145,7 +145,7 @@ def _should_be_awake(engine: EngineState, parts: StateParts) -> bool:
     """Return whether an engine should be awake: a separate one always, another one in its turn.
 
     It has its turn on all of its device groups at once. Where one of them need not wait for its engines any
-    more, none of them waits for this one, since `needs_turn` holds for all groups of an engine that is needed.
+    more, none of them waits for this one: `needs_turn` holds for all groups of an engine that is needed.
     """
     devices = parts.devices_of_engine.get(engine.name, ())
     return all(
@@ -215,9 +215,7 @@ def _sleep_level(engine: EngineState, parts: StateParts) -> SleepLevel:
     return SleepLevel.KEEP_WEIGHTS
 
 
-def _wakes_with_new_weights(
-    engine: EngineState, devices: Sequence[DeviceOrder], parts: StateParts
-) -> bool:
+def _wakes_with_new_weights(engine: EngineState, devices: Sequence[DeviceOrder], parts: StateParts) -> bool:
     """Return whether an engine that sleeps now loads new weights when it wakes.
 
     If it sleeps in its turn, new weights are ready for it. Otherwise it wakes at a later step (unless the
@@ -242,9 +240,7 @@ def _wakes_with_new_weights(
     return not any(other.serves_trained_stream for device in devices for other in device.engines)
 
 
-def _evaluates_by(
-    version: int, engine: EngineState, cycle: int, local: set[str], parts: StateParts
-) -> bool:
+def _evaluates_by(version: int, engine: EngineState, cycle: int, local: set[str], parts: StateParts) -> bool:
     """Return whether an engine evaluates a later version than its own, up to this one."""
     progress = parts.progress
     due = [
