@@ -239,11 +239,11 @@ def _first_names(devices: Mapping[str, Devices]) -> dict[Devices, str]:
 
 
 def device_sets(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, Devices]:
-    """Return the fewest disjoint sets of which the devices of every name consist, each with the name of a group.
+    """Return the fewest disjoint sets of which the devices of every name consist, by the name of their group.
 
-    A set is called after those names on it whose devices contain no smaller ones of another name on it:
-    with actor=0-3 and critic=2-5, `actor` has devices 0 and 1, `actor+critic` 2 and 3, `critic` 4 and 5. All
-    devices of the cluster are called `all`.
+    It is that of the names on the set, without those that have all devices of another name on it: with
+    actor=0-3, critic=2-5 and actor.gen=all of six devices, the group `actor` has devices 0 and 1,
+    `actor+critic` has 2 and 3, and `critic` has 4 and 5. All devices of the cluster are called `all`.
     """
     first_names = _first_names(devices)
     covering: dict[tuple[Devices, ...], list[int]] = {}
