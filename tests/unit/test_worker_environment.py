@@ -143,6 +143,12 @@ def test_vllm_has_the_default_number_of_queues_beside_megatron() -> None:
     assert not on_gpus.keys() & environment(EngineSetup(ModelSettings("actor"))).keys()
 
 
+def test_vllm_records_experts_with_its_second_runner_on_gpus() -> None:
+    for device, records, runner in (("cuda", True, "1"), ("cuda", False, "0"), ("cpu", True, "0")):
+        setup = EngineSetup(ModelSettings("actor", device=device), records_experts=records)
+        assert environment(setup)["VLLM_USE_V2_MODEL_RUNNER"] == runner
+
+
 @pytest.mark.parametrize(
     ("path", "receives", "lora", "reads"),
     [
