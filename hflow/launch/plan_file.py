@@ -21,7 +21,7 @@ from hflow.launch.compile import Compiled, compile_recipe
 from hflow.planner.diff import PlanDiff, and_more, diff_plans
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
-from hflow.planner.serialise import rows_digest, to_json
+from hflow.planner.serialise import is_left_out, rows_digest, to_json
 from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.validation import from_mapping
 
@@ -225,7 +225,7 @@ def _check(file: Path, values: Any) -> None:
         digest = rows_digest(rows)
     except PlanError as error:
         raise ConfigError(f"{file}: {error}; {_fix(file)}") from error
-    missing = [row.name for row in fields(Plan) if row.name not in rows]
+    missing = [row.name for row in fields(Plan) if row.name not in rows and not is_left_out(row)]
     damaged = [name for name in _NOTES if not isinstance(rows.get(name), list)]
     if missing or damaged or rows["digest"] != digest:
         if missing or damaged:

@@ -62,8 +62,13 @@ def _field_values(value: DataclassInstance) -> dict[str, Any]:
     return {
         field.name: to_plain(getattr(value, field.name))
         for field in dataclasses.fields(value)
-        if not (field.metadata.get("left_out_by_default") and getattr(value, field.name) == field.default)
+        if not (is_left_out(field) and getattr(value, field.name) == field.default)
     }
+
+
+def is_left_out(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a row does not have a field that has its default."""
+    return bool(field.metadata.get("left_out_by_default"))
 
 
 def plan_digest(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from hflow.algo import second_moment_mask
 from hflow.backends import attention_kernels
 from hflow.errors import ConfigError, HflowError, PlanError
 from hflow.launch.compile import compile_recipe
+from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.launch.preflight import check_determinism
 from hflow.planner.compile import compile_plan
 from hflow.planner.data.group_placement import GroupPlacer
@@ -135,6 +136,14 @@ def test_the_plan_says_how_and_the_digest_contains_it() -> None:
     assert plan_of().digest != other.digest
     (change,) = [c for c in diff_plans(to_json(other), to_json(plan_of())).changes if c.topic == "setting"]
     assert (change.subject, change.before, change.after) == ("deterministic", "false", "true")
+
+
+def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
+    for overrides in ([], ["deterministic=true"]):
+        compiled = compile_recipe(find_recipe("sft"), overrides)
+        file = tmp_path / "plan.json"
+        file.write_text(plan_file_text(compiled))
+        assert compile_plan_file(file).plan.deterministic == bool(overrides)
 
 
 def test_a_groups_number_decides_on_its_engine() -> None:
