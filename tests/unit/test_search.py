@@ -18,12 +18,14 @@ from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Limit
+from hflow.planner.hardware import GIB
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
 from hflow.planner.memory import MEMORY_MARGIN
 from hflow.planner.model_shape import Experts, ModelShape
 from hflow.planner.placement.engine_ranks import best_workers
 from hflow.planner.plan_figures import plan_figures
+from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
@@ -277,8 +279,45 @@ def test_copies_of_sleeping_engines_are_counted_in_host_memory(sync_every: int) 
     forecast = compile_plan(graph, placed).forecast
     assert forecast is not None
     items = [item for row in forecast.host for item in row.items if item.name.endswith("weights (asleep)")]
-    assert [item.num_bytes for item in items] == [group.fit.host for group in choice.groups if group.fit.host]
+    assert sum(row.total for row in forecast.host) == sum(group.fit.host for group in choice.groups)
     assert bool(items) == (sync_every > 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "fits_otherwise"),
+    [
+        ("h100-1x4", (), True),
+        ("h100-2x4", ("placement='actor=0-3 actor.gen=4-7'", "models.actor.gen.transport=store"), False),
+    ],
+)
+def test_published_weights_are_counted_in_host_memory(
+    cluster: str, pins: tuple[str, ...], fits_otherwise: bool
+) -> None:
+    """The search leaves out what the plan refuses, and takes it where the plan has room for it."""
+    graph, request = problem("grpo", cluster, "qwen2.5-7b", "batch=64", *pins, tunes=False)
+    found = search(graph, request)
+    forecast = compile_plan(graph, found.request).forecast
+    assert forecast is not None
+    fullest = max(forecast.host, key=lambda row: row.total)
+    assert any("published" in item.name or "object store" in item.name for item in fullest.items)
+    needed = fullest.total / request.cluster.devices_per_node
+    with pytest.raises(PlanError, match="host memory"):
+        compile_plan(graph, _with_host_memory(found.request, 0.99 * needed))
+    enough = _with_host_memory(request, 1.02 * needed / (1 - MEMORY_MARGIN))
+    assert search(graph, enough).overrides == found.overrides
+    too_little = _with_host_memory(request, 0.99 * needed)
+    if fits_otherwise:
+        assert compile_plan(graph, search(graph, too_little).request).digest
+    else:
+        with pytest.raises(PlanError, match="no placement fits into memory"):
+            search(graph, too_little)
+
+
+def _with_host_memory(request: PlanRequest, num_bytes: float) -> PlanRequest:
+    """The request with so much memory of a machine for each of its devices."""
+    assert request.hardware is not None
+    device = replace(request.hardware.device, host_memory_gib=num_bytes / GIB)
+    return replace(request, hardware=replace(request.hardware, device=device))
 
 
 AHEAD = (

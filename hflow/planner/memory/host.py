@@ -52,11 +52,10 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     if plan.cluster.device == "cpu" or hardware is None:
         return ()
     context = MemoryContext(plan, request)
-    saved = {replica for p in plan.placements if context.verb(p.node) == "save" for replica in p.replicas}
     machines = _published(context)
     for group in plan.groups:
         for ranks, devices in context.ranks_of_devices(group):
-            on_one = _items_of(context, ranks, saved)
+            on_one = _items_of(context, ranks)
             for machine, num in Counter(map(plan.cluster.node_of, devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
     per_device = hardware.device.host_memory_bytes
@@ -116,7 +115,26 @@ def _is_changed_beside(schedule: Schedule, engine: str, model: str) -> bool:
     return bool(writers) and all(node.group == group for node in writers)
 
 
-def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) -> Items:
+def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:
+    """Return what a rank that trains or infers keeps in host memory.
+
+    That is what is offloaded, its copies of a checkpoint, and the inputs of layers.
+    """
+    items, name = in_host_memory(rank), rank.replica.name
+    nodes = [placement.node for placement in context.plan.placements if name in placement.replicas]
+    if any(context.verb(node) == "save" for node in nodes):
+        items += transfer.checkpoint_copies(rank)
+    if rank.config.offload_activations:
+        sizes = (
+            activations.inputs_in_host_memory(rank, context.largest_microbatch(rank, node))
+            for node in nodes
+            if context.verb(node) == "train"
+        )
+        items += item(MemoryCategory.ACTIVATIONS, max(sizes, default=0), _INPUTS)
+    return items
+
+
+def _items_of(context: MemoryContext, ranks: Iterable[Rank]) -> Items:
     """Return what the ranks on one device keep in host memory."""
     items = Items()
     asleep = {name for _, replicas in context.plan.schedule.shared for name in replicas}
@@ -130,16 +148,7 @@ def _items_of(context: MemoryContext, ranks: Iterable[Rank], saved: set[str]) ->
             ):
                 kept += kept_asleep(context, rank)
         else:
-            kept = in_host_memory(rank)
-        if name in saved:
-            kept += transfer.checkpoint_copies(rank)
-        if rank.replica.role != "gen" and rank.config.offload_activations:
-            size = max(
-                activations.inputs_in_host_memory(rank, context.largest_microbatch(rank, placement.node))
-                for placement in context.plan.placements
-                if name in placement.replicas and context.verb(placement.node) == "train"
-            )
-            kept += item(MemoryCategory.ACTIVATIONS, size, _INPUTS)
+            kept = kept_by_trainer(context, rank)
         items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in kept.items()})
     return items
 
@@ -148,33 +157,33 @@ def _published(context: MemoryContext) -> dict[int, Items]:
     """Return the versions of weights that are published through the memory of each machine."""
     machines = {machine: Items() for machine in range(context.plan.cluster.num_nodes)}
     for route in context.plan.weights:
-        for machine, items in _published_by(context, route):
+        for machine, items in published_by(context.plan, context.request, route):
             for key, size in items.items():
                 machines[machine][ItemKey(f"{route.dst} {key.name}", key.category)] += size
     return machines
 
 
-def _published_by(context: MemoryContext, route: WeightRoute) -> Iterator[tuple[int, Items]]:
+def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterator[tuple[int, Items]]:
     """Yield what one route has in the memory of machines.
 
     Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
     for its whole machine. Ray drops fetched copies when a store is full, so they take what is left of it. An
     engine in a process of its own cannot read that store, so its worker makes a copy for it.
     """
-    plan, shape = context.plan, context.request.trained_shape(route.model)
-    in_one_process = context.request.settings.get("workers") == "inproc"
+    shape = request.trained_shape(route.model)
+    in_one_process = request.settings.get("workers") == "inproc"
     if route.transport not in ("store", "shared") or shape is None or in_one_process:
         return
     src, dst = plan.replica(route.src), plan.replica(route.dst)
     if route.transport == "shared":
-        version = DTYPE_BYTES[context.request.model(route.model).compute_dtype] * num_parameters(shape)
+        version = DTYPE_BYTES[request.model(route.model).compute_dtype] * num_parameters(shape)
         for machine, num in Counter(map(plan.cluster.node_of, src.workers)).items():
             yield (
                 machine,
                 item(MemoryCategory.BUFFERS, version * num // src.layout.world, "published weights"),
             )
         return
-    stored, store = stored_bytes(route, src, dst, context.request), store_bytes(context.request)
+    stored, store = stored_bytes(route, src, dst, request), store_bytes(request)
     engines, receivers = (Counter(map(plan.cluster.node_of, workers)) for workers in (dst.heads, dst.workers))
     for machine in sorted(stored.keys() | receivers.keys()):
         share = stored.get(machine, 0)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 from hflow.planner.backends import engine_kind
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.forecast import Pace
-from hflow.planner.ir import Replica
+from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.memory.context import MemoryContext
+from hflow.planner.memory.host import published_by
 from hflow.planner.memory.phases import group_phases
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
@@ -41,6 +43,17 @@ class GroupChoice:
     """Node -> seconds."""
     total: float
     """Seconds of everything on the group's devices in a step."""
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """What it takes to give an engine new weights."""
+
+    seconds: Mapping[str, float]
+    """Of loading and of publishing them, as `steady_period` takes them."""
+    route: WeightRoute
+    host_bytes: int
+    """In the memory of the machine that holds most of published versions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +87,7 @@ class Evaluator:
         self._partitions: dict[Blocks, Partition] = {}
         self._phases: dict[tuple[str, ...], Phases] = {}
         self._groups: dict[tuple[tuple[str, ...], Devices], GroupChoice | None] = {}
-        self._routes: dict[tuple[ReplicaOption, ReplicaOption, bool], dict[str, float]] = {}
+        self._routes: dict[tuple[ReplicaOption, ReplicaOption, bool], NewWeights] = {}
 
     def partition(self, blocks: Blocks) -> Partition:
         """Return the schedule of replicas that are divided like this."""
@@ -112,7 +125,9 @@ class Evaluator:
         if not self._agree(options) or self._shares_offloaded(options):
             return None
         fit = self.memory.fit(self.phases(block), options, self.apart(block))
-        if fit.total > self.problem.memory_limit or fit.host > self.problem.host_memory_limit:
+        if fit.total > self.problem.memory_limit:
+            return None
+        if fit.host + self._published_within(options) > self.problem.host_memory_limit:
             return None
         limited = tuple(self.table.limited(o, fit.largest_batches.get(o.name)) for o in options)
         seconds = {name: value for option in limited for name, value in option.seconds.items()}
@@ -127,7 +142,7 @@ class Evaluator:
             return None
         self.num_periods += 1
         period, cycle = partition.period(seconds)
-        if period >= cutoff:
+        if period >= cutoff or not self._fits_hosts(devices, groups):
             return None
         return Choice(partition, devices, tuple(groups), seconds, period, cycle)
 
@@ -151,7 +166,7 @@ class Evaluator:
             if option.replica.role != "gen" or model not in self.problem.written:
                 continue
             src = next(o for n, o in option_of.items() if o.replica.model == model and n != name)
-            seconds |= self._route_seconds(src, option, group_of[src.name] == group_of[name])
+            seconds |= self._new_weights(src, option, group_of[src.name] == group_of[name]).seconds
         return seconds
 
     def fixed_devices(self, block: tuple[str, ...]) -> Devices | None:
@@ -179,14 +194,14 @@ class Evaluator:
             ]
         )
 
-    def _route_seconds(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> dict[str, float]:
-        """Return the seconds of publishing and loading new weights of an engine."""
+    def _new_weights(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> NewWeights:
+        """Return what it takes to give an engine new weights."""
         key = src, gen, together
         if key not in self._routes:
             self._routes[key] = self._cost_route(src, gen, together)
         return self._routes[key]
 
-    def _cost_route(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> dict[str, float]:
+    def _cost_route(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> NewWeights:
         problem = self.problem
         engine = gen.replica if together else _moved_behind(gen.replica, src.replica)
         config = replace(src.config, gen=gen.config.gen)
@@ -198,10 +213,56 @@ class Evaluator:
         stream = self.table.events.stream.name
         costs = Costs(plan, request, problem.hardware, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
-        return {
+        seconds = {
             gen.name: sum(part.seconds for part in loading or ()),
             publish(gen.name): sum(part.seconds for part in publishing or ()),
         }
+        sizes = [items.total() for _, items in published_by(plan, request, route)]
+        return NewWeights(seconds, route, max(sizes, default=0))
+
+    def _published_within(self, options: Sequence[ReplicaOption]) -> float:
+        """Return the bytes of published weights in host memory for each device of a group.
+
+        They count for models of which the group has both the trainer and the engine.
+        """
+        if math.isinf(self.problem.host_memory_limit):
+            return 0.0
+        per_machine = self.problem.cluster.devices_per_node
+        num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
+        return sum(
+            self._new_weights(src, gen, together=True).host_bytes / num_devices
+            for src, gen in _senders(options, self.problem.written)
+        )
+
+    def _fits_hosts(self, devices: Sequence[Devices], groups: Sequence[GroupChoice]) -> bool:
+        """Return whether machines have room for weights published from one group to another.
+
+        Nothing is counted machine by machine if each would have room for all of them.
+        """
+        problem, cluster = self.problem, self.problem.cluster
+        capacity = problem.host_memory_limit * cluster.devices_per_node
+        group_of = {option.name: i for i, group in enumerate(groups) for option in group.options}
+        options = [option for group in groups for option in group.options]
+        routes = [
+            (src, gen, self._new_weights(src, gen, together=False))
+            for src, gen in _senders(options, problem.written)
+            if group_of[src.name] != group_of[gen.name]
+        ]
+        if math.isinf(capacity) or not sum(new.host_bytes for _, _, new in routes):
+            return True
+        used: Counter[int] = Counter()
+        for own, group in zip(devices, groups, strict=True):
+            kept = group.fit.host + self._published_within(group.options)
+            for machine, num in Counter(map(cluster.node_of, own)).items():
+                used[machine] += round(kept * num)
+        for src, gen, new in routes:
+            replicas = tuple(
+                on_workers(o.replica, devices[group_of[o.name]][: o.layout.world]) for o in (src, gen)
+            )
+            plan = replace(problem.base, cluster=cluster, replicas=replicas)
+            for machine, items in published_by(plan, problem.request, new.route):
+                used[machine] += items.total()
+        return max(used.values()) <= capacity
 
     def _agree(self, options: Sequence[ReplicaOption]) -> bool:
         """Return whether replicas that need equal layouts have them."""
@@ -315,6 +376,16 @@ class Evaluator:
             )
             for table, rows, lows in zip(tables, sizes, smallest, strict=True)
         ]
+
+
+def _senders(
+    options: Sequence[ReplicaOption], written: Container[str]
+) -> Iterator[tuple[ReplicaOption, ReplicaOption]]:
+    """Yield the options of each trainer and engine of a model that changes, if both are among the options."""
+    for gen in options:
+        model = gen.replica.model
+        if gen.replica.role == "gen" and model in written:
+            yield from ((o, gen) for o in options if o.replica.model == model and o.replica.role != "gen")
 
 
 def _moved_behind(replica: Replica, other: Replica) -> Replica:

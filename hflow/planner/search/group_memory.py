@@ -14,16 +14,16 @@ from typing import Literal
 
 from hflow.planner.backends import engine_kind, traits
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import WeightRoute
+from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import EngineLoad, engine_load
-from hflow.planner.memory.host import kept_asleep, kept_by_engine, may_wake_unchanged
-from hflow.planner.memory.offload import in_host_memory
+from hflow.planner.memory.host import kept_asleep, kept_by_engine, kept_by_trainer, may_wake_unchanged
 from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
+from hflow.planner.weights.weight_routes import near_transport
 from hflow.planner.workload import Workload, expected_max
 
 
@@ -37,7 +37,7 @@ class Fit:
     largest_batches: Mapping[str, int]
     """Engine -> sequences of mean length that its cache holds, where the cache does not grow as needed."""
     host: int = 0
-    """Bytes of offloaded state and of sleeping engines in the memory of the device's host."""
+    """Bytes that the replicas keep in the memory of the device's host, without published weights."""
 
 
 NODE = ""
@@ -58,7 +58,7 @@ class _Profile:
     engine: tuple[Rank, EngineLoad, int] | None
     """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
     host: int = 0
-    """Bytes in host memory: offloaded state, or what an engine keeps there."""
+    """Bytes in host memory at all times: `kept_by_trainer` or `kept_by_engine`."""
     asleep: int = 0
     """Bytes in host memory of an engine that sleeps."""
 
@@ -189,11 +189,12 @@ class GroupMemory:
         engine, host, asleep = None, 0, 0
         for rank in self._ranks(option):
             if option.replica.role == "gen":
-                host = max(host, kept_by_engine(context, rank).total())
+                through_host = replace(context, plan=_sent_through_hosts(context.plan))
+                host = max(host, kept_by_engine(through_host, rank).total())
                 if self._may_wake_unchanged(option, is_apart):
                     asleep = max(asleep, kept_asleep(context, rank).total())
             else:
-                host = max(host, in_host_memory(rank).total())
+                host = max(host, kept_by_trainer(context, rank).total())
             before = self._held(context, rank, option, is_apart)
             for key, total in before.items():
                 held[key] = max(held.get(key, 0), total)
@@ -279,7 +280,23 @@ class GroupMemory:
         configured = option.config.gen.transport
         transport = usual if configured == "auto" else configured
         held = 0 if is_apart or option.replica.role == "gen" else _held_bytes(option, self._problem)
-        return (WeightRoute(model, source.name, engine.name, "pull", transport=transport, held_bytes=held),)
+        route = WeightRoute(model, source.name, engine.name, "pull", transport=transport, held_bytes=held)
+        return (
+            replace(
+                route,
+                delta=option.config.gen.delta,
+                near=near_transport(route, engine, self._problem.request),
+            ),
+        )
+
+
+def _sent_through_hosts(plan: Plan) -> Plan:
+    """Return a plan whose weights go through host memory if engines share devices with their trainer.
+
+    Which layouts need that is known for pairs of them only.
+    """
+    routes = (replace(r, transport="store") if r.transport == "ipc" else r for r in plan.weights)
+    return replace(plan, weights=tuple(routes))
 
 
 def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:

@@ -100,18 +100,19 @@ def _with_transport(
     transport, why = str(config.gen.transport), "as configured"
     if transport == "auto":
         transport, why = _choice(route, src, gen, request)
-    near = _near(route, gen, request) if transport in _THROUGH_HOSTS else transport
-    return replace(
-        route, delta=config.gen.delta, transport=transport, why=why, near="" if near == transport else near
-    )
+    route = replace(route, delta=config.gen.delta, transport=transport, why=why)
+    return replace(route, near=near_transport(route, gen, request))
 
 
-def _near(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
+def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
     """Return the transport of what an engine's own device holds; empty where it makes no difference."""
+    if route.transport not in _THROUGH_HOSTS:
+        return ""
     has_own = route.held_bytes and engine_kind(gen.backend).has_own_process
     if not has_own or request.settings.get("workers") == "inproc":
         return ""
-    return "ipc" if request.cluster.device == "cuda" else "shared"
+    near = "ipc" if request.cluster.device == "cuda" else "shared"
+    return "" if near == route.transport else near
 
 
 def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> tuple[str, str]:
