@@ -3,17 +3,17 @@
 Imports neither torch nor ray.
 """
 
-from hflow.config.compose import load_config, load_config_and_keys, validate_names
+from hflow.config.compose import ConfigLoader, load_config, validate_names
 from hflow.config.dump import flatten, to_mapping, to_yaml
 from hflow.config.schema import DataConfig, ModelConfig, RunConfig
 
 __all__ = [
+    "ConfigLoader",
     "DataConfig",
     "ModelConfig",
     "RunConfig",
     "flatten",
     "load_config",
-    "load_config_and_keys",
     "to_mapping",
     "to_yaml",
     "validate_names",

@@ -53,22 +53,107 @@ def load_config(
     Raises:
         ConfigError: for an unknown key, group or override, or a value that does not fit.
     """
-    return load_config_and_keys(recipe, overrides, directory)[0]
+    return ConfigLoader(recipe).load(overrides, directory)[0]
 
 
-def load_config_and_keys(
-    recipe: str | Path, overrides: Sequence[str] = (), directory: Path | None = None
-) -> tuple[RunConfig, frozenset[str]]:
-    """Return the configuration of a recipe, and the dotted keys that its files and the overrides set.
+class ConfigLoader:
+    """Composes the configuration of a recipe with any overrides. It reads the recipe's own one once."""
 
-    All other keys have their defaults. A key that is set to null counts as not set. Arguments and errors are
-    those of `load_config`.
-    """
-    recipe = Path(recipe).absolute()
-    values = resolve_paths(_compose(recipe.with_suffix(".yaml"), overrides), directory)
-    _refuse_secrets(values)
-    keys = frozenset(key for key, value in flatten(values) if value is not None)
-    return from_mapping(RunConfig, {"name": recipe.stem, **values}), keys
+    def __init__(self, recipe: str | Path) -> None:
+        """Take the path of the recipe's Python file."""
+        self._recipe = Path(recipe).absolute()
+        self._base: Any = None
+
+    def load(
+        self, overrides: Sequence[str] = (), directory: Path | None = None
+    ) -> tuple[RunConfig, frozenset[str]]:
+        """Return the configuration, and the dotted keys that the recipe's files and the overrides set.
+
+        All other keys have their defaults. A key that is set to null counts as not set. Arguments and errors
+        are those of `load_config`.
+        """
+        values = resolve_paths(self._compose(overrides), directory)
+        _refuse_secrets(values)
+        keys = frozenset(key for key, value in flatten(values) if value is not None)
+        return from_mapping(RunConfig, {"name": self._recipe.stem, **values}), keys
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        from hydra import compose, initialize_config_dir
+        from hydra.errors import HydraException
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+        from yaml import YAMLError
+
+        from hflow.config.checked_source import register
+
+        register()
+        configs = shipped_directory("configs")
+        primary = self._recipe.with_suffix(".yaml")
+        directory = primary.parent if primary.is_file() else configs
+        name = primary.stem if primary.is_file() else None
+        groups = _group_names(directory, configs)
+        hydra_overrides = [_searchpath(configs)]
+        shadowed: list[Override] = []
+        for text in overrides:
+            override = _hydra_override(text, groups - _KEYS)
+            if (parsed := _parsed(override)).key_or_group in groups & _KEYS:
+                shadowed.append(parsed)
+            else:
+                hydra_overrides.append(override)
+        try:
+            with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
+                composed = compose(name, overrides=self._with_new_groups(name, hydra_overrides))
+            for parsed in shadowed:  # Hydra would look for a file in the directory of that name
+                OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
+            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except ConfigError:
+            raise
+        except RecursionError as error:
+            raise ConfigError(
+                f"{primary.name}: a value is nested too deeply, or defaults name each other"
+            ) from error
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+            raise ConfigError(error_text(error, primary.name)) from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{primary.name} must be a mapping of keys to values")
+        return {str(key): value for key, value in values.items()}
+
+    def _with_new_groups(self, name: str | None, overrides: list[str]) -> list[str]:
+        """Return overrides in which every group that no defaults list has is marked as new, with a `+`.
+
+        The values of a new group take precedence over those of files. An architecture is replaced as a whole:
+        no key of the recipe's own remains in that of the group.
+
+        Args:
+            name: the primary file; None: there is none.
+            overrides: as Hydra takes them, the search path first. Hydra is initialized.
+        """
+        from hydra import compose
+        from omegaconf import OmegaConf
+
+        parsed = [_parsed(override) for override in overrides]
+        if not any(override.package and not override.is_delete() for override in parsed):
+            return overrides
+        search_path = overrides[:1]
+        if self._base is None:
+            self._base = OmegaConf.create()
+            if name is not None:
+                self._base = compose(name, overrides=search_path, return_hydra_config=True)
+        base = self._base
+        choices = OmegaConf.select(base, "hydra.runtime.choices") or {}
+        marked, removed = [], []
+        for text, override in zip(overrides, parsed, strict=True):
+            if not override.package or override.is_delete():
+                marked.append(text)
+            elif override.get_key_element().lstrip("+") in choices:
+                marked.append(text.lstrip("+"))
+            else:
+                marked.append(f"+{text.lstrip('+')}")
+                key = f"{override.package}.architecture"
+                if old := OmegaConf.select(base, key):
+                    new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
+                    removed += [f"~{key}.{left}" for left in old if new and left not in new]
+        return [*search_path, *removed, *marked[1:]]
 
 
 def validate_names(
@@ -93,83 +178,6 @@ def validate_names(
     _validate_keys("nodes", config.nodes, nodes)
     for node, values in config.nodes.items():
         _validate_keys(join("nodes", node), values, nodes[node])
-
-
-def _compose(primary: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    from hflow.config.checked_source import register
-
-    register()
-    configs = shipped_directory("configs")
-    directory = primary.parent if primary.is_file() else configs
-    name = primary.stem if primary.is_file() else None
-    groups = _group_names(directory, configs)
-    hydra_overrides = [_searchpath(configs)]
-    shadowed: list[Override] = []
-    for text in overrides:
-        override = _hydra_override(text, groups - _KEYS)
-        if (parsed := _parsed(override)).key_or_group in groups & _KEYS:
-            shadowed.append(parsed)
-        else:
-            hydra_overrides.append(override)
-    try:
-        with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
-            composed = compose(name, overrides=_with_new_groups(name, hydra_overrides))
-        for parsed in shadowed:  # Hydra would look for a file in the directory of that name
-            OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except ConfigError:
-        raise
-    except RecursionError as error:
-        raise ConfigError(
-            f"{primary.name}: a value is nested too deeply, or defaults name each other"
-        ) from error
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(error_text(error, primary.name)) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{primary.name} must be a mapping of keys to values")
-    return {str(key): value for key, value in values.items()}
-
-
-def _with_new_groups(name: str | None, overrides: list[str]) -> list[str]:
-    """Return overrides in which every group that no defaults list has is marked as new, with a `+`.
-
-    The values of a new group take precedence over those of files. An architecture is replaced as a whole: no
-    key of the recipe's own remains in that of the group.
-
-    Args:
-        name: the primary file; None: there is none.
-        overrides: as Hydra takes them, the search path first. Hydra is initialized.
-    """
-    from hydra import compose
-    from omegaconf import OmegaConf
-
-    parsed = [_parsed(override) for override in overrides]
-    if not any(override.package and not override.is_delete() for override in parsed):
-        return overrides
-    search_path = overrides[:1]
-    base = OmegaConf.create()
-    if name is not None:
-        base = compose(name, overrides=search_path, return_hydra_config=True)
-    choices = OmegaConf.select(base, "hydra.runtime.choices") or {}
-    marked, removed = [], []
-    for text, override in zip(overrides, parsed, strict=True):
-        if not override.package or override.is_delete():
-            marked.append(text)
-        elif override.get_key_element().lstrip("+") in choices:
-            marked.append(text.lstrip("+"))
-        else:
-            marked.append(f"+{text.lstrip('+')}")
-            key = f"{override.package}.architecture"
-            if old := OmegaConf.select(base, key):
-                new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
-                removed += [f"~{key}.{left}" for left in old if new and left not in new]
-    return [*search_path, *removed, *marked[1:]]
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:

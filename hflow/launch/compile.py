@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hflow.config import DataConfig, ModelConfig, RunConfig, load_config_and_keys, to_yaml, validate_names
+from hflow.config import ConfigLoader, DataConfig, ModelConfig, RunConfig, to_yaml, validate_names
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys, override_values
 from hflow.errors import ConfigError, nearest
 from hflow.graph.build import build_graph
@@ -24,7 +24,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.request import PlanRequest
-from hflow.planner.search import search
+from hflow.planner.search import PastSearches
 from hflow.planner.unused_keys import check_unused_keys
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
@@ -46,6 +46,60 @@ class Compiled:
     """Keys of the configuration that the recipe's files and overrides set."""
 
 
+@dataclass(frozen=True)
+class ReadRecipe:
+    """A recipe with its configuration and its checked graph, before it is planned."""
+
+    path: Path
+    """The recipe's Python file."""
+    overrides: tuple[str, ...]
+    config: RunConfig
+    set_keys: frozenset[str]
+    """Keys of the configuration that the recipe's files and overrides set."""
+    graph: Graph
+    recipe: Recipe
+    is_decided: bool
+    """Whether the configuration was given as a whole, so that nothing is left to choose."""
+
+
+class RecipeReader:
+    """Reads a recipe once, and its configuration with any overrides."""
+
+    def __init__(self, recipe: str | Path) -> None:
+        """Import a recipe's Python file.
+
+        Raises:
+            RecipeError: for an error in the recipe.
+        """
+        self._path = Path(recipe)
+        self._recipe = load_recipe(recipe)
+        self._configs = ConfigLoader(recipe)
+
+    def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
+        """Return the recipe with its configuration and graph.
+
+        Args:
+            overrides: configuration as `key=value`.
+            config: a whole configuration, used instead of the recipe's YAML file and overrides.
+
+        Raises:
+            RecipeError: for an error in the recipe.
+            ConfigError: for an unknown key, or a value that does not fit.
+        """
+        is_decided, set_keys = config is not None, frozenset[str]()
+        if config is None:
+            config, set_keys = self._configs.load(overrides)
+        spec = self._recipe.spec()
+        check_names(config, spec)
+        graph = build_graph(apply_overrides(spec, config.nodes))
+        self._recipe.check_bodies(graph)
+        check_model_fit(config, graph)
+        check_data(config, graph)
+        check_metric_names(config, graph)
+        check_trackers(config.report)
+        return ReadRecipe(self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided)
+
+
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
     """Read a recipe and its configuration, and return its checked graph.
 
@@ -53,7 +107,7 @@ def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
         RecipeError: for an error in the recipe.
         ConfigError: for an unknown key, or a value that does not fit.
     """
-    return read_recipe(recipe, overrides)[1]
+    return RecipeReader(recipe).read(overrides).graph
 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -72,8 +126,9 @@ def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
 
     The YAML composes to the same graph and configuration. What it sets, `placement=auto` does not choose.
     """
-    config, _, graph, loaded = _read(recipe, overrides, None)
-    nodes = apply_overrides(loaded.spec(), config.nodes).nodes
+    read = RecipeReader(recipe).read(overrides)
+    config, graph = read.config, read.graph
+    nodes = apply_overrides(read.recipe.spec(), config.nodes).nodes
     whole = replace(
         config,
         models={model.name: config.models.get(model.name, ModelConfig()) for model in graph.models},
@@ -105,9 +160,32 @@ def compile_recipe(
     Raises:
         HflowError: as `plan`.
     """
-    is_decided = config is not None
-    config, set_keys, graph, loaded = _read(recipe, overrides, config)
-    replaced = () if is_decided else tuple(replaced_data_warnings(config, graph, recipe, overrides))
+    read = RecipeReader(recipe).read(overrides, config)
+    return compile_read(read, engines, candidates, with_limits=with_limits)
+
+
+def compile_read(
+    read: ReadRecipe,
+    engines: Mapping[str, str] | None = None,
+    candidates: tuple[Candidate, ...] = (),
+    *,
+    with_limits: bool = False,
+    searches: PastSearches | None = None,
+) -> Compiled:
+    """Compile a recipe that has been read.
+
+    Args:
+        read: a recipe with its configuration.
+        engines: as in `compile_recipe`.
+        candidates: as in `compile_recipe`.
+        with_limits: as in `compile_recipe`.
+        searches: of plans with other settings, which are not repeated.
+
+    Raises:
+        HflowError: as `plan`.
+    """
+    config, graph, recipe = read.config, read.graph, read.path
+    replaced = () if read.is_decided else tuple(replaced_data_warnings(config, graph, recipe, read.overrides))
 
     def requested(config: RunConfig) -> PlanRequest:
         request = plan_request(config, graph, recipe)
@@ -116,11 +194,11 @@ def compile_recipe(
     request = requested(config)
     check_unused_keys(graph, request)
     searched = None
-    free = frozenset() if is_decided else free_keys(config, set_keys, graph, request)
+    free = frozenset() if read.is_decided else free_keys(config, read.set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
         searched = replace(request, placement=placement, free=free)
-        found = search(graph, searched, simulate=simulated_period)
+        found = (searches or PastSearches(simulated_period)).search(graph, searched)
         candidates = found.candidates
         config = with_choices(config, found.overrides)
         request = requested(config)
@@ -135,8 +213,8 @@ def compile_recipe(
         searched=searched,
         simulate=simulated_period,
     )
-    bodies = loaded.bodies(_options(graph))
-    return Compiled(config, graph, bodies, compiled_plan, Path(recipe), loaded.observers, set_keys)
+    bodies = read.recipe.bodies(_options(graph))
+    return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
 
 
 def read_recipe(
@@ -153,8 +231,8 @@ def read_recipe(
         RecipeError: for an error in the recipe.
         ConfigError: for an unknown key, or a value that does not fit.
     """
-    config, _, graph, loaded = _read(recipe, overrides, config)
-    return config, graph, loaded.bodies(_options(graph))
+    read = RecipeReader(recipe).read(overrides, config)
+    return read.config, read.graph, read.recipe.bodies(_options(read.graph))
 
 
 def read_nodes(recipe: str | Path) -> tuple[Recipe, dict[str, NodeSpec]]:
@@ -164,36 +242,14 @@ def read_nodes(recipe: str | Path) -> tuple[Recipe, dict[str, NodeSpec]]:
         RecipeError: for an error in the recipe.
         ConfigError: for an unknown key, or a value that does not fit.
     """
-    config, _, _, loaded = _read(recipe, (), None)
-    return loaded, {node.name: node for node in apply_overrides(loaded.spec(), config.nodes).nodes}
+    read = RecipeReader(recipe).read()
+    nodes = apply_overrides(read.recipe.spec(), read.config.nodes).nodes
+    return read.recipe, {node.name: node for node in nodes}
 
 
 def _options(graph: Graph) -> dict[str, dict[str, Any]]:
     """Return node -> its options, as the configuration set them."""
     return {node.name: dict(node.spec.options) for node in graph.nodes}
-
-
-def _read(
-    recipe: str | Path, overrides: Sequence[str], config: RunConfig | None
-) -> tuple[RunConfig, frozenset[str], Graph, Recipe]:
-    """Return a recipe's configuration, the keys that the user has set, its graph, and the recipe itself.
-
-    If `config` is given, the user has set no keys.
-    """
-    loaded = load_recipe(recipe)
-    set_keys: frozenset[str] = frozenset()
-    if config is None:
-        config, set_keys = load_config_and_keys(recipe, overrides)
-    spec = loaded.spec()
-    check_names(config, spec)
-    bound = apply_overrides(spec, config.nodes)
-    graph = build_graph(bound)
-    loaded.check_bodies(graph)
-    check_model_fit(config, graph)
-    check_data(config, graph)
-    check_metric_names(config, graph)
-    check_trackers(config.report)
-    return config, set_keys, graph, loaded
 
 
 def check_names(config: RunConfig, spec: RecipeSpec) -> None:

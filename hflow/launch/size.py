@@ -10,7 +10,7 @@ from typing import Any
 
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import Compiled, compile_recipe, read_recipe
+from hflow.launch.compile import Compiled, RecipeReader, compile_read
 from hflow.launch.plan_request import known_devices
 from hflow.planner.cluster import MAX_DEVICES, device_of, parse_cluster
 from hflow.planner.hardware import Device
@@ -133,7 +133,8 @@ def size(
     """
     if most > MAX_DEVICES:
         raise ConfigError(f"--most is {most}; it must be at most {MAX_DEVICES:,}")
-    config = read_recipe(recipe, overrides)[0]
+    reader = RecipeReader(recipe)
+    config = reader.read(overrides).config
     devices = known_devices(recipe)
     clusters = _clusters(on or (_device_of(config, devices),), most, devices)
     for name in dict.fromkeys(device_of(cluster) for cluster in clusters):
@@ -143,7 +144,7 @@ def size(
                 "recipe, or remove --cheapest"
             )
     plans: dict[str, Compiled] = {}
-    rows = tuple(_sized(recipe, overrides, cluster, target, plans, devices) for cluster in clusters)
+    rows = tuple(_sized(reader, overrides, cluster, target, plans, devices) for cluster in clusters)
     fitting = [row for row in rows if row.reaches]
     chosen = min(fitting, key=lambda row: _order(row, cheapest), default=None)
     compiled = plans[chosen.cluster] if chosen else None
@@ -173,7 +174,7 @@ def _sizes_of(device: str, most: int) -> Iterator[str]:
 
 
 def _sized(
-    recipe: str | Path,
+    reader: RecipeReader,
     overrides: Sequence[str],
     cluster: str,
     target: Target,
@@ -183,7 +184,7 @@ def _sized(
     """Plan on one cluster; the plan is added to `plans`."""
     num_devices = parse_cluster(cluster, devices).num_devices
     try:
-        compiled = compile_recipe(recipe, [*overrides, f"cluster={cluster}"])
+        compiled = compile_read(reader.read([*overrides, f"cluster={cluster}"]))
     except PlanError as error:
         return SizedCluster(cluster, num_devices, None, False, refusal=str(error))
     plan, plans[cluster] = compiled.plan, compiled

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import compile_recipe, read_recipe
+from hflow.launch.compile import RecipeReader, compile_read
 from hflow.planner.diff import PlanDiff, diff_plans
 from hflow.planner.plan_figures import PlanFigures, plan_figures
+from hflow.planner.search import PastSearches
 from hflow.planner.serialise import to_json
+from hflow.runtime.simulation.simulate_plan import simulated_period
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,15 @@ def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]
         HflowError: if the recipe itself cannot be planned.
     """
     settings = [(change, _settings(change)) for change in changes]
-    for _, values in settings:  # a typing error is found before anything is planned
-        read_recipe(recipe, [*overrides, *values])
-    plan = compile_recipe(recipe, overrides).plan
+    reader, searches = RecipeReader(recipe), PastSearches(simulated_period)
+    configured = reader.read(overrides)  # a typing error is found before anything is planned
+    changed = [(change, reader.read([*overrides, *values])) for change, values in settings]
+    plan = compile_read(configured, searches=searches).plan
     base, before = plan_figures(plan), to_json(plan)
     rows = []
-    for change, values in settings:
+    for change, read in changed:
         try:
-            compiled = compile_recipe(recipe, [*overrides, *values])
+            compiled = compile_read(read, searches=searches)
         except PlanError as error:
             rows.append(Changed(change, None, None, None, refusal=str(error)))
             continue

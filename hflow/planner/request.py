@@ -69,4 +69,4 @@ class PlanRequest:
 
     def model(self, name: str) -> ModelConfig:
         """Return the configuration of a model, or the defaults if it has none."""
-        return self.models.get(name, ModelConfig())
+        return self.models[name] if name in self.models else ModelConfig()

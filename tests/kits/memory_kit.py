@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,7 +85,7 @@ def microbatch(tokens: int, learned: int = 0, num: int = 1, pads: bool = False) 
 
 def named(items: Items | Iterable[MemoryItem]) -> dict[str, int]:
     """Name -> bytes."""
-    rows = [(key.name, size) for key, size in items.items()] if isinstance(items, Counter) else items
+    rows = [(key.name, size) for key, size in items.items()] if isinstance(items, Items) else items
     return {name: size for name, size, *_ in rows}
 
 

@@ -232,7 +232,7 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     compiled = compile_recipe("recipes/ppo.py", PPO_ON_8)
     file = tmp_path / "plan.json"
     file.write_text(plan_file_text(compiled))
-    monkeypatch.setattr(launch_compile, "search", pytest.fail)
+    monkeypatch.setattr(launch_compile.PastSearches, "search", pytest.fail)
     again = compile_plan_file(file)
     assert again.plan.digest == compiled.plan.digest
     assert again.plan.forecast is not None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from hflow.planner.forecast import MemoryCategory
 
@@ -16,8 +15,29 @@ class ItemKey(NamedTuple):
     category: MemoryCategory
 
 
-Items = Counter[ItemKey]
-"""Bytes by name and category. The sum of two adds items of one name and drops those of 0 bytes."""
+class Items(dict[ItemKey, int]):
+    """Bytes by name and category. The sum of two adds items of one name.
+
+    A search adds many of them, for which `Counter` takes twice as long.
+    """
+
+    __slots__ = ()
+
+    def __missing__(self, key: ItemKey) -> int:
+        return 0
+
+    def __add__(self, other: Items) -> Items:
+        return Items(self).__iadd__(other)
+
+    def __iadd__(self, other: Items) -> Self:
+        for key, num_bytes in other.items():
+            if num_bytes:
+                self[key] = self.get(key, 0) + num_bytes
+        return self
+
+    def total(self) -> int:
+        """Return the bytes of all items."""
+        return sum(self.values())
 
 
 def item(category: MemoryCategory, num_bytes: int, name: str | None = None) -> Items:

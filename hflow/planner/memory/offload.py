@@ -36,6 +36,8 @@ def in_host_memory(rank: Rank) -> Items:
 
     Gradients have no values between steps, so they are freed and not copied.
     """
+    if rank.config.offload == "none":
+        return Items()
     state = training_backend(rank.replica.backend).memory.model_state(rank)
     kept = _OFFLOADED[rank.config.offload] - {MemoryCategory.GRADIENTS}
     return Items(

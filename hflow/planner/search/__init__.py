@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hflow.config.schema import OptimConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import traits
@@ -30,6 +31,7 @@ __all__ = [
     "Basis",
     "Candidate",
     "Evaluator",
+    "PastSearches",
     "PeriodFunction",
     "SearchProblem",
     "SearchResult",
@@ -89,6 +91,32 @@ def search(
     seconds[best] = seconds[ranked[0]]
     result = make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
     return replace(result, warnings=warnings)
+
+
+class PastSearches:
+    """Searches that are not repeated for requests that differ in nothing that a search reads."""
+
+    def __init__(self, simulate: PeriodFunction | None = None) -> None:
+        """Take what `search` takes as `simulate`."""
+        self._simulate = simulate
+        self._found: list[tuple[Graph, PlanRequest, SearchResult]] = []
+
+    def search(self, graph: Graph, request: PlanRequest) -> SearchResult:
+        """Return the result of `search`. Its request may be an earlier one; its other rows hold for both."""
+        read = _what_is_read(request)
+        for other_graph, other, result in self._found:
+            if (other_graph, other) == (graph, read):
+                return result
+        result = search(graph, request, simulate=self._simulate)
+        self._found.append((graph, read, result))
+        return result
+
+
+def _what_is_read(request: PlanRequest) -> PlanRequest:
+    """Return a request without learning rates and other settings that change results alone."""
+    models = {name: replace(config, optim=OptimConfig()) for name, config in request.models.items()}
+    workers = {key: value for key, value in request.settings.items() if key == "workers"}
+    return replace(request, models=models, settings=workers, warnings=())
 
 
 def decide_layouts(

@@ -88,6 +88,8 @@ class GroupMemory:
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
+        self._on_host_by_layout: dict[Hashable, tuple[int, int]] = {}
+        self._returned_by_layout: dict[Hashable, int] = {}
         self._peaks: dict[Hashable, int] = {}
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
@@ -188,21 +190,15 @@ class GroupMemory:
         running: dict[tuple[str, bool], int] = {}
         engine, host, asleep = None, 0, 0
         for rank in self._ranks(option):
-            if option.replica.role == "gen":
-                through_host = replace(context, plan=_sent_through_hosts(context.plan))
-                host = max(host, kept_by_engine(through_host, rank).total())
-                if self._may_wake_unchanged(option, is_apart):
-                    asleep = max(asleep, kept_asleep(context, rank).total())
-            else:
-                host = max(host, kept_by_trainer(context, rank).total())
+            always, sleeping = self._on_host(context, rank, option, is_apart)
+            host, asleep = max(host, always), max(asleep, sleeping)
             before = self._held(context, rank, option, is_apart)
             for key, total in before.items():
                 held[key] = max(held.get(key, 0), total)
             for node in self._nodes_of.get(option.name, ()):
                 peak = self._peak(context, rank, node, is_apart)
                 if option.config.offload != "none":
-                    idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
-                    peak += used - idle
+                    peak += self._returned(context, rank, node, option, is_apart)
                 for inferred in (False, True):
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
@@ -211,6 +207,38 @@ class GroupMemory:
                 memory = engine_kind(rank.replica.backend).memory
                 engine = rank, load, memory.decode_step(rank, load).total()
         return _Profile(held, running, engine, host, asleep)
+
+    def _on_host(
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, is_apart: bool
+    ) -> tuple[int, int]:
+        """Return what a rank keeps in host memory at all times, and what more while it sleeps."""
+        config = option.config
+        batches = config.tokens_per_microbatch, config.activation_checkpointing
+        key = (
+            *(option.name, option.layout, config.offload, rank.stage, is_apart),
+            batches if config.offload_activations else None,
+        )
+        if key not in self._on_host_by_layout:
+            asleep = 0
+            if option.replica.role == "gen":
+                through_host = replace(context, plan=_sent_through_hosts(context.plan))
+                always = kept_by_engine(through_host, rank).total()
+                if self._may_wake_unchanged(option, is_apart):
+                    asleep = kept_asleep(context, rank).total()
+            else:
+                always = kept_by_trainer(context, rank).total()
+            self._on_host_by_layout[key] = always, asleep
+        return self._on_host_by_layout[key]
+
+    def _returned(
+        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, is_apart: bool
+    ) -> int:
+        """Return the offloaded bytes of a rank that are on the device while a node runs."""
+        key = node, option.name, option.layout, option.config.offload, rank.stage, is_apart
+        if key not in self._returned_by_layout:
+            idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
+            self._returned_by_layout[key] = used - idle
+        return self._returned_by_layout[key]
 
     def _may_wake_unchanged(self, option: ReplicaOption, is_apart: bool) -> bool:
         schedule = self._plan.schedule

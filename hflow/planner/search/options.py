@@ -99,9 +99,11 @@ class OptionTable:
                 plain = self.options(name, devices, with_too_large=with_too_large)
                 made = [other for option in plain for other in self._offloaded(option)]
             else:
-                choices = self._choices(name, devices)
                 made = [
-                    self.option(r, config) for r, config in choices if with_too_large or self._has_room(r)
+                    self.option(replica, config)
+                    for replica in self._replicas(name, devices)
+                    if with_too_large or self._has_room(replica)
+                    for config in self._configs(replica)
                 ]
                 made = _without_larger(made)
             self._tables[key] = tuple(sorted(made, key=_order))
@@ -147,13 +149,10 @@ class OptionTable:
         costs = self._make_costs(self._base)
         return {node.name: _seconds(costs.node(node)) for node in self._nodes_of.get("", ())}
 
-    def _choices(self, name: str, devices: Devices) -> Iterator[tuple[Replica, ModelConfig]]:
+    def _replicas(self, name: str, devices: Devices) -> Iterator[Replica]:
+        base = self._problem.replica(name)
         for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
-            workers = devices[: layout.world]
-            base = self._problem.replica(name)
-            replica = on_workers(replace(base, layout=layout), workers)
-            for config in self._configs(replica):
-                yield replica, config
+            yield on_workers(replace(base, layout=layout), devices[: layout.world])
 
     def _configs(self, replica: Replica) -> Iterator[ModelConfig]:
         """Yield the configurations of a replica's model that differ for it."""
