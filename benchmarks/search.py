@@ -8,11 +8,16 @@ Times are processor seconds of one core. The optimum is found by trying every di
 size of their groups, and every combination of layouts (`layouts`); or of layouts, micro-batches,
 recomputation and sequences of engines (`all`). On larger clusters the result is compared with the placements
 that people write, with the best layouts and settings for them.
+
+`ahead` is about generation that runs ahead, where the state machine decides between candidates: it compares
+the best of each division of the replicas, by the analytic period, with the plan of the search, which
+simulates alternatives to them as well. `precisely` is the same with seven times as many samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -24,7 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kits"))
 from search_kit import exhaustive, hand_placements, problem
 
 from hflow.errors import PlanError
-from hflow.planner.search import search
+from hflow.planner.search import Evaluator, SearchProblem, search
+from hflow.planner.search.explore import NUM_IMPROVED, explore
+from hflow.planner.search.simulated import by_seconds, step_seconds
+from hflow.runtime.simulation import simulate_plan
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
 CLUSTERS = (
@@ -32,6 +40,7 @@ CLUSTERS = (
     ("ppo", "h100-8x8", "qwen2.5-7b"),
     ("ppo", "h100-8x8", "qwen2.5-32b"),
     ("grpo_async", "h100-8x8", "qwen2.5-7b"),
+    ("ppo_async", "h100-8x8", "qwen2.5-7b"),
     ("ppo", "h100-64x8", "llama-3.1-70b"),
     ("ppo", "h100-64x8", "qwen3-30b-a3b"),
     ("ppo", "h100-64x8", "qwen3-235b-a22b"),
@@ -39,7 +48,7 @@ CLUSTERS = (
     ("ppo", "h100-128x8", "qwen2.5-7b"),
     ("ppo", "h100-128x8", "llama-3.1-70b"),
 )
-NUM_QUICK = 4
+NUM_QUICK = 5
 SMALL = (
     *(("grpo", f"h100-1x{n}", model) for n in (2, 4, 8) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
     *(("ppo", f"h100-1x{n}", model) for n in (2, 4, 6, 8) for model in ("qwen2.5-1.5b", "qwen2.5-7b")),
@@ -55,6 +64,15 @@ SMALL = (
 HAND = (("h100-8x8", "qwen2.5-7b"), ("h100-8x8", "qwen2.5-32b"), ("h100-64x8", "llama-3.1-70b"))
 """Clusters and models of the comparison with placements by hand."""
 MAX_QUICK = 8
+AHEAD = (
+    ("h100-1x8", "qwen2.5-1.5b"),
+    ("h100-1x8", "qwen2.5-7b"),
+    ("h100-2x8", "qwen2.5-7b"),
+    ("h100-8x8", "qwen2.5-7b"),
+    ("h100-8x8", "qwen2.5-32b"),
+)
+"""Clusters and models of the comparison of searches with and without alternatives."""
+NUM_QUICK_AHEAD = 2
 MAX_TUNED = {"grpo": 16, "grpo_async": 16, "ppo": 6, "ppo_async": 6}
 """Recipe -> devices up to which settings are tried as well; those of four models on more are too many."""
 
@@ -104,7 +122,32 @@ def optimum(quick: bool) -> None:
             print(f"| {recipe} | {cluster} | {model} | {tried} | {shown} | {gap} |", flush=True)
 
 
-TABLES = {"times": times, "by-hand": by_hand, "optimum": optimum}
+def ahead(quick: bool) -> None:
+    """Print the steps with the best of each division, and with alternatives."""
+    print(
+        "| recipe | cluster | model | staleness | spread | best of each | with others | shorter | precisely |"
+    )
+    print("|-|-|-|-:|-:|-:|-:|-:|-:|")
+    for cluster, model in AHEAD[: NUM_QUICK_AHEAD if quick else None]:
+        for recipe, staleness, spread in itertools.product(("grpo", "ppo"), (1, 4), (0.5, 1.0)):
+            keys = f"schedule.max_staleness={staleness}", f"workload.response_cv={spread}", "batch=128"
+            graph, request = problem(recipe, cluster, model, *keys)
+            assert request.hardware is not None
+            evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+            found = explore(evaluator, keeps_alternatives=True)
+            one, others = (
+                by_seconds(evaluator, found.ranked(), simulated_period, NUM_IMPROVED, alternatives)[0]
+                for alternatives in ({}, found.alternatives)
+            )
+            simulate_plan.COMPARED_STEPS, simulate_plan.COMPARED_SAMPLES = 72, 20_000
+            exact, exact_others = (step_seconds(evaluator, c, simulated_period) for c, _ in (one, others))
+            simulate_plan.COMPARED_STEPS, simulate_plan.COMPARED_SAMPLES = 24, 3_000
+            gains = f"{1 - others[1] / one[1]:.1%} | {1 - exact_others / exact:.1%}"
+            row = f"{recipe} | {cluster} | {model} | {staleness} | {spread}"
+            print(f"| {row} | {one[1]:.2f} s | {others[1]:.2f} s | {gains} |", flush=True)
+
+
+TABLES = {"times": times, "by-hand": by_hand, "optimum": optimum, "ahead": ahead}
 
 
 def main() -> None:

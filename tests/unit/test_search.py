@@ -34,11 +34,13 @@ from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes
+from hflow.planner.search.simulated import by_seconds
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
+from hflow.runtime.simulation.simulate_plan import simulated_period
 
 LONG = pytest.mark.long
 PPO_ON_8 = (
@@ -357,6 +359,18 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
 
     by_hand = compile_recipe(RECIPES / "grpo.py", (*AHEAD, "placement='actor=0-1:d2 actor.gen=2-3:d2'")).plan
     assert plan_figures(by_hand).is_lower_bound
+
+
+def test_a_placement_that_is_fastest_only_when_responses_are_late_is_found() -> None:
+    """Taking turns on all devices is fastest by the analytic period, which leaves out late responses."""
+    ahead = ("schedule.max_staleness=4", "workload.response_cv=1.0", "batch=128")
+    graph, request = problem("grpo", "h100-2x8", "qwen2.5-7b", *ahead, tunes=False)
+    assert request.hardware is not None
+    evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+    first = by_seconds(evaluator, explore(evaluator).ranked(), simulated_period, most=6)[0]
+    found = search(graph, request, simulate=simulated_period)
+    assert found.seconds < 0.95 * first[1]
+    assert min(candidate.seconds for candidate in found.candidates) == found.seconds
 
 
 def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_network() -> None:

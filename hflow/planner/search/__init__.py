@@ -20,11 +20,12 @@ from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import Basis, throttles
+from hflow.planner.search.options import MIN_DIFFERENCE
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
-from hflow.planner.search.simulated import PeriodFunction, by_seconds
+from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
 
 __all__ = [
     "PLACEMENT",
@@ -68,12 +69,13 @@ def search(
     problem = SearchProblem(graph, request, request.hardware)
     check_known(problem)
     evaluator = Evaluator(problem)
-    found = explore(evaluator, budget)
+    simulates = simulate is not None and is_estimate(problem)
+    found = explore(evaluator, budget, keeps_alternatives=simulates)
     warnings: tuple[str, ...] = ()
     if not found.best and not problem.divides_sequences:
         problem = SearchProblem(graph, request, request.hardware, divides_sequences=True)
         evaluator = Evaluator(problem)
-        found = explore(evaluator, budget)
+        found = explore(evaluator, budget, keeps_alternatives=simulates)
     if not found.best:
         refusal = no_fit(graph, request)
         problem = SearchProblem(
@@ -81,14 +83,17 @@ def search(
         )
         evaluator = Evaluator(problem)
         if refusal.is_too_large:
-            found = explore(evaluator, budget)
+            found = explore(evaluator, budget, keeps_alternatives=simulates)
         if not found.best:
             raise PlanError(f"no placement fits into memory{refusal.text}")
         warnings = (f"no placement that can run fits into memory{refusal.text}",)
-    seconds = dict(by_seconds(evaluator, found.ranked(), simulate, NUM_IMPROVED))
+    seconds = dict(by_seconds(evaluator, found.ranked(), simulate, NUM_IMPROVED, found.alternatives))
     ranked = list(seconds)
     best = simplified(evaluator, ranked[0])
-    seconds[best] = seconds[ranked[0]]
+    if best is not ranked[0]:
+        seconds[best] = step_seconds(evaluator, best, simulate)
+        if seconds[best] > seconds[ranked[0]] * (1 + MIN_DIFFERENCE):
+            best = ranked[0]
     result = make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
     return replace(result, warnings=warnings)
 

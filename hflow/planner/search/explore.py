@@ -13,7 +13,7 @@ every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -32,6 +32,10 @@ MAX_REPLACED = 24
 """Options of a replica that are tried in the place of its best one."""
 MIN_GAIN = 1e-6
 """Relative improvement that counts."""
+NUM_KEPT = 8
+"""Alternatives of a division that are kept."""
+MAX_SLOWER = 0.5
+"""Alternatives are at most this much slower than the best of their division, by the analytic period."""
 
 
 @dataclass
@@ -40,26 +44,63 @@ class Exploration:
 
     Attributes:
         evaluator: tables of seconds and memory.
+        keeps_alternatives: whether choices are kept that are not the best of their division.
         best: division -> its best choice.
-        others: further choices that were the best of their division for a while.
+        alternatives: division -> the fastest choices with different sizes of groups, layouts of engines or
+            sequences at once, the best one included; empty unless they are kept.
         num_tried: candidates so far.
         budget: most candidates to try.
     """
 
     evaluator: Evaluator
     budget: int = BUDGET
+    keeps_alternatives: bool = False
     best: dict[Blocks, Choice] = field(default_factory=dict)
-    others: list[Choice] = field(default_factory=list)
+    alternatives: dict[Blocks, list[Choice]] = field(default_factory=dict)
     num_tried: int = 0
 
     def ranked(self) -> list[Choice]:
         """Return the best choice of each division, the fastest first."""
         return sorted(self.best.values(), key=lambda choice: (choice.period, len(choice.groups)))
 
+    def add(self, choice: Choice) -> bool:
+        """Keep a choice if it is of use, and return whether it is the best of its division."""
+        blocks = choice.partition.blocks
+        best = self.best.get(blocks)
+        is_best = best is None or choice.period < best.period * (1 - MIN_GAIN)
+        if is_best:
+            self.best[blocks] = choice
+        if self.keeps_alternatives:
+            rows = self.alternatives.setdefault(blocks, [])
+            same = next((row for row in rows if _kind(row) == _kind(choice)), None)
+            if same is None or choice.period < same.period:
+                rows[:] = [row for row in rows if row is not same]
+                rows.append(choice)
+                rows.sort(key=lambda row: row.period)
+                del rows[NUM_KEPT:]
+        return is_best
 
-def explore(evaluator: Evaluator, budget: int = BUDGET) -> Exploration:
+    def cutoff(self, blocks: Blocks) -> float:
+        """Return the period from which on a choice of a division is of no use."""
+        best = self.best.get(blocks)
+        if best is None:
+            return math.inf
+        if not self.keeps_alternatives:
+            return best.period * (1 - MIN_GAIN)
+        rows, slowest = self.alternatives[blocks], best.period * (1 + MAX_SLOWER)
+        return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
+
+
+def _kind(choice: Choice) -> Hashable:
+    """Return what tells the alternatives of a division apart."""
+    engines = [option for option in choice.options if option.replica.role == "gen"]
+    sizes = tuple(map(len, choice.devices))
+    return sizes, tuple((option.layout, option.config.gen.max_running) for option in engines)
+
+
+def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
     """Return the best choices for a problem; none if nothing fits."""
-    found = Exploration(evaluator, budget)
+    found = Exploration(evaluator, budget, keeps_alternatives)
     for blocks in divisions(evaluator):
         _try_sizes(found, evaluator.partition(blocks))
     for choice in found.ranked()[:NUM_IMPROVED]:
@@ -148,14 +189,8 @@ def _try(
     chosen = [group for group in groups if group is not None]
     if len(chosen) < len(groups):
         return None
-    best = found.best.get(partition.blocks)
-    cutoff = math.inf if best is None else best.period * (1 - MIN_GAIN)
-    choice = found.evaluator.choice(partition, devices, chosen, cutoff)
-    if choice is not None:
-        if best is not None:
-            found.others.append(best)
-        found.best[partition.blocks] = choice
-    return choice
+    choice = found.evaluator.choice(partition, devices, chosen, found.cutoff(partition.blocks))
+    return choice if choice is not None and found.add(choice) else None
 
 
 def _improve(found: Exploration, choice: Choice) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hflow.planner.forecast import Pace
 from hflow.planner.ir import Schedule
 from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.partition import Blocks
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.workload import Workload
 
@@ -15,21 +16,48 @@ PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float
 the pace of generation and the lengths of samples."""
 
 
+NUM_ALTERNATIVES = 8
+"""Choices that are simulated besides the best ones of their divisions."""
+
+
 def by_seconds(
-    evaluator: Evaluator, ranked: Sequence[Choice], simulate: PeriodFunction | None, most: int
+    evaluator: Evaluator,
+    ranked: Sequence[Choice],
+    simulate: PeriodFunction | None,
+    most: int,
+    alternatives: Mapping[Blocks, Sequence[Choice]] | None = None,
 ) -> list[tuple[Choice, float]]:
-    """Return choices with the seconds of a step, the fastest first.
+    """Return the best choice of each division with the seconds of a step, the fastest first.
+
+    By its analytic period, an engine that just keeps up is as good as one that has time to wait for late
+    responses. So alternatives are simulated too, those first that would be fastest if they waited as much as
+    the best of their division.
 
     Args:
         evaluator: made the choices.
-        ranked: the fastest first, by their analytic periods.
+        ranked: the best choice of each division, the fastest first, by their analytic periods.
         simulate: gives the seconds where analytic periods are estimates; None: the estimates are returned.
-        most: choices to simulate; the others are left out then.
+        most: choices of `ranked` to simulate; the others are left out then.
+        alternatives: further choices of divisions.
     """
     if simulate is None or not is_estimate(evaluator.problem):
         return [(choice, choice.period) for choice in ranked]
-    found = [(choice, _simulated(evaluator, choice, simulate)) for choice in ranked[:most]]
-    return sorted(found, key=lambda pair: pair[1])
+    found = {c.partition.blocks: (c, step_seconds(evaluator, c, simulate)) for c in ranked[:most]}
+    others: list[tuple[float, Choice]] = []
+    for blocks, (choice, seconds) in found.items():
+        rows = (alternatives or {}).get(blocks, ())
+        others += [(seconds * row.period / choice.period, row) for row in rows if row is not choice]
+    fastest, num = min((seconds for _, seconds in found.values()), default=0.0), 0
+    for _, other in sorted(others, key=lambda pair: pair[0]):
+        if num == NUM_ALTERNATIVES:
+            break
+        if other.period >= fastest:  # which is the least that it takes
+            continue
+        num += 1
+        seconds, blocks = step_seconds(evaluator, other, simulate), other.partition.blocks
+        if seconds < found[blocks][1]:
+            found[blocks], fastest = (other, seconds), min(fastest, seconds)
+    return sorted(found.values(), key=lambda pair: pair[1])
 
 
 def is_estimate(problem: SearchProblem) -> bool:
@@ -38,9 +66,12 @@ def is_estimate(problem: SearchProblem) -> bool:
     return settings.max_staleness > 0 or settings.sync_every > 1
 
 
-def _simulated(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction) -> float:
-    pace = evaluator.pace(choice)
-    if pace is None:
+def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction | None) -> float:
+    """Return the seconds of a step with a choice, simulated where its analytic period is an estimate."""
+    pace = None
+    if simulate is not None and is_estimate(evaluator.problem):
+        pace = evaluator.pace(choice)
+    if simulate is None or pace is None:
         return choice.period
     workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
     return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload)

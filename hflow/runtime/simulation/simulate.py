@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 
 from hflow.planner.ir import PUBLISH_PREFIX, Schedule
@@ -98,11 +99,16 @@ def response_seconds(
     """Return the duration of responses whose lengths follow the workload's distribution."""
 
     def seconds(sample: int) -> float:
-        share = Random(f"response/{seed}/{sample}").random()
-        length = quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
-        return length * seconds_per_token + seconds_per_sample
+        return _response_length(workload, seed, sample) * seconds_per_token + seconds_per_sample
 
     return seconds
+
+
+@lru_cache(maxsize=1 << 16)
+def _response_length(workload: Workload, seed: int, sample: int) -> int:
+    """Return the tokens of a sample's response. A search simulates the same samples for many plans."""
+    share = Random(f"response/{seed}/{sample}").random()
+    return quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
 
 
 @dataclass(eq=False)
