@@ -101,11 +101,25 @@ def _kind(choice: Choice) -> Hashable:
 def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
     """Return the best choices for a problem; none if nothing fits."""
     found = Exploration(evaluator, budget, keeps_alternatives)
+    if _is_too_large(evaluator):
+        return found
     for blocks in divisions(evaluator):
         _try_sizes(found, evaluator.partition(blocks))
     for choice in found.ranked()[:NUM_IMPROVED]:
         _improve(found, choice)
     return found
+
+
+def _is_too_large(evaluator: Evaluator) -> bool:
+    """Return whether a replica does not fit on any number of devices, even alone."""
+    problem = evaluator.problem
+    num_free = len(problem.free_devices)
+    if problem.fixed or not num_free:
+        return False
+    sizes = group_sizes(num_free, problem.cluster)[::-1]
+    return any(
+        not any(evaluator.table.options(name, tuple(range(size))) for size in sizes) for name in problem.loose
+    )
 
 
 def divisions(evaluator: Evaluator) -> list[Blocks]:
