@@ -13,7 +13,6 @@ from rich.console import Console
 from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
 from hflow.errors import PlanError
-from hflow.launch import compile as launch_compile
 from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.planner.compile import compile_plan
@@ -27,7 +26,7 @@ from hflow.planner.placement.engine_ranks import best_workers
 from hflow.planner.plan_figures import plan_figures
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
-from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, search, with_settings
+from hflow.planner.search import PLACEMENT, Evaluator, PastSearches, SearchProblem, search, with_settings
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes
 from hflow.planner.search.explore import explore
 from hflow.planner.search.layouts import layouts_for
@@ -234,7 +233,7 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     compiled = compile_recipe("recipes/ppo.py", PPO_ON_8)
     file = tmp_path / "plan.json"
     file.write_text(plan_file_text(compiled))
-    monkeypatch.setattr(launch_compile.PastSearches, "search", pytest.fail)
+    monkeypatch.setattr(PastSearches, "search", pytest.fail)
     again = compile_plan_file(file)
     assert again.plan.digest == compiled.plan.digest
     assert again.plan.forecast is not None
