@@ -248,6 +248,23 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     assert "Placements that were compared" in render_page(again.plan)
 
 
+def test_a_search_is_not_repeated_for_settings_that_it_does_not_read() -> None:
+    searches = PastSearches()
+    graph, request = problem("grpo", "h100-1x2", "qwen2.5-1.5b", tunes=False)
+    found = searches.search(graph, request)
+    other_rate = problem("grpo", "h100-1x2", "qwen2.5-1.5b", "models.actor.optim.lr=1e-5", tunes=False)
+    assert searches.search(*other_rate) is found
+    other_batch = problem("grpo", "h100-1x2", "qwen2.5-1.5b", "batch=128", tunes=False)
+    assert searches.search(*other_batch).seconds != found.seconds
+
+
+def test_a_replica_that_fits_on_no_number_of_devices_is_found_without_trying_divisions() -> None:
+    graph, request = problem("ppo", "h100-1x2", "llama-3.1-70b", tunes=False)
+    assert request.hardware is not None
+    found = explore(Evaluator(SearchProblem(graph, request, request.hardware)))
+    assert (found.best, found.num_tried) == ({}, 0)
+
+
 def test_settings_that_hold_a_plan_back_are_named() -> None:
     apart = "placement='actor,critic,ref=0-3:d4 actor.gen=4-7:d4'"
     limited = (*PPO_ON_8, apart, "schedule.max_concurrent=16")
