@@ -122,6 +122,8 @@ class ModelSettings:
     sequence_parallel: bool | None = None
     """Whether tensor ranks also split the tokens between their matrices (megatron). None turns it on for
     CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
+    kernels: str = "torch"
+    """What computes the layers (megatron): `torch` or `transformer_engine`."""
     tokens_per_microbatch: int = 16384
     """Maximum tokens of a micro-batch; a longer sequence is a micro-batch of its own."""
     lora: LoraConfig | None = None

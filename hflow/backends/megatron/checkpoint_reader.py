@@ -60,7 +60,7 @@ def load_parameters(
 ) -> None:
     """Set parameters, given by name, to their blocks of the checkpoint; padding becomes 0."""
     for parameter in parameters:
-        target = tensors[parameter.name]
+        target = tensors[parameter.name].view(parameter.shape)
         if parameter.has_padding:
             target.zero_()
         for part in parameter.parts:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -22,10 +23,11 @@ from torch.nn.functional import silu
 from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedAttention
 from hflow.backends.megatron.experts import GroupedExperts, Router
-from hflow.backends.megatron.hf_mapping import stage_layers
+from hflow.backends.megatron.hf_mapping import copies_key_value_heads, stage_layers
 from hflow.backends.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
+from hflow.types.layer_kernels import LayerKernels
 
 _FIXED_OPTIONS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
@@ -40,8 +42,7 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
     "calculate_per_token_loss": True,
-    # Kernels of Apex and Transformer Engine, which hflow does not require.
-    "gradient_accumulation_fusion": False,
+    # Kernels for layers that hflow replaces, or that are fused in another way.
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,
     "bias_activation_fusion": False,
@@ -69,6 +70,7 @@ def transformer_config(
     """
     return TransformerConfig(
         **_FIXED_OPTIONS,
+        gradient_accumulation_fusion=_fuses_gradients(settings),
         **({} if dims.experts is None else _expert_options(dims.experts)),
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
@@ -100,41 +102,69 @@ def transformer_config(
     )
 
 
-def block_spec(dims: ModelDims, parallel: ParallelState) -> TransformerBlockSubmodules:
+def block_spec(
+    dims: ModelDims, parallel: ParallelState, kernels: LayerKernels
+) -> TransformerBlockSubmodules:
     """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
     copies = None
-    if dims.num_kv_heads < parallel.tensor:
+    if copies_key_value_heads(dims, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
-    dense = mixed = _layer_spec(dims, copies)
+    parts = _parts(kernels)
+    dense = mixed = _layer_spec(dims, copies, parts)
     if dims.experts is not None:
-        mixed = _with_experts(_layer_spec(dims, copies), dims.experts)
+        mixed = _with_experts(_layer_spec(dims, copies, parts), dims.experts, parts)
     layers = range(*stage_layers(dims.num_layers, parallel.pipe)[parallel.p])
     specs = [mixed if dims.has_experts(layer) else dense for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def _layer_spec(dims: ModelDims, copies: ProcessGroup | None) -> ModuleSpec:
+@dataclass(frozen=True)
+class LayerParts:
+    """What differs between layers of different kernels. Attention itself and the router are hflow's in all."""
+
+    spec: Callable[[bool], ModuleSpec]
+    """Return megatron's layer with one MLP, with or without norms of q and k."""
+    norm: Any
+    experts: type
+
+
+def _parts(kernels: LayerKernels) -> LayerParts:
+    if kernels is LayerKernels.TRANSFORMER_ENGINE:
+        from hflow.backends.megatron import te_layers  # it needs the package
+
+        return LayerParts(te_layers.layer_spec, te_layers.TENorm, te_layers.SeparateExperts)
+    return LayerParts(_torch_spec, RMSNorm, GroupedExperts)
+
+
+def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=has_qk_norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = GatedSilu
+    return layer
+
+
+def _layer_spec(dims: ModelDims, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
     """Return the submodules of a layer with one MLP.
 
     Args:
         dims: of the model.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
+        parts: the modules that compute it.
     """
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=dims.has_qk_norm)
+    layer = parts.spec(dims.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     modules.mlp.params["ffn_hidden_size"] = dims.intermediate
-    modules.mlp.submodules.activation_func = GatedSilu
     attention.core_attention = PackedAttention
     if dims.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = parts.norm
     if copies is not None:
         attention.linear_qkv = partial(RepeatedQkv, copies=copies)
+        modules.input_layernorm = parts.norm
     if dims.has_out_bias:
-        attention.linear_proj = _biased(RowParallelLinear)
+        attention.linear_proj = _biased(attention.linear_proj)
     if dims.has_mlp_bias:
-        modules.mlp.submodules.linear_fc1 = _biased(ColumnParallelLinear)
-        modules.mlp.submodules.linear_fc2 = _biased(RowParallelLinear)
+        mlp = modules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
     return layer
 
 
@@ -147,10 +177,11 @@ def _expert_options(experts: ExpertDims) -> dict[str, Any]:
     }
 
 
-def _with_experts(layer: ModuleSpec, experts: ExpertDims) -> ModuleSpec:
-    """Return the layer with experts in place of its MLP."""
-    parts = MoESubmodules(experts=GroupedExperts, router=partial(Router, experts))
-    layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=parts)
+def _with_experts(layer: ModuleSpec, experts: ExpertDims, parts: LayerParts) -> ModuleSpec:
+    """Return the layer with experts in place of its MLP. The router needs the norm's output too."""
+    modules = MoESubmodules(experts=parts.experts, router=partial(Router, experts))
+    layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=modules)
+    layer.submodules.pre_mlp_layernorm = parts.norm
     return layer
 
 
@@ -190,6 +221,16 @@ def _uses_sequence_parallel(settings: ModelSettings, dims: ModelDims) -> bool:
     if settings.sequence_parallel is None:
         return settings.device == "cuda"
     return settings.sequence_parallel
+
+
+def _fuses_gradients(settings: ModelSettings) -> bool:
+    """Return whether products of a backward pass are added to the fp32 gradients as they are computed.
+
+    Transformer Engine does so by itself, but megatron turns it on only where Apex's extension is installed.
+    """
+    of_te = settings.kernels == LayerKernels.TRANSFORMER_ENGINE
+    has_extension: bool = megatron_layers._grad_accum_fusion_available
+    return of_te and settings.trainable and has_extension
 
 
 def _skip_init(weight: Tensor) -> None:

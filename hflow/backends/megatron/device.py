@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from hflow.backends.device import local_device
+from hflow.types.layer_kernels import import_transformer_engine
 
 
 def prepare(name: str) -> torch.device:
@@ -17,7 +18,8 @@ def prepare(name: str) -> torch.device:
         name: `cpu`, `cuda`, or another accelerator that torch knows.
 
     Raises:
-        BackendError: if there is no such device, or megatron was imported without this function.
+        BackendError: if there is no such device, if megatron was imported without this function, or if
+            Transformer Engine, which megatron imports where it is installed, cannot be imported.
     """
     device = local_device(name)
     if device.type != "cuda":
@@ -29,5 +31,6 @@ def prepare(name: str) -> torch.device:
     with warnings.catch_warnings():
         # Megatron warns about every accelerator library that is not installed.
         warnings.simplefilter("ignore")
+        import_transformer_engine()
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     return device

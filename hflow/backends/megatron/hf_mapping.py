@@ -1,10 +1,13 @@
 """Mapping from each parameter of a rank to blocks of Hugging Face checkpoint tensors.
 
 All reading and writing of weights uses this mapping: loading reads a rank's blocks, export assembles the
-blocks of all ranks. It follows from the model's dimensions and the rank's position alone, so every rank knows
-what every other rank holds. Pipeline stages have whole layers, the first stages one more if they do not
+blocks of all ranks. It follows from the model's dimensions, the rank's position and the kernels of the layers,
+so every rank knows what every other rank holds. Pipeline stages have whole layers, the first stages one more if they do not
 divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary. Expert ranks split the
 experts, which hflow stacks in one tensor for each of their matrices (`backends/common/expert_tensors.py`).
+
+Transformer Engine has other modules, so its parameters have other names: the norm before a linear layer is part
+of it, and each expert has parameters of its own. What it keeps beside parameters (`_extra_state`) is for FP8.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hflow.backends.megatron.model_dims import ModelDims
+from hflow.types.layer_kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
 """Each tensor rank's part of the vocabulary has a multiple of this many rows."""
@@ -74,6 +78,13 @@ class MappedParameter:
     stage, and key-value heads that several tensor ranks hold."""
     is_expert: bool = False
     """Whether expert ranks have different parts of it."""
+    is_one_expert: bool = False
+    """Whether it is a matrix of a single expert, which has no axis of experts in the module."""
+
+    @property
+    def module_shape(self) -> tuple[int, ...]:
+        """Its shape in the module."""
+        return self.shape[1:] if self.is_one_expert else self.shape
 
     @property
     def has_padding(self) -> bool:
@@ -105,15 +116,28 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[Span, ...]:
     return tuple(pairwise(edges))
 
 
+def copies_key_value_heads(dims: ModelDims, num_tensor: int) -> bool:
+    """Return whether there are fewer key-value heads than tensor ranks, so that several ranks hold each."""
+    return dims.num_kv_heads < num_tensor
+
+
 def padded_vocab_size(vocab: int, num_tensor: int) -> int:
     """Return the rows of the embedding on all tensor ranks together, padding included."""
     multiple = VOCAB_MULTIPLE * num_tensor
     return -(-vocab // multiple) * multiple
 
 
-def rank_parameters(dims: ModelDims, position: ShardPosition) -> tuple[MappedParameter, ...]:
-    """Return the parameters of a rank."""
-    return tuple(_stage_parameters(dims, position))
+def rank_parameters(
+    dims: ModelDims, position: ShardPosition, kernels: LayerKernels = LayerKernels.TORCH
+) -> tuple[MappedParameter, ...]:
+    """Return the parameters of a rank.
+
+    Args:
+        dims: of the model.
+        position: of the rank.
+        kernels: of the layers.
+    """
+    return tuple(_stage_parameters(dims, position, kernels))
 
 
 def backbone_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
@@ -124,15 +148,16 @@ def backbone_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
     return {part.tensor: part.shape for row in rows for part in row.parts}
 
 
-def _stage_parameters(dims: ModelDims, position: ShardPosition) -> Iterator[MappedParameter]:
+def _stage_parameters(
+    dims: ModelDims, position: ShardPosition, kernels: LayerKernels
+) -> Iterator[MappedParameter]:
     embedding = "model.embed_tokens.weight"
     if position.stage == 0:
         yield _vocabulary("embedding.word_embeddings.weight", embedding, dims, position)
     first, last = stage_layers(dims.num_layers, position.num_stages)[position.stage]
     for layer in range(first, last):
-        yield from _layer_parameters(
-            dims, position, f"decoder.layers.{layer - first}.", f"model.layers.{layer}.", layer
-        )
+        ours, theirs = f"decoder.layers.{layer - first}.", f"model.layers.{layer}."
+        yield from _layer_parameters(dims, position, ours, theirs, layer, kernels)
     if position.stage < position.num_stages - 1:
         return
     yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (dims.hidden,))
@@ -148,10 +173,18 @@ def _stage_parameters(dims: ModelDims, position: ShardPosition) -> Iterator[Mapp
 
 
 def _layer_parameters(
-    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, layer: int
+    dims: ModelDims,
+    position: ShardPosition,
+    ours: str,
+    theirs: str,
+    layer: int,
+    kernels: LayerKernels,
 ) -> Iterator[MappedParameter]:
     heads, attention = dims.num_heads * dims.head_dim, f"{ours}self_attention."
-    yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (dims.hidden,))
+    has_experts, of_te = dims.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
+    is_fused = of_te and not copies_key_value_heads(dims, position.num_tensor)
+    norm = f"{attention}linear_qkv.layer_norm_weight" if is_fused else f"{ours}input_layernorm.weight"
+    yield _whole(norm, f"{theirs}input_layernorm.weight", (dims.hidden,))
     yield from _qkv(
         dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (dims.hidden,)
     )
@@ -166,10 +199,11 @@ def _layer_parameters(
     )
     if dims.has_out_bias:
         yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (dims.hidden,))
-    norm = f"{theirs}post_attention_layernorm.weight"
-    yield _whole(f"{ours}pre_mlp_layernorm.weight", norm, (dims.hidden,))
-    if dims.has_experts(layer):
-        yield from _experts(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
+    is_fused = of_te and not has_experts
+    norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
+    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (dims.hidden,))
+    if has_experts:
+        yield from _experts(dims, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
         yield from _mlp(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
 
@@ -184,8 +218,13 @@ def _mlp(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> It
         yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (dims.hidden,))
 
 
-def _experts(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
-    """Map the router, and the stacked matrices of this rank's experts, whose rows tensor ranks split."""
+def _experts(
+    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
+) -> Iterator[MappedParameter]:
+    """Map the router, and the matrices of this rank's experts, whose rows tensor ranks split.
+
+    They are stacked, but for Transformer Engine, which has a parameter for each expert.
+    """
     experts, hidden = dims.experts, dims.hidden
     assert experts is not None
     yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
@@ -194,13 +233,30 @@ def _experts(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -
     span = position.local_span(experts.intermediate)
     rows = span[1] - span[0]
     wide, tall = (experts.num, experts.intermediate, hidden), (experts.num, hidden, experts.intermediate)
-    gate_up = tuple(
-        TensorPart(f"{theirs}experts.{name}_proj.weight", wide, 1, span, offset, local)
-        for name, offset in (("gate", 0), ("up", rows))
-    )
-    down = TensorPart(f"{theirs}experts.down_proj.weight", tall, 2, span, 0, local)
-    yield MappedParameter(f"{ours}experts.gate_up", (size, 2 * rows, hidden), gate_up, is_expert=True)
-    yield MappedParameter(f"{ours}experts.down", (size, hidden, rows), (down,), is_expert=True)
+    of_te = kernels is LayerKernels.TRANSFORMER_ENGINE
+
+    def gate_up(name: str, stack: Span) -> MappedParameter:
+        gate, up = (
+            TensorPart(f"{theirs}experts.{x}_proj.weight", wide, 1, span, offset, stack)
+            for x, offset in (("gate", 0), ("up", rows))
+        )
+        shape = (stack[1] - stack[0], 2 * rows, hidden)
+        return MappedParameter(
+            f"{ours}experts.{name}", shape, (gate, up), is_expert=True, is_one_expert=of_te
+        )
+
+    def down(name: str, stack: Span) -> MappedParameter:
+        part = TensorPart(f"{theirs}experts.down_proj.weight", tall, 2, span, 0, stack)
+        shape = (stack[1] - stack[0], hidden, rows)
+        return MappedParameter(f"{ours}experts.{name}", shape, (part,), is_expert=True, is_one_expert=of_te)
+
+    if not of_te:
+        yield gate_up("gate_up", local)
+        yield down("down", local)
+        return
+    each = [(expert, expert + 1) for expert in range(*local)]
+    yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
+    yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
 
 
 def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
@@ -248,7 +304,7 @@ def _qkv(
         span = (first * size, last * size)
         return TensorPart(f"{theirs}{x}_proj.{kind}", (units * size, *rest), 0, span, offset * size)
 
-    if num_kv < position.num_tensor:
+    if copies_key_value_heads(dims, position.num_tensor):
         copies = position.num_tensor // num_kv
         first, last = position.local_span(num_heads)
         group = position.tensor // copies

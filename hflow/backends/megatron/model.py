@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
 )
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,12 +33,18 @@ from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weig
 from hflow.backends.megatron.config import block_spec, transformer_config
 from hflow.backends.megatron.context_parallel import RowDivision
 from hflow.backends.megatron.experts import let_routers_replay
-from hflow.backends.megatron.hf_mapping import MappedParameter, padded_vocab_size, rank_parameters
+from hflow.backends.megatron.hf_mapping import (
+    MappedParameter,
+    ShardPosition,
+    padded_vocab_size,
+    rank_parameters,
+)
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.torch_model.build import DTYPES, HEADS, check_choice
 from hflow.backends.torch_model.heads import ScalarHead
+from hflow.types.layer_kernels import LayerKernels
 
 PADDING_LOGIT = -1e30
 """Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""
@@ -65,6 +72,8 @@ class Stage:
     """The blocks of the checkpoint that each of the module's parameters holds."""
     frequencies: Tensor
     """Frequencies of the rotary embedding, `[E / 2]`."""
+    kernels: LayerKernels
+    """What computes the layers, on which the names of the parameters depend."""
 
     @property
     def head(self) -> str:
@@ -85,6 +94,10 @@ class Stage:
     def row_multiple(self) -> int:
         """The number of rows is a multiple of it, as with sequence parallelism tensor ranks divide them."""
         return self.parallel.tensor if self.config.sequence_parallel else 1
+
+    def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
+        """Return the parameters of a rank of this model."""
+        return rank_parameters(self.dims, position, self.kernels)
 
     def inputs(
         self,
@@ -179,13 +192,14 @@ def _uninitialized_stage(
     settings: ModelSettings, hf_config: PreTrainedConfig, dims: ModelDims, parallel: ParallelState
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
-    _init_megatron_state()
+    kernels = LayerKernels(settings.kernels)
+    _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(dims, hf_config.rms_norm_eps, settings, dtype, parallel)
     with torch.device(device):
         module = _PackedModel(
             config,
-            block_spec(dims, parallel),
+            block_spec(dims, parallel, kernels),
             vocab_size=padded_vocab_size(dims.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -197,13 +211,13 @@ def _uninitialized_stage(
     let_routers_replay(module)
     if dims.head != "lm" and parallel.is_last_stage:
         module.output_layer = ScalarHead(dims.hidden, settings.seed, dims.head).to(device)
-    parameters = rank_parameters(dims, parallel.shard_position)
+    parameters = rank_parameters(dims, parallel.shard_position, kernels)
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    assert shapes == {parameter.name: parameter.shape for parameter in parameters}, (
+    assert shapes == {parameter.name: parameter.module_shape for parameter in parameters}, (
         "megatron has other parameters than the mapping"
     )
     frequencies = rotary_frequencies(hf_config, dims.head_dim).to(device)
-    return Stage(module, config, hf_config, dims, parallel, dtype, device, parameters, frequencies)
+    return Stage(module, config, hf_config, dims, parallel, dtype, device, parameters, frequencies, kernels)
 
 
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
@@ -217,13 +231,16 @@ class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
         return hidden[: packed_seq_params.num_tokens, 0]
 
 
-def _init_megatron_state() -> None:
-    """Set the two values that megatron reads from its process-wide state."""
+def _init_megatron_state(kernels: LayerKernels) -> None:
+    """Set the values that megatron, and the layers of Transformer Engine, read from process-wide state."""
     if megatron_state._GLOBAL_MEMORY_BUFFER is None:
         megatron_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
-    if _RNG not in tracker.get_states():
-        tracker.add(_RNG, seed=0)
+    of_te = kernels is LayerKernels.TRANSFORMER_ENGINE
+    names = (_RNG, get_expert_parallel_rng_tracker_name()) if of_te else (_RNG,)
+    for seed, name in enumerate(names):
+        if name not in tracker.get_states():
+            tracker.add(name, seed)
 
 
 def _for_logits(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:

@@ -22,7 +22,7 @@ from hflow.backends.common.sharded_checkpoint import (
     copy_shards,
     open_shards,
 )
-from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart, rank_parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
@@ -39,7 +39,7 @@ def copy_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directo
 
 def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
-    whole_model = rank_parameters(stage.dims, ShardPosition())
+    whole_model = stage.parameters_at(ShardPosition())
     shapes = {part.tensor: part.shape for parameter in whole_model for part in parameter.parts}
     with open_shards(directory, _info(stage, optimizer), shapes) as reader:
         for block in held_blocks(stage):
@@ -78,7 +78,7 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
     """Return the parameters that this rank writes. Tensor ranks with the same blocks take turns."""
     parallel = stage.parallel
     by_rank = [
-        rank_parameters(stage.dims, parallel.shard_position_of(parallel.p, parallel.e, t))
+        stage.parameters_at(parallel.shard_position_of(parallel.p, parallel.e, t))
         for t in range(parallel.tensor)
     ]
     written = []

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.megatron.hf_mapping import MappedParameter, rank_parameters
+from hflow.backends.megatron.hf_mapping import MappedParameter
 from hflow.backends.megatron.model import Stage
 from hflow.types.tensor_slices import Block, box_slices
 
@@ -25,6 +26,8 @@ BUCKET_BYTES = 64 << 20
 Named = tuple[str, Tensor]
 ByShard = tuple[MappedParameter, ...]
 """One parameter as each tensor rank of a stage holds it, or each tensor rank of each expert index."""
+Together = tuple[ByShard, ...]
+"""Parameters that hold parts of the same HF tensors: one, or those of all experts of a rank."""
 
 
 def held_blocks(stage: Stage, values: Mapping[str, Tensor] | None = None) -> Iterator[Block]:
@@ -36,7 +39,7 @@ def held_blocks(stage: Stage, values: Mapping[str, Tensor] | None = None) -> Ite
     """
     values = dict(stage.module.named_parameters()) if values is None else values
     for parameter in stage.parameters:
-        tensor = values[parameter.name].detach()
+        tensor = values[parameter.name].detach().view(parameter.shape)
         for part in parameter.parts:
             if part.length:
                 block = tensor.narrow(part.axis, part.offset, part.length)
@@ -69,45 +72,56 @@ def named_weights(
             if not receivers:
                 continue
             is_receiver = stage.parallel.rank in receivers
-            gathered = _gather_bucket(stage, p, bucket, values, dtype, is_receiver)
-            for versions, shards in zip(bucket if is_receiver else (), gathered, strict=True):
-                for name, tensor in _assemble(versions, shards):
+            parameters = [versions for together in bucket for versions in together]
+            gathered = iter(_gather_bucket(stage, p, parameters, values, dtype, is_receiver))
+            for together in bucket if is_receiver else ():
+                for name, tensor in _assemble([(versions, next(gathered)) for versions in together]):
                     if receiver_of is None or receiver_of(name) == stage.parallel.rank:
                         yield name, tensor
 
 
-def _receivers(stage: Stage, bucket: Sequence[ByShard], receiver_of: Callable[[str], int] | None) -> set[int]:
+def _receivers(
+    stage: Stage, bucket: Sequence[Together], receiver_of: Callable[[str], int] | None
+) -> set[int]:
     """Return the ranks of this rank's copy of the model that need a tensor of a bucket."""
-    copy = set(stage.parallel.ranks_of_copy(of_experts=bucket[0][0].is_expert))
+    copy = set(stage.parallel.ranks_of_copy(of_experts=bucket[0][0][0].is_expert))
     if receiver_of is None:
         return copy
-    names = {part.tensor for versions in bucket for parameter in versions for part in parameter.parts}
+    names = {name for together in bucket for versions in together for name in _tensors(versions)}
     return copy & {receiver_of(name) for name in names}
 
 
-def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[ByShard]]:
+def _tensors(versions: ByShard) -> frozenset[str]:
+    """Return the HF tensors that a parameter has parts of."""
+    return frozenset(part.tensor for parameter in versions for part in parameter.parts)
+
+
+def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Together]]:
     """Yield the parameters of a pipeline stage in buckets, without copies of another stage's parameters.
 
     Experts have buckets of their own.
     """
     parallel = stage.parallel
     by_rank = [
-        rank_parameters(stage.dims, parallel.shard_position_of(p, e, t))
+        stage.parameters_at(parallel.shard_position_of(p, e, t))
         for e in range(parallel.expert)
         for t in range(parallel.tensor)
     ]
-    bucket: list[ByShard] = []
+    by_shard = (
+        of_all if of_all[0].is_expert else of_all[: parallel.tensor]
+        for of_all in zip(*by_rank, strict=True)
+    )
+    originals = (versions for versions in by_shard if not all(row.is_copy for row in versions))
+    bucket: list[Together] = []
     num_bytes = 0
-    for of_all in zip(*by_rank, strict=True):
-        versions = of_all if of_all[0].is_expert else of_all[: parallel.tensor]
-        if all(parameter.is_copy for parameter in versions):
-            continue
-        size = math.prod(versions[0].shape) * dtype.itemsize
-        is_other_kind = bucket and bucket[0][0].is_expert != versions[0].is_expert
+    for _, rows in groupby(originals, _tensors):
+        together = tuple(rows)
+        size = sum(math.prod(versions[0].shape) for versions in together) * dtype.itemsize
+        is_other_kind = bucket and bucket[0][0][0].is_expert != together[0][0].is_expert
         if bucket and (is_other_kind or num_bytes + size > BUCKET_BYTES):
             yield bucket
             bucket, num_bytes = [], 0
-        bucket.append(versions)
+        bucket.append(together)
         num_bytes += size
     if bucket:
         yield bucket
@@ -155,22 +169,25 @@ def _gather_bucket(
     return [x.unflatten(1, shape) for x, shape in zip(shards, shapes, strict=True)]
 
 
-def _assemble(versions: ByShard, shards: Tensor) -> Iterator[Named]:
-    """Yield the HF tensors that one parameter consists of, from its shards `[shards, *shape]`."""
-    (first, *others) = versions[0].parts
-    if not others and first.shape == versions[0].shape:
-        yield first.tensor, shards[0]
-        return
-    if _are_consecutive_rows(versions):
-        yield first.tensor, shards.flatten(0, 1)[: first.shape[0]]
-        return
+def _assemble(together: Sequence[tuple[ByShard, Tensor]]) -> Iterator[Named]:
+    """Yield the HF tensors that parameters consist of, each given with its shards `[shards, *shape]`."""
+    if len(together) == 1:
+        ((versions, shards),) = together
+        (first, *others) = versions[0].parts
+        if not others and first.shape == versions[0].shape:
+            yield first.tensor, shards[0]
+            return
+        if _are_consecutive_rows(versions):
+            yield first.tensor, shards.flatten(0, 1)[: first.shape[0]]
+            return
     whole: dict[str, Tensor] = {}
-    for parameter, shard in zip(versions, shards, strict=True):
-        for part in parameter.parts:
-            if part.tensor not in whole:
-                whole[part.tensor] = shard.new_empty(part.shape)
-            block = shard.narrow(part.axis, part.offset, part.length)
-            whole[part.tensor][box_slices(part.box)] = block
+    for versions, shards in together:
+        for parameter, shard in zip(versions, shards, strict=True):
+            for part in parameter.parts:
+                if part.tensor not in whole:
+                    whole[part.tensor] = shard.new_empty(part.shape)
+                block = shard.narrow(part.axis, part.offset, part.length)
+                whole[part.tensor][box_slices(part.box)] = block
     yield from whole.items()
 
 

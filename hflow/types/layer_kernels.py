@@ -1,0 +1,126 @@
+"""Kernels of the layers of a megatron model, and the choice between them, which a plan states without torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+from importlib import import_module, metadata
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hflow.errors import BackendError
+
+PACKAGE = "transformer-engine"
+"""Name of the distribution of Transformer Engine."""
+
+
+class LayerKernels(StrEnum):
+    """What computes the norms, linear layers and experts of a layer."""
+
+    TORCH = "torch"
+    """Functions of torch."""
+    TRANSFORMER_ENGINE = "transformer_engine"
+    """Modules of Transformer Engine."""
+
+
+AUTO = "auto"
+"""The setting that leaves the choice to the plan."""
+
+
+class TransformerEngine(NamedTuple):
+    """The installed Transformer Engine."""
+
+    version: str
+    mismatch: str
+    """Why the installed megatron-core is not made for it; empty if it is."""
+
+
+class KernelChoice(NamedTuple):
+    """The kernels of a model, with the reason for them."""
+
+    kernels: LayerKernels
+    why: str
+
+
+def choose_kernels(
+    setting: str, device: str, dtype: str, installed: TransformerEngine | None
+) -> KernelChoice:
+    """Return the kernels of a model.
+
+    Args:
+        setting: `models.NAME.kernels`.
+        device: `cpu` or `cuda`.
+        dtype: of the forward pass, `fp32` or `bf16`.
+        installed: Transformer Engine; None if it is not installed.
+    """
+    if setting != AUTO:
+        return KernelChoice(LayerKernels(setting), "as set")
+    if problem := transformer_engine_problem(device, dtype, installed):
+        return KernelChoice(LayerKernels.TORCH, problem)
+    return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"installed, {dtype}")
+
+
+def transformer_engine_problem(device: str, dtype: str, installed: TransformerEngine | None) -> str:
+    """Return why Transformer Engine cannot compute a model, in a few words; empty if it can.
+
+    It multiplies fp32 in TF32, which has 10 bits of mantissa, as bf16 training does not expect.
+    """
+    if device != "cuda":
+        return f"the cluster is {device}"
+    if installed is None:
+        return f"{PACKAGE} is not installed"
+    if installed.mismatch:
+        return installed.mismatch
+    return "" if dtype == "bf16" else f"{PACKAGE} multiplies {dtype} in TF32"
+
+
+@cache
+def installed_transformer_engine() -> TransformerEngine | None:
+    """Return the installed Transformer Engine, from metadata alone; None if there is none."""
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
+    return TransformerEngine(version, _mismatch(version))
+
+
+def import_transformer_engine() -> None:
+    """Import Transformer Engine if it is installed, as megatron does.
+
+    Raises:
+        BackendError: if it was built for another torch, or another CUDA, or is installed in part.
+    """
+    installed = installed_transformer_engine()
+    if installed is None:
+        return
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # RuntimeError and OSError too: it checks its own installation
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendError(
+            f"{PACKAGE} {installed.version} cannot be imported with torch {metadata.version('torch')}: "
+            f"{reason}. Install a build for this torch, or uninstall {PACKAGE}"
+        ) from None
+
+
+def _mismatch(version: str) -> str:
+    """Return why the installed megatron-core is not made for a version; empty if it is, or is not installed."""
+    try:
+        megatron = metadata.distribution("megatron-core")
+    except metadata.PackageNotFoundError:
+        return ""
+    supported = _supported(megatron.requires or ())
+    if supported is None or supported.contains(version, prereleases=True):
+        return ""
+    return f"megatron-core {megatron.version} is made for {PACKAGE} {supported}, but {version} is installed"
+
+
+def _supported(requirements: list[str] | tuple[str, ...]) -> SpecifierSet | None:
+    """Return the versions of Transformer Engine that one of the extras of megatron-core asks for."""
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.name == PACKAGE:
+            return requirement.specifier
+    return None

@@ -1,0 +1,14 @@
+"""A stand-in for Transformer Engine, which needs CUDA, so that megatron's wrappers of it run on CPUs in tests.
+
+It is NOT Transformer Engine and has none of its kernels. It has the modules that megatron-core 0.16.1 derives
+its layers from, with the arguments that it passes, the parameters and attributes that they have there, and
+the collectives of tensor and sequence parallelism, computed by torch. Everything about FP8 is an empty name.
+Fused optimizers are left out, so that megatron uses its own functions of torch for gradient norms.
+
+A process uses it if this file's grandparent directory is in `sys.path` before megatron is imported.
+"""
+
+from transformer_engine import common, pytorch
+
+__all__ = ["common", "pytorch"]
+__version__ = "2.10.0"
