@@ -15,7 +15,7 @@ from rich.text import Text
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_attention, check_gpus, read_gpus
+from hflow.doctor.gpus import check_attention, check_gpus, check_layers, read_gpus
 from hflow.doctor.trial_runs import try_runs
 from hflow.terminal import show
 
@@ -62,6 +62,8 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
             return
         memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
     yield from check_attention("cuda" if num_gpus else "cpu")
+    if num_gpus:
+        yield from check_layers("cuda")
     yield from check_collectives(num_gpus)
     yield from try_runs(num_gpus, memory_gib)
 

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -17,6 +17,7 @@ from hflow.doctor.gpus import check_cuda
 from hflow.machine_memory import machine_memory
 from hflow.planner.backends import BACKENDS, ENGINES, Descriptor, engine_kind, training_backend
 from hflow.planner.hardware import GIB
+from hflow.types.layer_kernels import PACKAGE, install_problem, installed_transformer_engine
 
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
@@ -30,6 +31,12 @@ class OptionalPart:
     purpose: str
     packages: tuple[str, ...]
     """Importable names."""
+    find_problem: Callable[[], str] = str
+    """Return why the installed packages do not fit others; empty if they do."""
+
+
+def _transformer_engine_problem() -> str:
+    return install_problem(installed_transformer_engine())
 
 
 OPTIONAL_PARTS = (
@@ -40,6 +47,12 @@ OPTIONAL_PARTS = (
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
+    OptionalPart(
+        PACKAGE,
+        "layers of megatron models on CUDA, models.NAME.kernels",
+        ("transformer_engine",),
+        _transformer_engine_problem,
+    ),
 )
 
 RAY_PROBE = """
@@ -105,10 +118,11 @@ def _check_backend(topic: str, backend: Descriptor, device: str) -> Finding:
 
 def _check_optional(part: OptionalPart) -> Finding:
     missing = [package for package in part.packages if find_spec(package) is None]
-    if not missing:
+    problem = f"{', '.join(missing)} not installed" if missing else part.find_problem()
+    if not problem:
         return Finding("optional", part.extra, True, f"{part.purpose}: {_versions(part.packages)}")
     fix = f"pip install 'hflow[{part.extra}]'"
-    detail = f"{part.purpose}: {', '.join(missing)} not installed"
+    detail = f"{part.purpose}: {problem}"
     return Finding("optional", part.extra, False, detail, fix, required=False)
 
 

@@ -7,12 +7,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from operator import le
 
 from hflow.doctor.finding import Finding
 from hflow.errors import BackendError
 from hflow.machine_memory import machine_memory
 from hflow.planner.hardware import GIB
 from hflow.types.attention_kernel import flash_attn_version
+from hflow.types.layer_kernels import PACKAGE, installed_transformer_engine
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
     build_problem,
@@ -26,10 +29,14 @@ MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
 MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 """Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
+MAX_LAYER_ERROR = (0.03, 0.06)
+"""Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch, relative to
+the largest value of each tensor. Both compute in bf16; each is up to 0.01 and 0.025 from fp32."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
+_LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
 _QUERY = "name,driver_version,memory.total,memory.used,compute_mode"
 
 
@@ -149,6 +156,29 @@ def check_attention(device: str) -> Iterator[Finding]:
         yield Finding(
             "kernel", f"attention {name}", is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX
         )
+
+
+def check_layers(device: str) -> Iterator[Finding]:
+    """Compare layers of Transformer Engine, forward and backward, with those of torch, where it is installed."""
+    installed = installed_transformer_engine()
+    if installed is None or installed.mismatch or find_spec("megatron") is None:
+        return
+    from hflow.backends.megatron.layer_check import DENSE, EXPERTS, layer_error
+
+    for name, architecture in (("layers", DENSE), ("experts", EXPERTS)):
+        try:
+            error = layer_error(device, "bf16", architecture)
+        except Exception as problem:  # whatever kernels of another build raise
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
+            yield Finding("kernel", name, False, f"{PACKAGE} {installed.version}: {line}", _LAYER_FIX)
+            continue
+        is_right = all(map(le, error, MAX_LAYER_ERROR))
+        detail = (
+            f"{PACKAGE} {installed.version}: logits and gradients differ from torch's layers by "
+            f"{error.output:.1g} and {error.gradient:.1g}, at most {MAX_LAYER_ERROR[0]:g} and "
+            f"{MAX_LAYER_ERROR[1]:g} are expected"
+        )
+        yield Finding("kernel", name, is_right, detail, _LAYER_FIX)
 
 
 def check_shared_memory(num_bytes: int) -> Finding:

@@ -16,6 +16,7 @@ from hflow.launch.merged_checkpoint import is_adapter
 from hflow.launch.model_metadata import model_dtype, source_model
 from hflow.launch.plan_request import num_firings
 from hflow.shipped import shipped_recipes
+from hflow.types.layer_kernels import LayerKernels
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
@@ -94,6 +95,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         compile=config.compile,
         offload=config.offload,
         sequence_parallel=config.sequence_parallel,
+        kernels=_kernels(compiled, spec),
         tokens_per_microbatch=config.tokens_per_microbatch,
         lora=config.lora,
         optim=config.optim,
@@ -101,6 +103,13 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         save_optimizer=config.save_optimizer,
         resume=is_resumed,
     )
+
+
+def _kernels(compiled: Compiled, spec: Model) -> LayerKernels:
+    """Return the kernels that the plan chose for the layers of a model; those of torch if it has no choice."""
+    plan = compiled.plan
+    chosen = (c.kernels for c in plan.layers if plan.replica(c.replica).model == spec.name)
+    return next(chosen, LayerKernels.TORCH)
 
 
 def _followers(compiled: Compiled, spec: Model) -> list[str]:

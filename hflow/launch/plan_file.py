@@ -28,7 +28,7 @@ from hflow.validation import from_mapping
 FORMAT = 2
 """Format of plan files. It is raised when rows change so that older files cannot be compared."""
 
-_NOTES = ("warnings", "engines", "attention", "unrunnable")
+_NOTES = ("warnings", "engines", "attention", "layers", "unrunnable")
 """Lists in a plan that are not part of its digest."""
 _KEYS: Mapping[str, type] = {"recipe": str, "config": dict, "plan": dict}
 

@@ -32,6 +32,7 @@ from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.types.attention_kernel import flash_attn_version
+from hflow.types.layer_kernels import installed_transformer_engine
 from hflow.validation import from_mapping
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),
         flash_attn=flash_attn_version(),
+        transformer_engine=installed_transformer_engine(),
         warnings=(
             *overruled_architectures(config),
             *overruled_alphabets(config, graph),

@@ -13,6 +13,12 @@ from hflow.launch.worker_setup import make_processes
 from hflow.planner.backends import ENGINES, descriptor, engine_kind
 from hflow.planner.determinism import deterministic_variables
 from hflow.planner.ir import Replica
+from hflow.types.layer_kernels import (
+    PACKAGE,
+    LayerKernels,
+    install_problem,
+    installed_transformer_engine,
+)
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -31,6 +37,15 @@ def refuse_unrunnable(compiled: Compiled) -> None:
             _refuse_missing_gpus(compiled)  # the cause of other problems where there are none
             instead = _other_engine(replica, compiled.plan.cluster.device)
             raise BackendError(f"{replica.name} uses {replica.backend}, but {problem}{instead}")
+    for choice in compiled.plan.layers:
+        problem_of_te = install_problem(installed_transformer_engine())
+        if choice.kernels is LayerKernels.TRANSFORMER_ENGINE and problem_of_te:
+            _refuse_missing_gpus(compiled)
+            key = f"models.{compiled.plan.replica(choice.replica).model}.kernels"
+            raise BackendError(
+                f"{key} is {choice.kernels}, but {problem_of_te}. Run pip install 'hflow[{PACKAGE}]', or set "
+                f"{key}=torch"
+            )
     check_packages(compiled.graph)
 
 

@@ -78,6 +78,8 @@ class BackendTraits:
     """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
+    chooses_kernels: bool = False
+    """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     families: tuple[str, ...] | None = None
     """The `model_type`s that it can build. None: every causal language model of transformers."""
 
@@ -335,6 +337,11 @@ def expert_backend() -> str:
 def adapter_backend() -> str:
     """Return the name of the first training backend that trains low-rank adapters."""
     return next(name for name in BACKENDS if traits(name).has_adapters)
+
+
+def kernel_backend() -> str:
+    """Return the name of the first training backend whose layers different kernels can compute."""
+    return next(name for name in BACKENDS if traits(name).chooses_kernels)
 
 
 def backend_of_any_family() -> str:

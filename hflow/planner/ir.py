@@ -16,6 +16,7 @@ from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import LEFT_OUT_BY_DEFAULT, ModelShape
+from hflow.types.layer_kernels import LayerKernels
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,17 @@ class AttentionChoice:
 
     replica: str
     kernel: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The kernels of a replica's layers, of a backend that has different ones, and the reason for them."""
+
+    replica: str
+    kernels: LayerKernels
+    version: str | None
+    """Version of the package that has them; None for torch."""
     why: str
 
 
@@ -337,6 +349,9 @@ class Plan:
     result depends on the size of a cache."""
     attention: tuple[AttentionChoice, ...] = ()
     """Attention kernels with the reasons for them. Not part of the digest: they change rounding only."""
+    layers: tuple[LayerChoice, ...] = ()
+    """Kernels of layers, where there is a choice, with the reasons for them. Not part of the digest, as
+    `attention`."""
     unrunnable: tuple[str, ...] = ()
     """Why the plan cannot run, each with what to set instead; empty if nothing in the plan prevents it. Not
     part of the digest."""

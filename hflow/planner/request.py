@@ -10,6 +10,7 @@ from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape, trained_shape
+from hflow.types.layer_kernels import TransformerEngine
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class PlanRequest:
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
     flash_attn: str | None = None
     """Version of the package flash-attn on this machine; None if there is none."""
+    transformer_engine: TransformerEngine | None = None
+    """Transformer Engine on this machine; None if it is not installed."""
     warnings: tuple[str, ...] = ()
     """Warnings about the configuration: allowed, but probably not intended."""
 

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_NOT_DIGESTED = ("digest", "warnings", "engines", "attention", "unrunnable", "hardware", "forecast")
+_NOT_DIGESTED = (
+    "digest",
+    "warnings",
+    "engines",
+    "attention",
+    "layers",
+    "unrunnable",
+    "hardware",
+    "forecast",
+)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

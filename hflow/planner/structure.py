@@ -15,6 +15,7 @@ from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.determinism import determinism_warnings
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
+from hflow.planner.layer_kernels import layer_choices
 from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
 from hflow.planner.placement import place_graph
 from hflow.planner.request import PlanRequest
@@ -79,6 +80,7 @@ def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanReques
         ),
         engines=placed.engines,
         attention=attention_choices(replicas, request),
+        layers=layer_choices(replicas, request),
     )
     return plan, request
 

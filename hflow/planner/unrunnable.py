@@ -23,6 +23,7 @@ from hflow.planner.backends import (
 from hflow.planner.cluster import device_of
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
+from hflow.planner.layer_kernels import layer_reasons
 from hflow.planner.layout import Layout
 from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
@@ -50,6 +51,7 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _derived_stream_reasons(node, plan)
     yield from _family_reasons(plan)
     yield from _head_size_reasons(plan, request)
+    yield from layer_reasons(plan, request)
     for replica in plan.replicas:
         yield from layout_reasons(replica, workers)
         if replica.role == "gen":
@@ -243,6 +245,13 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
             f"{where} needs two replicas on the same backend, but {target.name} uses {target.backend} and "
             f"{source.name} uses {source.backend}, which shard weights differently. Set "
             f"models.{target.model}.backend={source.backend}."
+        )
+    kernels = {choice.replica: choice.kernels for choice in plan.layers}
+    if target.backend == source.backend and kernels.get(target.name) != kernels.get(source.name):
+        yield (
+            f"{where} needs two replicas with the same kernels, but {target.name} uses "
+            f"{kernels[target.name]} and {source.name} uses {kernels[source.name]}, whose parameters differ. "
+            f"Set models.{target.model}.kernels and models.{source.model}.kernels to one of them."
         )
     for model in (target.model, source.model):
         dtype = request.model(model).compute_dtype

@@ -15,7 +15,15 @@ from hflow.planner.request import PlanRequest
 
 _OF_TRAINING = ("lora", "optim", "activation_checkpointing", "offload_activations")
 _OF_SAVING = ("save_optimizer",)
-_OF_FORWARD_PASSES = ("backend", "layout", "tokens_per_microbatch", "sequence_parallel", "compile", "offload")
+_OF_FORWARD_PASSES = (
+    "backend",
+    "layout",
+    "tokens_per_microbatch",
+    "kernels",
+    "sequence_parallel",
+    "compile",
+    "offload",
+)
 _OF_TRAINED_GENERATION = ("max_staleness", "sync_every", "age_rule", "drop_older_than", "queue")
 _DESCRIBES_MODEL = ("max_model_len",)
 """Keys of `gen` that hold for a model of this size, whether it generates or not."""

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from hflow.config.schema import ModelConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import adapter_backend, model_parallel_backend, traits
+from hflow.planner.backends import adapter_backend, kernel_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
 from hflow.planner.graph_queries import root_stream, root_streams, trained_models
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
+from hflow.types.layer_kernels import AUTO
 
 MINIMUMS = {
     "batch": 1,
@@ -41,6 +42,11 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"models.{name}.sequence_parallel is {str(config.sequence_parallel).lower()}, but the "
                 f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
+            )
+        if config.kernels != AUTO and not traits(config.backend).chooses_kernels:
+            raise PlanError(
+                f"models.{name}.kernels is {config.kernels}, but the {config.backend} backend computes with the "
+                f"modules of transformers; remove it, or set models.{name}.backend={kernel_backend()}"
             )
         shape = request.shapes.get(name)
         if config.sequence_parallel is False and shape is not None and shape.experts is not None:

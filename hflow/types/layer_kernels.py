@@ -57,23 +57,24 @@ def choose_kernels(
     """
     if setting != AUTO:
         return KernelChoice(LayerKernels(setting), "as set")
-    if problem := transformer_engine_problem(device, dtype, installed):
+    if problem := unsupported(device, dtype) or install_problem(installed):
         return KernelChoice(LayerKernels.TORCH, problem)
     return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"installed, {dtype}")
 
 
-def transformer_engine_problem(device: str, dtype: str, installed: TransformerEngine | None) -> str:
-    """Return why Transformer Engine cannot compute a model, in a few words; empty if it can.
+def unsupported(device: str, dtype: str) -> str:
+    """Return why Transformer Engine computes no model on a device in a dtype; empty if it does.
 
-    It multiplies fp32 in TF32, which has 10 bits of mantissa, as bf16 training does not expect.
+    It multiplies fp32 in TF32, which has 10 bits of mantissa, while fp32 means 23 everywhere else.
     """
     if device != "cuda":
         return f"the cluster is {device}"
-    if installed is None:
-        return f"{PACKAGE} is not installed"
-    if installed.mismatch:
-        return installed.mismatch
     return "" if dtype == "bf16" else f"{PACKAGE} multiplies {dtype} in TF32"
+
+
+def install_problem(installed: TransformerEngine | None) -> str:
+    """Return why a machine cannot use Transformer Engine, by the metadata of packages; empty if it can."""
+    return f"{PACKAGE} is not installed" if installed is None else installed.mismatch
 
 
 @cache

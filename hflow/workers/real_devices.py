@@ -14,8 +14,9 @@ from hflow.errors import BackendError, RunError
 from hflow.machine_memory import machine_memory
 from hflow.planner.cluster import device_ranges
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
+from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
 from hflow.types.attention_kernel import AttentionKernel, flash_attn_package, flash_attn_version
+from hflow.types.layer_kernels import PACKAGE, LayerKernels, installed_transformer_engine
 
 MIN_MEMORY_SHARE = 0.95
 """Share of the plan's memory that a device must have. Drivers keep some of what data sheets say."""
@@ -49,6 +50,8 @@ class ProcessDevices:
     """Version of the package flash-attn; None if there is none."""
     flash_attn_problem: str = ""
     """Why flash-attn cannot be imported; empty if it can, or on CPUs."""
+    transformer_engine: str | None = None
+    """Version of the package transformer-engine; None if there is none."""
     expandable_segments: str = ""
     """The environment variable that sets torch's expandable segments; empty if none does, or on CPUs."""
     host_memory_bytes: int = 0
@@ -73,6 +76,7 @@ def find_devices() -> ProcessDevices:
         capability=capability_of(found[0]) if found else (0, 0),
         flash_attn=flash_attn_version(),
         flash_attn_problem=flash_attn_problem() if found else "",
+        transformer_engine=None if (te := installed_transformer_engine()) is None else te.version,
         expandable_segments=expandable_segments(os.environ) if found else "",
         host_memory_bytes=machine_memory(),
     )
@@ -191,6 +195,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             hosted = [replica for replica in plan.replicas if worker in replica.workers]
             names = {replica.name for replica in hosted}
             _check_kernels(where, process, [c for c in plan.attention if c.replica in names])
+            _check_layers(where, process, [c for c in plan.layers if c.replica in names])
             _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
             _check_allocator(where, process, [route for route in plan.weights if route.src in names])
     if plan.cluster.device != "cuda":
@@ -263,6 +268,21 @@ def _check_kernels(where: str, process: ProcessDevices, planned: Iterable[Attent
             )
         if process.flash_attn_problem:
             raise RunError(f"{where}: {process.flash_attn_problem}")
+
+
+def _check_layers(where: str, process: ProcessDevices, planned: Iterable[LayerChoice]) -> None:
+    """Refuse a process without the Transformer Engine that the layers of its replicas are planned with.
+
+    One that cannot be imported is refused when a model is built.
+    """
+    for choice in planned:
+        is_of_te = choice.kernels is LayerKernels.TRANSFORMER_ENGINE
+        if is_of_te and choice.version != process.transformer_engine:
+            theirs = f"{PACKAGE} {process.transformer_engine}" if process.transformer_engine else f"no {PACKAGE}"
+            raise RunError(
+                f"{where} has {theirs}, but the plan computes the layers of {choice.replica} with {PACKAGE} "
+                f"{choice.version}, as installed on this machine. Install the same on all machines"
+            )
 
 
 def _check_precision(where: str, process: ProcessDevices, models: Collection[str]) -> None:

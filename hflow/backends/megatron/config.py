@@ -42,6 +42,9 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
     "calculate_per_token_loss": True,
+    # Only FP8 weights are cached between micro-batches. Without the cache, products of a backward pass are always
+    # added to gradients, and never replace them.
+    "disable_parameter_transpose_cache": True,
     # Kernels for layers that hflow replaces, or that are fused in another way.
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,

@@ -57,6 +57,7 @@ BACKEND = Backend(
         has_expert_axis=True,
         vocab_multiple=128,
         shares_prompts=True,
+        chooses_kernels=True,
         families=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     ),
     factory=_make_model,

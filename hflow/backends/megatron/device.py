@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from importlib import metadata
 
 import torch
 
 from hflow.backends.device import local_device
-from hflow.types.layer_kernels import import_transformer_engine
+from hflow.errors import BackendError
+from hflow.types.layer_kernels import PACKAGE, import_transformer_engine, installed_transformer_engine
 
 
 def prepare(name: str) -> torch.device:
@@ -32,5 +34,20 @@ def prepare(name: str) -> torch.device:
         # Megatron warns about every accelerator library that is not installed.
         warnings.simplefilter("ignore")
         import_transformer_engine()
-        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        _import_megatron()
     return device
+
+
+def _import_megatron() -> None:
+    """Import megatron; raise in one line if it misses names in the installed Transformer Engine."""
+    try:
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    except (ImportError, AttributeError) as error:
+        installed = installed_transformer_engine()
+        if installed is None:
+            raise
+        raise BackendError(
+            f"megatron-core {metadata.version('megatron-core')} cannot be imported with {PACKAGE} "
+            f"{installed.version}: {str(error).splitlines()[0]}. Install the versions that fit together, or "
+            f"uninstall {PACKAGE}"
+        ) from None

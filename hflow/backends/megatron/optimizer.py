@@ -53,7 +53,7 @@ class MegatronOptimizer:
         so that torch could not return that memory to an engine on the same device.
         """
         self._optim, self._num_updates = model.optim, model.num_updates
-        self.module = _wrap_for_gradient_sums(stage)
+        self.module = wrap_for_gradient_sums(stage)
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
         self._parts = _distributed_optimizers(stage, self.module, model.optim)
         """Optimizers of the weights that all data ranks have, and of the experts that expert ranks divide."""
@@ -154,7 +154,7 @@ class MegatronOptimizer:
                 group["step"] = num_steps
 
 
-def _wrap_for_gradient_sums(stage: Stage) -> Any:
+def wrap_for_gradient_sums(stage: Stage) -> Any:
     """Wrap the module in megatron's data parallelism, which sums gradients without averaging."""
     config = stage.config
     assert config.calculate_per_token_loss, "megatron would divide gradients by the number of ranks"

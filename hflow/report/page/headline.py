@@ -20,7 +20,7 @@ from hflow.report.plan_text.assumptions import (
     lengths_text,
     reached_text,
 )
-from hflow.report.plan_text.header import attention_line, engines_line, largest_batch_line
+from hflow.report.plan_text.header import attention_line, engines_line, largest_batch_line, layers_line
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
         yield f"Generation engine: {engines_line(plan)}."
     if plan.attention:
         yield f"Attention: {attention_line(plan)}."
+    if plan.layers:
+        yield f"Layers: {layers_line(plan)}."
     if batch := largest_batch_line(plan):
         yield f"Largest batch: {batch}."
     if determinism := determinism_line(plan):

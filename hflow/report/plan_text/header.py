@@ -53,6 +53,14 @@ def attention_line(plan: Plan) -> str:
     return _choices_line((choice.replica, f"{choice.kernel}: {choice.why}") for choice in plan.attention)
 
 
+def layers_line(plan: Plan) -> str:
+    """Return the kernels of layers with the reasons for them, one after the other where they differ."""
+    return _choices_line(
+        (choice.replica, f"{' '.join(filter(None, (choice.kernels, choice.version)))}: {choice.why}")
+        for choice in plan.layers
+    )
+
+
 def _choices_line(choices: Iterable[tuple[str, str]]) -> str:
     replicas_of: dict[str, list[str]] = {}
     for replica, text in choices:
@@ -129,6 +137,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         yield "engine", Text(engines_line(plan))
     if plan.attention:
         yield "attention", Text(attention_line(plan))
+    if plan.layers:
+        yield "layers", Text(layers_line(plan))
     if experts := experts_line(plan):
         yield "experts", Text(experts)
     if batch := largest_batch_line(plan):

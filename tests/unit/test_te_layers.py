@@ -1,0 +1,72 @@
+"""Layers of Transformer Engine in a model, with a stand-in for it: megatron's wrappers and hflow's code are real.
+
+Outputs, gradients, weights and checkpoints are compared with transformers, and training with the torch backend.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_kit as kit
+import megatron_twins as twins
+import pytest
+import ranks
+import shard_cases
+import te_cases as cases
+import torch
+from test_megatron_model import (  # the same tests, of other ranks
+    test_exported_weights_equal_the_loaded_ones,
+    test_gradients,
+    test_megatron_counts_every_weight_once_in_norms,
+    test_outputs,
+    test_ranks_hold_blocks_of_the_weights,
+    test_saved_models_load_in_transformers,
+)
+
+__all__ = [
+    "test_exported_weights_equal_the_loaded_ones",
+    "test_gradients",
+    "test_megatron_counts_every_weight_once_in_norms",
+    "test_outputs",
+    "test_ranks_hold_blocks_of_the_weights",
+    "test_saved_models_load_in_transformers",
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("te")
+    for case in kit.CASES.values():
+        kit.write_checkpoint(case, path)
+    twins.save_checkpoint(path / "checkpoint")
+    ranks.start(cases.run, (str(path),), 4, is_fresh=True)
+    return path
+
+
+@pytest.mark.parametrize("name", cases.TWINS)
+def test_training_equals_one_process_of_the_torch_backend(directory, name):
+    twin = cases.TWINS[name]
+    wanted = twins.expected(twin.node, twin.dtype, directory / "checkpoint")
+    for rank in range(twin.num_ranks):
+        metrics, weights = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
+        if rank in twin.heads:
+            for got, expected in zip(metrics, wanted.metrics, strict=True):
+                assert got == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert weights.keys() == wanted.weights.keys()
+        for key, tensor in wanted.weights.items():
+            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("writer", "reader"), cases.PAIRS)
+def test_sharded_checkpoints_go_between_kernels_and_backends(directory, writer, reader):
+    name = shard_cases.read(cases.SIDES[writer], cases.SIDES[reader])
+    wanted = twins.expected("experts", "fp32", directory / "checkpoint")
+    metrics = torch.load(directory / f"{name}.metrics.pt", weights_only=False)
+    assert metrics == pytest.approx(wanted.metrics[shard_cases.NUM_WRITTEN], rel=2e-5, abs=1e-6)
+    weights = torch.load(directory / f"{name}.weights.pt")
+    for tensor, values in wanted.weights.items():
+        torch.testing.assert_close(weights[tensor], values, atol=1e-5, rtol=0)
