@@ -29,9 +29,9 @@ MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
 MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 """Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
-MAX_LAYER_ERROR = (0.03, 0.06)
-"""Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch, relative to
-the largest value of each tensor. Both compute in bf16; each is up to 0.01 and 0.025 from fp32."""
+MAX_LAYER_ERROR = (0.04, 0.1)
+"""Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16, relative
+to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 

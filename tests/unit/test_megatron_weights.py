@@ -33,6 +33,7 @@ from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import tensors
 from hflow.planner.weights.sharding import rank_tensors
+from hflow.types.layer_kernels import LayerKernels
 from hflow.types.tensor_slices import Box
 
 prepare("cpu")
@@ -52,11 +53,34 @@ def dims_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
     return read_dims(AutoConfig.for_model(architecture["model_type"], **options), head)
 
 
+def test_layers_of_transformer_engine_have_other_names_and_the_same_tensors():
+    """A norm belongs to the linear layer after it, but before experts and copied key-value heads."""
+    dims = dims_of(kit.QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]})
+
+    def rows(num_tensor: int, kernels: LayerKernels) -> dict[str, set[str]]:
+        parameters = rank_parameters(dims, ShardPosition(0, num_tensor), kernels)
+        return {row.name: {part.tensor for part in row.parts} for row in parameters}
+
+    torch_names, names = (rows(2, kernels) for kernels in LayerKernels)
+    assert set().union(*torch_names.values()) == set().union(*names.values())
+    layer = "decoder.layers."
+    assert names[f"{layer}0.self_attention.linear_qkv.layer_norm_weight"] == {
+        "model.layers.0.input_layernorm.weight"
+    }
+    assert names[f"{layer}0.mlp.linear_fc1.layer_norm_weight"] == {
+        "model.layers.0.post_attention_layernorm.weight"
+    }
+    assert f"{layer}1.pre_mlp_layernorm.weight" in names
+    experts = {name for name in names.keys() - torch_names.keys() if ".experts." in name}
+    assert experts == {f"{layer}1.mlp.experts.linear_fc{x}.weight{i}" for x in (1, 2) for i in range(4)}
+    assert f"{layer}0.input_layernorm.weight" in rows(4, LayerKernels.TRANSFORMER_ENGINE)
+
+
 # ------------------------------------------------------------------------------- the plan's boxes
-def boxes(dims: ModelDims, place: ShardPosition) -> dict[str, Box]:
+def boxes(dims: ModelDims, place: ShardPosition, kernels: LayerKernels) -> dict[str, Box]:
     """Return the smallest box around a rank's blocks of each tensor."""
     found: dict[str, Box] = {}
-    for row in rank_parameters(dims, place):
+    for row in rank_parameters(dims, place, kernels):
         for part in row.parts:
             if part.length:
                 found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
@@ -70,6 +94,7 @@ def around(one: Box, other: Box) -> Box:
 LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
 
 
+@pytest.mark.parametrize("kernels", LayerKernels)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize(
@@ -83,14 +108,15 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
         kit.QWEN3_MOE | {"num_hidden_layers": 5, "mlp_only_layers": [0]},
     ],
 )
-def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout):
+def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels):
     """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
     dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
     for stage in range(grid.pipe):
         for d, t, p, c in grid.stage_coords(stage):
             planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c))}
             expert = grid.expert_index(d, c)
-            assert boxes(dims, ShardPosition(t, grid.tensor, p, grid.pipe, expert, grid.expert)) == planned
+            place = ShardPosition(t, grid.tensor, p, grid.pipe, expert, grid.expert)
+            assert boxes(dims, place, kernels) == planned
 
 
 def test_the_vocabulary_is_padded_as_planned():

@@ -97,7 +97,8 @@ def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, di
     stage = build_stage(replace(settings, kernels=kernels), ParallelState.of(RankPosition()))
     with torch.no_grad():
         for block in held_blocks(stage):
-            block.values.add_(_noise(block).to(stage.device))
+            if len(block.shape) == 1:
+                block.values.add_(_noise(block).to(stage.device))
     module = wrap_for_gradient_sums(stage)
     module.zero_grad_buffer()
     has_experts = stage.dims.experts is not None
@@ -118,7 +119,7 @@ def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, di
 
 
 def _noise(block: Block) -> Tensor:
-    """Return what is added to a block of a weight: norms have weights of 1 before, which hide their mistakes."""
+    """Return what is added to the weight of a norm, as a weight of 1 would hide that another one is used."""
     generator = torch.Generator().manual_seed(crc32(block.tensor.encode()))
     return 0.1 * torch.randn(block.shape, generator=generator)[box_slices(block.box)]
 
