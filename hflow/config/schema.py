@@ -160,9 +160,9 @@ class ModelConfig:
     """Load weights and optimizer state from `shards/` in `path`. The layout and backend may differ from those
     that saved it."""
     kernels: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """What computes the layers of a megatron model: functions of torch, or modules of Transformer Engine, which
-    fuse norms, activations and the products of experts. `auto`: Transformer Engine on CUDA where it is installed,
-    for models in bf16; the plan gives the reason."""
+    """What computes the layers of a megatron model: functions of torch, or modules of Transformer Engine,
+    which fuse norms, activations and the products of experts. `auto`: Transformer Engine on CUDA where it is
+    installed, for models in bf16; the plan gives the reason."""
     sequence_parallel: StrictBool | None = None
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None

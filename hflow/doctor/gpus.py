@@ -30,13 +30,15 @@ MAX_USED_SHARE = 0.05
 MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 """Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
 MAX_LAYER_ERROR = (0.04, 0.1)
-"""Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16, relative
-to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
+"""Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16,
+relative to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
+_FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
+"""What a package may raise that was built for others, or that has other interfaces."""
 _QUERY = "name,driver_version,memory.total,memory.used,compute_mode"
 
 
@@ -159,7 +161,7 @@ def check_attention(device: str) -> Iterator[Finding]:
 
 
 def check_layers(device: str) -> Iterator[Finding]:
-    """Compare layers of Transformer Engine, forward and backward, with those of torch, where it is installed."""
+    """Compare layers of Transformer Engine, where it is installed, forward and backward, with torch's."""
     installed = installed_transformer_engine()
     if installed is None or installed.mismatch or find_spec("megatron") is None:
         return
@@ -168,7 +170,7 @@ def check_layers(device: str) -> Iterator[Finding]:
     for name, architecture in (("layers", DENSE), ("experts", EXPERTS)):
         try:
             error = layer_error(device, "bf16", architecture)
-        except Exception as problem:  # whatever kernels of another build raise
+        except _FAILURES as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
             yield Finding("kernel", name, False, f"{PACKAGE} {installed.version}: {line}", _LAYER_FIX)
             continue

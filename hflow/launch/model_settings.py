@@ -106,7 +106,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
 
 
 def _kernels(compiled: Compiled, spec: Model) -> LayerKernels:
-    """Return the kernels that the plan chose for the layers of a model; those of torch if it has no choice."""
+    """Return the kernels that the plan chose for the layers of a model; torch's if there is no choice."""
     plan = compiled.plan
     chosen = (c.kernels for c in plan.layers if plan.replica(c.replica).model == spec.name)
     return next(chosen, LayerKernels.TORCH)

@@ -1,4 +1,4 @@
-"""`layer_choices`: the kernels of the layers of each replica whose backend has several, which the plan states."""
+"""`layer_choices`: the kernels of each replica's layers, of backends that have several; the plan states them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[La
 def _choice(replica: Replica, request: PlanRequest) -> LayerChoice:
     config, installed = request.model(replica.model), request.transformer_engine
     kernels, why = choose_kernels(config.kernels, request.cluster.device, config.compute_dtype, installed)
-    is_torch = kernels is LayerKernels.TORCH or installed is None
-    return LayerChoice(replica.name, kernels, None if is_torch else installed.version, why)
+    of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
+    return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
 
 
 def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:

@@ -246,13 +246,6 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
             f"{source.name} uses {source.backend}, which shard weights differently. Set "
             f"models.{target.model}.backend={source.backend}."
         )
-    kernels = {choice.replica: choice.kernels for choice in plan.layers}
-    if target.backend == source.backend and kernels.get(target.name) != kernels.get(source.name):
-        yield (
-            f"{where} needs two replicas with the same kernels, but {target.name} uses "
-            f"{kernels[target.name]} and {source.name} uses {kernels[source.name]}, whose parameters differ. "
-            f"Set models.{target.model}.kernels and models.{source.model}.kernels to one of them."
-        )
     for model in (target.model, source.model):
         dtype = request.model(model).compute_dtype
         if dtype not in training_backend(target.backend).update_dtypes:

@@ -45,8 +45,8 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
         if config.kernels != AUTO and not traits(config.backend).chooses_kernels:
             raise PlanError(
-                f"models.{name}.kernels is {config.kernels}, but the {config.backend} backend computes with the "
-                f"modules of transformers; remove it, or set models.{name}.backend={kernel_backend()}"
+                f"models.{name}.kernels is {config.kernels}, but the {config.backend} backend computes with "
+                f"the modules of transformers; remove it, or set models.{name}.backend={kernel_backend()}"
             )
         shape = request.shapes.get(name)
         if config.sequence_parallel is False and shape is not None and shape.experts is not None:

@@ -1,4 +1,4 @@
-"""Kernels of the layers of a megatron model, and the choice between them, which a plan states without torch."""
+"""Kernels of a megatron model's layers, and the choice between them, which needs no torch: a plan states it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from hflow.errors import BackendError
 
 PACKAGE = "transformer-engine"
 """Name of the distribution of Transformer Engine."""
+
+
+_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
+"""What an import of the package raises that was built for another torch, or is installed in part."""
 
 
 class LayerKernels(StrEnum):
@@ -98,7 +102,7 @@ def import_transformer_engine() -> None:
         return
     try:
         import_module("transformer_engine.pytorch")
-    except Exception as error:  # RuntimeError and OSError too: it checks its own installation
+    except _FAILURES as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendError(
             f"{PACKAGE} {installed.version} cannot be imported with torch {metadata.version('torch')}: "
@@ -107,7 +111,7 @@ def import_transformer_engine() -> None:
 
 
 def _mismatch(version: str) -> str:
-    """Return why the installed megatron-core is not made for a version; empty if it is, or is not installed."""
+    """Return why the installed megatron-core is not made for a version; empty if it is, or is missing."""
     try:
         megatron = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:

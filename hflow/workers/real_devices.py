@@ -278,7 +278,9 @@ def _check_layers(where: str, process: ProcessDevices, planned: Iterable[LayerCh
     for choice in planned:
         is_of_te = choice.kernels is LayerKernels.TRANSFORMER_ENGINE
         if is_of_te and choice.version != process.transformer_engine:
-            theirs = f"{PACKAGE} {process.transformer_engine}" if process.transformer_engine else f"no {PACKAGE}"
+            theirs = (
+                f"{PACKAGE} {process.transformer_engine}" if process.transformer_engine else f"no {PACKAGE}"
+            )
             raise RunError(
                 f"{where} has {theirs}, but the plan computes the layers of {choice.replica} with {PACKAGE} "
                 f"{choice.version}, as installed on this machine. Install the same on all machines"

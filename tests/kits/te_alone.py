@@ -8,15 +8,15 @@ import te_cases
 
 sys.path.insert(0, str(te_cases.STAND_IN))
 
-import torch  # noqa: E402
-import torch_kit as kit  # noqa: E402
+import torch
+import torch_kit as kit
 
-from hflow.backends.interface import ModelSettings, RankPosition  # noqa: E402
-from hflow.backends.megatron.device import prepare  # noqa: E402
-from hflow.doctor.gpus import check_layers  # noqa: E402
-from hflow.planner.weights.weight_slices import WeightSlice  # noqa: E402
-from hflow.types.layer_kernels import installed_transformer_engine  # noqa: E402
-from hflow.weights.outgoing import _SliceReader  # noqa: E402
+from hflow.backends.interface import ModelSettings, RankPosition
+from hflow.backends.megatron.device import prepare
+from hflow.doctor.gpus import check_layers
+from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.types.layer_kernels import installed_transformer_engine
+from hflow.weights.outgoing import _SliceReader
 
 prepare("cpu")
 

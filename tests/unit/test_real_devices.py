@@ -15,7 +15,8 @@ from hflow.errors import RunError
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, Plan, WeightRoute
+from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
+from hflow.types.layer_kernels import LayerKernels
 from hflow.weights.rendezvous import connect_store
 from hflow.workers.ray.machines import Machine, choose_machines
 from hflow.workers.real_devices import (
@@ -43,6 +44,26 @@ def plan_on(cluster: ClusterSpec, kernel: str = "torch varlen", dtype: str = "bf
     replicas = [replace(replica, dtype=dtype) for replica in plan.replicas]
     attention = [AttentionChoice(replica.name, kernel, "why") for replica in replicas]
     return replace(plan, cluster=cluster, replicas=tuple(replicas), attention=tuple(attention))
+
+
+def test_the_transformer_engine_that_a_machine_lacks_is_named() -> None:
+    plan, with_it = plan_on(H100), replace(GOOD, transformer_engine="2.10.0")
+    (replica, *_) = plan.replicas
+
+    def planned(kernels: LayerKernels, version: str | None) -> Plan:
+        return replace(plan, layers=(LayerChoice(replica.name, kernels, version, "why"),))
+
+    of_te = planned(LayerKernels.TRANSFORMER_ENGINE, "2.10.0")
+    check_devices(of_te, on_two_machines(*[with_it] * 4), VERSIONS)
+    check_devices(planned(LayerKernels.TORCH, None), on_two_machines(GOOD, with_it, GOOD, GOOD), VERSIONS)
+    line = (
+        "worker 1 on node-a has no transformer-engine, but the plan computes the layers of actor@train with "
+        "transformer-engine 2.10.0, as installed on this machine. Install the same on all machines"
+    )
+    with pytest.raises(RunError, match=line):
+        check_devices(of_te, [with_it, GOOD], VERSIONS)
+    with pytest.raises(RunError, match=r"has transformer-engine 2\.9\.0, but .* 2\.10\.0, as"):
+        check_devices(of_te, [with_it, replace(GOOD, transformer_engine="2.9.0")], VERSIONS)
 
 
 def on_two_machines(*devices: ProcessDevices) -> list[ProcessDevices]:

@@ -1,6 +1,6 @@
-"""Layers of Transformer Engine in a model, with a stand-in for it: megatron's wrappers and hflow's code are real.
+"""Layers of Transformer Engine, with a stand-in for it: megatron's wrappers and hflow's code are real.
 
-Outputs, gradients, weights and checkpoints are compared with transformers, and training with the torch backend.
+Outputs, gradients, weights and checkpoints are compared with transformers, training with the torch backend.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def test_one_process():
     assert [line.split()[:2] for line in right] == [["layers", "True"], ["experts", "True"]]
     assert all("transformer-engine 2.10.0: logits and gradients differ" in line for line in right)
     assert [line.split()[:3] for line in wrong] == [["wrong", x, "False"] for x in ("layers", "experts")]
-    assert failing == [f"failing {x} False transformer-engine 2.10.0: no kernel" for x in ("layers", "experts")]
+    assert failing == [
+        f"failing {x} False transformer-engine 2.10.0: no kernel" for x in ("layers", "experts")
+    ]
 
 
 BROKEN = """
@@ -104,14 +106,17 @@ except HflowError as error:
     [
         (
             "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
-            "transformer-engine 2.10.0 cannot be imported with torch .*: Found empty `transformer-engine` meta .* "
-            "Install a build for this torch, or uninstall transformer-engine",
+            "transformer-engine 2.10.0 cannot be imported with torch .*: Found empty `transformer-engine` "
+            "meta .* Install a build for this torch, or uninstall transformer-engine",
         ),
-        ("raise ImportError('undefined symbol: x\\nmore')", ".* cannot be imported with torch .*: undefined symbol: x"),
+        (
+            "raise ImportError('undefined symbol: x\\nmore')",
+            ".* cannot be imported with torch .*: undefined symbol: x",
+        ),
         (
             "__version__ = '2.10.0'",
-            "megatron-core .* cannot be imported with transformer-engine 2.10.0: cannot import name .* Install "
-            "the versions that fit together",
+            "megatron-core .* cannot be imported with transformer-engine 2.10.0: cannot import name .* "
+            "Install the versions that fit together",
         ),
     ],
 )

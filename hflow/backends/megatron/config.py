@@ -42,8 +42,8 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
     "calculate_per_token_loss": True,
-    # Only FP8 weights are cached between micro-batches. Without the cache, products of a backward pass are always
-    # added to gradients, and never replace them.
+    # Only FP8 weights are cached between micro-batches. Without the cache, products of a backward pass are
+    # always added to gradients, and never replace them.
     "disable_parameter_transpose_cache": True,
     # Kernels for layers that hflow replaces, or that are fused in another way.
     "masked_softmax_fusion": False,
@@ -105,9 +105,7 @@ def transformer_config(
     )
 
 
-def block_spec(
-    dims: ModelDims, parallel: ParallelState, kernels: LayerKernels
-) -> TransformerBlockSubmodules:
+def block_spec(dims: ModelDims, parallel: ParallelState, kernels: LayerKernels) -> TransformerBlockSubmodules:
     """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
     copies = None
     if copies_key_value_heads(dims, parallel.tensor):
@@ -123,7 +121,7 @@ def block_spec(
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What differs between layers of different kernels. Attention itself and the router are hflow's in all."""
+    """What differs between layers of different kernels. Attention and the router are hflow's in all."""
 
     spec: Callable[[bool], ModuleSpec]
     """Return megatron's layer with one MLP, with or without norms of q and k."""

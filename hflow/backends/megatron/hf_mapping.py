@@ -1,13 +1,14 @@
 """Mapping from each parameter of a rank to blocks of Hugging Face checkpoint tensors.
 
 All reading and writing of weights uses this mapping: loading reads a rank's blocks, export assembles the
-blocks of all ranks. It follows from the model's dimensions, the rank's position and the kernels of the layers,
-so every rank knows what every other rank holds. Pipeline stages have whole layers, the first stages one more if they do not
-divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary. Expert ranks split the
-experts, which hflow stacks in one tensor for each of their matrices (`backends/common/expert_tensors.py`).
+blocks of all ranks. It follows from the model's dimensions, the rank's position and the kernels of the
+layers, so every rank knows what every other rank holds. Pipeline stages have whole layers, the first stages
+one more if they do not divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary.
+Expert ranks split the experts, which hflow stacks in one tensor for each of their matrices (`backends/common/expert_tensors.py`).
 
-Transformer Engine has other modules, so its parameters have other names: the norm before a linear layer is part
-of it, and each expert has parameters of its own. What it keeps beside parameters (`_extra_state`) is for FP8.
+Transformer Engine has other modules, so its parameters have other names: the norm before a linear layer is
+part of it, and each expert has parameters of its own. What it keeps beside parameters (`_extra_state`) is for
+FP8.
 """
 
 from __future__ import annotations

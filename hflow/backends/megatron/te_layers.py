@@ -1,9 +1,9 @@
 """Layers of Transformer Engine; imported only where they compute a model, as they need the package.
 
 Megatron's layer specs of Transformer Engine fuse each norm with the linear layer after it. Attention itself
-stays hflow's (`attention.py`): rows of a shared prompt are computed once, which no kernel for packed sequences
-of Transformer Engine supports, and its context parallelism divides every sequence on its own, hflow's the rows
-of a micro-batch. Where flash-attn is installed, both call the same kernel.
+stays hflow's (`attention.py`): rows of a shared prompt are computed once, which no kernel for packed
+sequences of Transformer Engine supports, and its context parallelism divides every sequence on its own,
+hflow's the rows of a micro-batch. Where flash-attn is installed, both call the same kernel.
 
 Axes: D hidden, n experts of this rank, R rows (tokens that were sent to this rank, once for each of its
 experts), F rows of an expert.

@@ -108,8 +108,7 @@ def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Together
         for t in range(parallel.tensor)
     ]
     by_shard = (
-        of_all if of_all[0].is_expert else of_all[: parallel.tensor]
-        for of_all in zip(*by_rank, strict=True)
+        of_all if of_all[0].is_expert else of_all[: parallel.tensor] for of_all in zip(*by_rank, strict=True)
     )
     originals = (versions for versions in by_shard if not all(row.is_copy for row in versions))
     bucket: list[Together] = []

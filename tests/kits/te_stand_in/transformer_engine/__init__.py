@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine, which needs CUDA, so that megatron's wrappers of it run on CPUs in tests.
+"""A stand-in for Transformer Engine, which needs CUDA: megatron's wrappers of it run on CPUs in tests.
 
 It is NOT Transformer Engine and has none of its kernels. It has the modules that megatron-core 0.16.1 derives
 its layers from, with the arguments that it passes, the parameters and attributes that they have there, and

@@ -1,0 +1,136 @@
+"""The kernels of layers: which ones a plan chooses, how it says so, and what is refused."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from plan_graphs import grpo, request
+from rich.console import Console
+
+from hflow import doctor
+from hflow.config.schema import ModelConfig
+from hflow.errors import BackendError, PlanError
+from hflow.launch.compile import Compiled, compile_recipe
+from hflow.launch.model_settings import model_settings
+from hflow.launch.preflight import refuse_unrunnable
+from hflow.planner.compile import compile_plan
+from hflow.report.plan_text.header import header, layers_line
+from hflow.types import layer_kernels
+from hflow.types.layer_kernels import LayerKernels, TransformerEngine, choose_kernels
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
+MEGATRON = "models.actor.backend=megatron"
+INSTALLED = TransformerEngine("2.10.0", "")
+OTHER = TransformerEngine("2.20.2", "megatron-core 0.16.1 is made for transformer-engine <2.12")
+TORCH, TE = LayerKernels
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "installed", "kernels", "why"),
+    [
+        ("cuda", "bf16", INSTALLED, TE, "installed, bf16"),
+        ("cuda", "bf16", None, TORCH, "transformer-engine is not installed"),
+        ("cuda", "bf16", OTHER, TORCH, OTHER.mismatch),
+        ("cuda", "fp32", INSTALLED, TORCH, "transformer-engine multiplies fp32 in TF32"),
+        ("cpu", "fp32", INSTALLED, TORCH, "the cluster is cpu"),
+    ],
+)
+def test_the_default_is_what_is_installed_and_exact(device, dtype, installed, kernels, why):
+    assert choose_kernels("auto", device, dtype, installed) == (kernels, why)
+    assert choose_kernels("torch", device, dtype, installed) == (TORCH, "as set")
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, installed: TransformerEngine | None, *keys: str) -> Compiled:
+    for module in ("plan_request", "preflight"):
+        monkeypatch.setattr(f"hflow.launch.{module}.installed_transformer_engine", lambda: installed)
+    return compile_recipe(RECIPE, [MEGATRON, *keys])
+
+
+@pytest.mark.parametrize(
+    ("installed", "cluster", "line"),
+    [
+        (INSTALLED, "h100-1x2", "transformer_engine 2.10.0: installed, bf16"),
+        (None, "h100-1x2", "torch: transformer-engine is not installed"),
+        (INSTALLED, "cpu-1x2", "torch: the cluster is cpu"),
+    ],
+)
+def test_the_plan_states_the_kernels_and_workers_use_them(monkeypatch, installed, cluster, line):
+    made = compiled(monkeypatch, installed, f"cluster={cluster}")
+    assert layers_line(made.plan) == line
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(header(made.plan))
+    assert line in capture.get()
+    assert model_settings(made)["actor"].kernels == line.partition(" ")[0].rstrip(":")
+
+
+def test_the_kernels_do_not_change_the_digest_and_other_backends_have_none(monkeypatch):
+    with_it, without = (compiled(monkeypatch, x, "cluster=h100-1x2").plan for x in (INSTALLED, None))
+    assert with_it.layers != without.layers
+    assert with_it.digest == without.digest
+    assert compile_recipe(RECIPE, []).plan.layers == ()
+
+
+def test_kernels_of_a_backend_that_has_no_others_are_refused():
+    message = "models.actor.kernels is torch, but the torch backend computes with the modules of transformers"
+    with pytest.raises(PlanError, match=message):
+        compile_plan(grpo(), request(models={"actor": ModelConfig(kernels="torch")}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["cluster=cpu-1x1"], "the cluster is cpu"),
+        (["cluster=h100-1x1", "models.actor.dtype=fp32"], "transformer-engine multiplies fp32 in TF32"),
+    ],
+)
+def test_a_model_that_transformer_engine_does_not_compute_cannot_run(monkeypatch, keys, reason):
+    plan = compiled(monkeypatch, INSTALLED, "models.actor.kernels=transformer_engine", *keys).plan
+    line = f"models.actor.kernels is transformer_engine, but {reason}. Set models.actor.kernels=torch."
+    assert line in plan.unrunnable
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"), [(None, "transformer-engine is not installed"), (OTHER, OTHER.mismatch)]
+)
+def test_a_transformer_engine_that_is_missing_is_refused_before_anything_starts(
+    monkeypatch, installed, reason
+):
+    keys = ["models.actor.kernels=transformer_engine", "models.actor.gen.engine=embedded"]
+    made = compiled(monkeypatch, installed, "cluster=h100-1x1", "workers=inproc", *keys)
+    assert made.plan.unrunnable == ()
+    with pytest.raises(BackendError) as error:
+        refuse_unrunnable(made)
+    assert str(error.value) == (
+        f"models.actor.kernels is transformer_engine, but {reason}. Run pip install "
+        "'hflow[transformer-engine]', or set models.actor.kernels=torch"
+    )
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.10.0", True), ("2.20.2", False), ("1.13", False)])
+def test_megatron_says_which_versions_it_is_made_for(monkeypatch, version, fits):
+    """From the metadata of the installed megatron-core."""
+    real = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: version if name == "transformer-engine" else real(name)
+    )
+    layer_kernels.installed_transformer_engine.cache_clear()
+    found = layer_kernels.installed_transformer_engine()
+    layer_kernels.installed_transformer_engine.cache_clear()
+    assert found is not None
+    assert found.version == version
+    assert (found.mismatch == "") is fits
+    if not fits:
+        assert (
+            f"is made for transformer-engine <2.12.0,>=2.9.0a0, but {version} is installed" in found.mismatch
+        )
+
+
+def test_doctor_names_a_version_that_does_not_fit(monkeypatch):
+    part = doctor.OptionalPart("transformer-engine", "layers", ("typer",), lambda: OTHER.mismatch)
+    finding = doctor._check_optional(part)
+    assert (finding.ok, finding.required) == (False, False)
+    assert finding.detail == f"layers: {OTHER.mismatch}"
+    assert finding.fix == "pip install 'hflow[transformer-engine]'"
