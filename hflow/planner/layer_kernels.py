@@ -1,4 +1,4 @@
-"""`layer_choices`: the kernels of each replica's layers, of backends that have several; the plan states them."""
+"""`layer_choices`: the kernels of the layers of each replica, where there is a choice, for the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of a megatron model's layers, and the choice between them, which needs no torch: a plan states it."""
+"""Kernels of a megatron model's layers, and the choice between them, which a plan states without torch."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ All reading and writing of weights uses this mapping: loading reads a rank's blo
 blocks of all ranks. It follows from the model's dimensions, the rank's position and the kernels of the
 layers, so every rank knows what every other rank holds. Pipeline stages have whole layers, the first stages
 one more if they do not divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary.
-Expert ranks split the experts, which hflow stacks in one tensor for each of their matrices (`backends/common/expert_tensors.py`).
+Expert ranks split the experts, which hflow stacks in one tensor for each of their matrices
+(`backends/common/expert_tensors.py`).
 
 Transformer Engine has other modules, so its parameters have other names: the norm before a linear layer is
 part of it, and each expert has parameters of its own. What it keeps beside parameters (`_extra_state`) is for
