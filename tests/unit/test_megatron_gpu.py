@@ -7,7 +7,9 @@ import pytest
 import torch_kit as kit
 
 from hflow.backends.interface import RankPosition
+from hflow.doctor.gpus import check_layers
 from hflow.planner.backends import factories
+from hflow.types.layer_kernels import install_problem, installed_transformer_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +24,12 @@ def test_a_step_equals_the_cpu(dtype, tolerance):
     wanted, got = (b.train(kit.CALLS["token-mean"], kit.whole(batch), 0) for b in (here, there))
     assert got["loss"] == pytest.approx(wanted["loss"], abs=tolerance)
     assert got["entropy"] == pytest.approx(wanted["entropy"], abs=tolerance)
+
+
+@pytest.mark.skipif(
+    install_problem(installed_transformer_engine()) != "", reason="no Transformer Engine that fits"
+)
+def test_layers_of_transformer_engine_are_those_of_torch():
+    found = list(check_layers("cuda"))
+    assert [finding.name for finding in found] == ["layers", "experts"]
+    assert all(finding.ok for finding in found), found
