@@ -69,7 +69,7 @@ def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]
     for change, read in changed:
         try:
             compiled = compile_read(read, searches=searches)
-        except PlanError as error:
+        except (ConfigError, PlanError) as error:
             rows.append(Changed(change, None, None, None, refusal=str(error)))
             continue
         figures, diff = plan_figures(compiled.plan), diff_plans(before, to_json(compiled.plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hflow.planner.ir import Plan
+from hflow.planner.memory import unknown_models
 from hflow.planner.staleness import splits_batch
 
 SECONDS_PER_HOUR = 3600
@@ -70,7 +71,8 @@ def plan_figures(plan: Plan) -> PlanFigures:
     price = plan.hardware.device.dollars_per_hour if plan.hardware is not None else None
     per_hour = None if price is None else price * cluster.num_devices
     per_step = None if per_hour is None or seconds is None else per_hour * seconds / SECONDS_PER_HOUR
-    peaks = [phase.total for phase in forecast.memory] if forecast is not None else []
+    is_known = forecast is not None and not unknown_models(plan)
+    peaks = [phase.total for phase in forecast.memory] if forecast is not None and is_known else []
     return PlanFigures(
         cluster=cluster.name,
         num_devices=cluster.num_devices,

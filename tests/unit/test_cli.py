@@ -512,6 +512,17 @@ def test_what_if_names_a_change_that_has_no_plan_and_goes_on(monkeypatch, capsys
     assert "needs" in out.partition(f"{changes[0]}: ")[2]
 
 
+def test_what_if_shows_no_memory_of_a_model_whose_sizes_are_unknown(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2"}')
+    changes = ("batch=64", "calibration=nosuch.yaml")
+    options = ("recipes/grpo.py", "cluster=h100-2x8", f"models.actor.path={tmp_path}", "--what-if", *changes)
+    assert hflow(monkeypatch, "plan", *options, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["base"]["peak_bytes"] is None
+    assert shown["changes"][0]["figures"]["peak_bytes"] is None
+    assert shown["changes"][1]["refusal"].startswith("cannot read 'nosuch.yaml'")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

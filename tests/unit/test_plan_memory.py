@@ -46,6 +46,7 @@ from hflow.planner.memory import (
     transfer,
     unknown_models,
 )
+from hflow.planner.memory.capacity import share_text
 from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
@@ -719,6 +720,11 @@ def test_fetched_weights_take_what_is_left_of_the_object_store():
         "actor@gen weights that the object store fetched": store,
         "actor@gen weights for engine processes": 2 * NUM,
     }
+
+
+def test_most_of_some_memory_is_more_than_half_of_it():
+    assert share_text(6, 10) == "Most of it is for"
+    assert share_text(3, 10) == "The largest part is for"
 
 
 def test_too_little_host_memory_is_refused_and_little_is_warned_about():

@@ -407,6 +407,39 @@ def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_net
     assert gain >= limit.remedies[0].gain - 0.01
 
 
+def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
+    """FSDP lets the critic use a few machines only, on which it no longer waits for the network."""
+    large = (
+        *("cluster=h100-64x8", "model@models.actor=llama-3.1-70b", "models.actor.path=null"),
+        *("models.actor.gen.engine=vllm", "nodes.actor_gen.max_tokens=1024"),
+        *("workload.prompt=200", "workload.response_mean=400"),
+    )
+    plan = compile_recipe(RECIPES / "ppo.py", large, with_limits=True).plan
+    assert plan.forecast is not None
+    first = plan.forecast.limits[0]
+    assert first.cause == "models that are divided over data alone cannot use more devices well"
+    settings = [f"{key}={value}" for key, value in first.remedies[0].settings]
+    followed = compile_recipe(RECIPES / "ppo.py", (*large, *settings)).plan
+    assert followed.forecast is not None
+    gain = 1 - followed.forecast.candidates[0].seconds / plan.forecast.candidates[0].seconds
+    assert gain >= first.remedies[0].gain - 0.01 > 0.5
+
+
+def test_the_fullest_stage_of_a_model_whose_first_layers_have_no_experts_counts() -> None:
+    """The first stage of DeepSeek-V3 has three dense layers, so the second one is larger."""
+    setting = (
+        *("cluster=h100-32x8", "model@models.actor=deepseek-v3", "models.actor.path=null"),
+        *("models.actor.gen.engine=vllm", "models.actor.backend=megatron", *LENGTHS),
+    )
+    plan = compile_recipe(RECIPES / "grpo.py", setting).plan
+    assert plan.forecast is not None
+    fullest = max(plan.forecast.memory, key=lambda phase: phase.total)
+    assert fullest.total <= (1 - MEMORY_MARGIN) * plan.cluster.memory_bytes
+    assert plan.forecast.candidates[0].memory_bytes == fullest.total
+    stage = plan.replica("actor@train").layout.world // plan.replica("actor@train").layout.pipe
+    assert min(fullest.devices) == stage, "of the second stage"
+
+
 def test_idle_devices_that_nothing_uses_are_named() -> None:
     idle = Limit("train is idle for 40 % of a step", (), ("train",))
     assert limit_text(idle).startswith(

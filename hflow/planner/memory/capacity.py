@@ -28,9 +28,10 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
     if largest is None or largest.total <= capacity:
         return
     name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
+    part = share_text(size, largest.total)
     raise PlanError(
         f"{largest.phase} needs {gib(largest.total)} per device but only {gib(capacity)} is available on "
-        f"{_device_range(largest.devices)}. Most of it is for {name} ({gib(size)}). {advice()}"
+        f"{_device_range(largest.devices)}. {part} {name} ({gib(size)}). {advice()}"
     )
 
 
@@ -50,6 +51,11 @@ def margin_warnings(
 
 def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
     return max(phases, key=lambda phase: phase.total, default=None)
+
+
+def share_text(num_bytes: int, total: int) -> str:
+    """Return how a sentence about the largest item of some memory begins."""
+    return "Most of it is for" if 2 * num_bytes > total else "The largest part is for"
 
 
 def gib(num_bytes: int) -> str:

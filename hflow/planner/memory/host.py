@@ -11,7 +11,7 @@ from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.ir import Plan, Schedule, WeightRoute
 from hflow.planner.memory import activations, transfer
-from hflow.planner.memory.capacity import MEMORY_MARGIN, gib
+from hflow.planner.memory.capacity import MEMORY_MARGIN, gib, share_text
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.items import ItemKey, Items, item
@@ -250,4 +250,4 @@ def _largest(row: HostMemory) -> str:
     """Return the largest item of a machine, and what to change."""
     name, size, _ = max(row.items, key=lambda item: item.num_bytes)
     fix = next((text for end, text in _FIXES.items() if name.endswith(end)), "Set a larger cluster")
-    return f"Most of it is for {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"
+    return f"{share_text(size, row.total)} {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"

@@ -265,11 +265,19 @@ class GroupMemory:
         return self._contexts[key]
 
     def _ranks(self, option: ReplicaOption) -> list[Rank]:
-        """Return the ranks among which the fullest is: those of the first and the last stage."""
+        """Return the ranks among which the fullest is: of the first, the last and the largest stage.
+
+        The largest is another one where the first layers have no experts.
+        """
         shape = self._problem.request.shapes[option.replica.model]
         on_cpu = self._problem.cluster.device == "cpu"
-        stages = sorted({0, option.layout.pipe - 1})
-        return [Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu) for stage in stages]
+        stages = range(option.layout.pipe if shape.experts else min(option.layout.pipe, 1))
+        ranks = [
+            Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu)
+            for stage in sorted({*stages, option.layout.pipe - 1})
+        ]
+        largest = max(ranks, key=lambda rank: rank.sizes.total).stage if shape.experts else 0
+        return [rank for rank in ranks if rank.stage in (0, largest, option.layout.pipe - 1)]
 
     def _held(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, is_apart: bool

@@ -102,13 +102,14 @@ def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tu
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:
         return ()
+    limits = []
+    for what, settings in _parallel(basis, forecast):  # other devices may be best with another backend
+        limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
     if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
         basis = replace(basis, searched=replace(basis.searched, placement=devices))
-    limits = []
-    for what, settings in (*_changes(basis), *_parallel(basis, forecast)):
-        remedies = _remedies([(settings, basis.period(settings))], before)
-        limits += [Limit(what, (remedy,)) for remedy in remedies]
+    for what, settings in _changes(basis):
+        limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
     idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
     if idle:
         shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
@@ -143,7 +144,11 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield backends that divide layers, if training waits for the network and the planner may choose."""
+    """Yield backends that divide layers, where training waits for the network or devices are idle.
+
+    Devices may be idle because a model that divides its data alone can use no more of them, whatever limits
+    its own seconds. That is tried where the planner chose the plan.
+    """
     assert forecast.period is not None
     slowest = max(forecast.period.cycle, key=lambda step: step.seconds).node
     limit = next((row.limit for row in forecast.times if row.node == slowest), None)
@@ -151,8 +156,12 @@ def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[s
     backends = {
         key: name for key, name in other_backends(basis.graph, basis.request) if key.endswith(".backend")
     }
-    if basis.searched is not None and trains and limit == NETWORK and backends:
+    if basis.searched is None or not backends:
+        return
+    if trains and limit == NETWORK:
         yield f"{slowest} waits for the network for most of its seconds", backends
+    elif any(share > MUCH_IDLE for _, share in forecast.period.idle):
+        yield "models that are divided over data alone cannot use more devices well", backends
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:
