@@ -78,11 +78,12 @@ chaos: env
 	$(BIN)/python tests/fault/inproc_chaos.py --kills $(N) --out benchmarks/results/chaos-inproc.json
 	$(BIN)/python tests/fault/chaos.py --faults $(N) --out benchmarks/results/chaos.json
 
-# Tests marked gpu, then small runs on all GPUs, whose results go to build/gpu-check.json.
+# Tests marked gpu, then small runs on all GPUs, whose results go to build/gpu-check.json. Both run whatever the first
+# one finds. The environment of `make env` has torch for CPUs, so this uses the python3 that has torch for CUDA.
 GPUS ?= $(shell nvidia-smi --list-gpus | wc -l)
 gpu-check:
-	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m hflow doctor --gpus $(GPUS) --json build/gpu-check.json
+	$(PYTHON) -m pytest -m gpu; tests=$$?; \
+	$(PYTHON) -m hflow doctor --gpus $(GPUS) --json build/gpu-check.json && exit $$tests
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

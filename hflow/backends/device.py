@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from hflow.errors import BackendError
+
+# torch 2.13 has new names for some collectives. hflow, FSDP2 and megatron also run with older versions.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
 
 
 def local_device(name: str) -> torch.device:

@@ -80,6 +80,36 @@ TRIAL_RUNS = (
         package="megatron",
     ),
     TrialRun(
+        "megatron stages",
+        "pipeline stages, whose state is in host memory between nodes",
+        (
+            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}t1p2"),
+            "models.actor.offload=all",
+        ),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "megatron context",
+        "context ranks",
+        (_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}c2"),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "megatron experts",
+        "expert ranks",
+        (
+            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{n}e2"),
+            *("model@models.actor=tiny-qwen3-moe", "models.actor.path=null"),
+        ),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
         "collective",
         "new weights by broadcasts from device to device",
         (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=collective"),

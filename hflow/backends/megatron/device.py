@@ -28,8 +28,6 @@ def prepare(name: str) -> torch.device:
         from hflow.backends.megatron import cpu_shim
 
         cpu_shim.install(device.type)
-    # Megatron uses the old names of some collectives.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     with warnings.catch_warnings():
         # Megatron warns about every accelerator library that is not installed.
         warnings.simplefilter("ignore")
