@@ -77,7 +77,7 @@ class GenConfig:
     layout: str | None = None
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None
-    """Device group of the generating replica; null: the plan decides."""
+    """Device group of the generating replica, or several, as in `a,b`; null: the plan decides."""
     transport: Literal["auto", "store", "disk", "shared", "collective", "ipc"] = "auto"
     """How new weights reach engines that do not share the trainer's memory. `store`: Ray's object store.
     `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
@@ -134,8 +134,8 @@ class ModelConfig:
     layout: str | None = None
     """Layout of the replica that trains or infers, such as `d2t2p1`; null: the plan decides."""
     group: str | None = None
-    """Device group of that replica; replicas of one group share its devices and take turns. null: the plan
-    decides."""
+    """Device group of that replica, or several, as in `a,b`; replicas of one group share its devices and take
+    turns. null: the plan decides."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
     CUDA and fp32 on CPUs. An optimizer's weights and moments are fp32."""

@@ -51,9 +51,9 @@ class PlanOverlay:
     saves: tuple[tuple[str, str], ...] = ()
     """Nodes that save a model: (name, model)."""
     orders: tuple[tuple[str, Edge], ...] = ()
-    """Order edges, each with its device group."""
+    """Order edges, each with its device groups."""
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Device groups: title and nodes. A node is in at most one group."""
+    """Sets of device groups: title and nodes. A node is in at most one set."""
 
 
 _NO_OVERLAY = PlanOverlay()

@@ -25,7 +25,7 @@ from hflow.planner.serialise import is_left_out, rows_digest, to_json
 from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.validation import from_mapping
 
-FORMAT = 2
+FORMAT = 3
 """Format of plan files. It is raised when rows change so that older files cannot be compared."""
 
 _NOTES = ("warnings", "engines", "attention", "layers", "unrunnable")

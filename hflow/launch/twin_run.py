@@ -41,7 +41,8 @@ from hflow.planner.backends import (
 from hflow.planner.cluster import device_of
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
-from hflow.planner.placement.placement_setting import GEN_SUFFIX, replace_layout
+from hflow.planner.placement.placement_setting import replace_layout
+from hflow.planner.placement.replicas import GEN_SUFFIX
 from hflow.planner.unused_keys import without_unused_keys
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair

@@ -6,7 +6,7 @@ depends on nothing else of the plan, so tests can write one by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,15 +51,27 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A set of devices whose replicas take turns. Each device has one worker, with the same index."""
+    """Devices with the same replicas, which take turns. Each device has one worker, with the same index.
+
+    Groups are disjoint. A replica on devices that others use only in part is in several groups.
+    """
 
     name: str
     devices: tuple[int, ...]
 
 
+def devices_of(groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
+    """Return the devices of a replica's groups, in the order in which it uses them.
+
+    Those of several groups are in ascending order, so that neighbouring ranks are on the same machine.
+    """
+    devices = tuple(device for group in groups for device in group.devices)
+    return devices if len(groups) == 1 else tuple(sorted(devices))
+
+
 @dataclass(frozen=True)
 class Replica:
-    """One copy of a model's weights on a device group: `actor@train`, `actor@gen`, `ref@infer`."""
+    """One copy of a model's weights on one or more device groups: `actor@train`, `actor@gen`, `ref@infer`."""
 
     name: str
     model: str
@@ -67,7 +79,8 @@ class Replica:
     backend: str
     """The training backend, such as `torch`, or the generation engine, such as `embedded`."""
     layout: Layout
-    group: str
+    groups: tuple[str, ...]
+    """The device groups that it uses, in the order of their first devices."""
     workers: tuple[int, ...]
     """rank -> worker index."""
     heads: tuple[int, ...]
@@ -120,9 +133,9 @@ class Placement:
     """The workers that one node runs on."""
 
     node: str
-    group: str | None
-    """The device group in whose order it runs, or on which it runs as samples arrive; None for per-sample and
-    per-group computes."""
+    groups: tuple[str, ...]
+    """The device groups in whose order it runs, or on which it runs as samples arrive; empty for per-sample
+    and per-group computes."""
     replicas: tuple[str, ...]
     """The replicas that it uses: engines of a generate node, the model of an infer or train node."""
     heads: tuple[int, ...]
@@ -131,9 +144,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class OrderEdge:
-    """Two consecutive nodes in the cyclic order of a group; the last wraps to the first with lag 1."""
+    """Two consecutive nodes in the cyclic order of some groups; the last wraps to the first with lag 1."""
 
-    group: str
+    groups: tuple[str, ...]
     src: str
     dst: str
     lag: int
@@ -277,9 +290,9 @@ class ScheduledNode:
     """Root stream."""
     needs: tuple[str, ...]
     """Nodes that must finish before it for the same sample, group or step (data and overwrite edges)."""
-    group: str | None = None
-    """For a batch node: the device group in whose order it runs. For any other node: the devices on which it
-    runs as samples and groups arrive, outside that order. None: it needs no device."""
+    groups: tuple[str, ...] = ()
+    """For a batch node: the device groups in whose order it runs, all at the same time. For any other node:
+    those on which it runs as samples and groups arrive, outside that order. Empty: it needs no device."""
     reads: tuple[str, ...] = ()
     """Models whose weights it reads exactly as they are at the start of the step (lag 1)."""
     writes: tuple[str, ...] = ()
@@ -306,15 +319,16 @@ class Schedule:
     side streams."""
     nodes: tuple[ScheduledNode, ...]
     orders: tuple[tuple[str, tuple[str, ...]], ...]
-    """Device group -> its batch nodes in cyclic order."""
+    """Device group -> its batch nodes in cyclic order. All orders are parts of one order, so that groups with
+    common nodes cannot wait for each other."""
     shared: tuple[tuple[str, tuple[str, ...]], ...]
-    """Device group -> generation replicas that share it with batch nodes: each cycle starts with their
-    turn."""
+    """Device group -> generation replicas that share devices with batch nodes, in this group or in another
+    of theirs: each cycle of these groups starts with their turn."""
     num_steps: int
     """0 where nothing is learned: every stream is evaluated once."""
-    publishers: tuple[tuple[str, str], ...] = ()
-    """Generation replica whose weights change and that shares no group with batch nodes -> the group that
-    trains and publishes these weights."""
+    publishers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Generation replica whose weights change and that shares no group with batch nodes -> the groups that
+    train and publish these weights."""
     settings: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 

@@ -58,29 +58,28 @@ def firing_levels(graph: Graph) -> dict[str, Level]:
 
 
 def group_orders(
-    order: Sequence[str], group_of: Mapping[str, str | None]
+    order: Sequence[str], groups_of: Mapping[str, Sequence[str]]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return each group with its batch nodes in cyclic order; groups are in the order of their first node.
 
     Args:
         order: batch nodes in topological order.
-        group_of: batch node -> device group.
+        groups_of: batch node -> the device groups that it runs on.
     """
     nodes: dict[str, list[str]] = {}
     for name in order:
-        group = group_of[name]
-        if group is not None:
+        for group in groups_of[name]:
             nodes.setdefault(group, []).append(name)
     return tuple((group, tuple(names)) for group, names in nodes.items())
 
 
 def order_edges(orders: Iterable[tuple[str, Sequence[str]]]) -> tuple[OrderEdge, ...]:
     """Return the edges of cyclic orders; the last node wraps to the first with lag 1."""
-    edges = []
+    groups_of: dict[tuple[str, str, int], tuple[str, ...]] = {}
     for group, names in orders:
-        edges += [OrderEdge(group, src, dst, 0) for src, dst in pairwise(names)]
-        edges.append(OrderEdge(group, names[-1], names[0], 1))
-    return tuple(edges)
+        for edge in (*((src, dst, 0) for src, dst in pairwise(names)), (names[-1], names[0], 1)):
+            groups_of[edge] = (*groups_of.get(edge, ()), group)
+    return tuple(OrderEdge(groups, *edge) for edge, groups in groups_of.items())
 
 
 def stages(graph: Graph) -> list[list[str]]:

@@ -24,7 +24,7 @@ def replaceable_workers(plan: Plan) -> dict[int, str]:
 def _is_replaceable(worker: int, replica: Replica, plan: Plan) -> bool:
     if replica.role != "gen":
         return False
-    runs_batches = {node.name for node in plan.schedule.nodes if node.level is Level.BATCH or node.group}
+    runs_batches = {node.name for node in plan.schedule.nodes if node.level is Level.BATCH or node.groups}
     if any(worker in placement.heads for placement in plan.placements if placement.node in runs_batches):
         return False
     routes = [route for route in plan.weights if route.dst == replica.name]

@@ -36,17 +36,20 @@ def make_schedule(
     opened_by = {stream.source for stream in roots}
     nodes = [_node(graph, node, levels, at[node.name]) for node in graph.nodes if node.name not in opened_by]
     saves = [_save(graph, model, at[SAVE_PREFIX + model], request, roots[0].name) for model in saved]
-    batch_groups = [group for group, _ in orders]
-    engines = {g: tuple(r.name for r in replicas if r.role == "gen" and r.group == g) for g in batch_groups}
+    with_batches = {group for group, _ in orders}
+    engines = [replica for replica in replicas if replica.role == "gen"]
+    in_turns = [replica for replica in engines if not with_batches.isdisjoint(replica.groups)]
+    turn_groups = (*(group for group, _ in orders), *(group for r in in_turns for group in r.groups))
+    shared = {g: tuple(r.name for r in in_turns if g in r.groups) for g in turn_groups}
     written = written_models(graph)
-    separate = [r for r in replicas if r.role == "gen" and r.group not in batch_groups and r.model in written]
+    separate = [replica for replica in engines if replica not in in_turns and replica.model in written]
     return Schedule(
         streams=tuple(_stream(graph, root, at, request.batch) for root in roots),
         nodes=(*nodes, *saves),
         orders=orders,
-        shared=tuple((group, names) for group, names in engines.items() if names),
+        shared=tuple((group, names) for group, names in shared.items() if names),
         num_steps=request.num_steps if graph.learns else 0,
-        publishers=tuple((r.name, batch_replica(replicas, r.model).group) for r in separate),
+        publishers=tuple((r.name, batch_replica(replicas, r.model).groups) for r in separate),
         settings=request.schedule,
     )
 
@@ -79,7 +82,7 @@ def _node(graph: Graph, node: Node, levels: Mapping[str, Level], placement: Plac
         level=levels[node.name],
         stream=root_stream(graph, node).name,
         needs=_needs(graph, node, levels),
-        group=placement.group if levels[node.name] is Level.BATCH or node.spec.verb == "infer" else None,
+        groups=placement.groups if levels[node.name] is Level.BATCH or node.spec.verb == "infer" else (),
         reads=_distinct(
             edge.model
             for edge in graph.edges
@@ -118,16 +121,37 @@ def _save(graph: Graph, model: str, placement: Placement, request: PlanRequest, 
         level=Level.BATCH,
         stream=stream,
         needs=tuple(node.name for node in graph.nodes if model in node.spec.writes_weights),
-        group=placement.group,
+        groups=placement.groups,
         every=every,
         after=every - 1,
         at_end=True,
     )
 
 
+def shared_groups(schedule: Schedule, replica: str) -> tuple[str, ...]:
+    """Return the groups of a generation replica if it shares devices with batch nodes, or none."""
+    return tuple(group for group, names in schedule.shared if replica in names)
+
+
 def streaming_groups(schedule: Schedule) -> tuple[str, ...]:
     """Return the device groups on which models run as samples and groups arrive."""
-    return _distinct(node.group for node in schedule.nodes if node.level is not Level.BATCH)
+    return _distinct(g for node in schedule.nodes if node.level is not Level.BATCH for g in node.groups)
+
+
+def streaming_queues(schedule: Schedule) -> tuple[tuple[str, tuple[ScheduledNode, ...]], ...]:
+    """Return the nodes that run on devices as samples and groups arrive, by the queue that they wait in.
+
+    Nodes with common devices wait in the same queue, and so do those that are connected by others. It has the
+    name of the first device group of its first node.
+    """
+    nodes = [node for node in schedule.nodes if node.level is not Level.BATCH and node.groups]
+    queues: list[list[ScheduledNode]] = []
+    for node in nodes:
+        joined = [q for q in queues if any(not set(n.groups).isdisjoint(node.groups) for n in q)]
+        queues = [queue for queue in queues if queue not in joined]
+        queues.append([*(member for queue in joined for member in queue), node])
+    members = (sorted(queue, key=nodes.index) for queue in queues)
+    return tuple((queue[0].groups[0], tuple(queue)) for queue in members)
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:

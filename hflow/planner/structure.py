@@ -96,7 +96,7 @@ def _orders(
     for model in saved:
         writers = [i for i, name in enumerate(batch_nodes) if _writes(graph, name, model)]
         batch_nodes.insert(max(writers) + 1, SAVE_PREFIX + model)
-    return group_orders(batch_nodes, {name: placements[name].group for name in batch_nodes})
+    return group_orders(batch_nodes, {name: placements[name].groups for name in batch_nodes})
 
 
 def _writes(graph: Graph, name: str, model: str) -> bool:

@@ -155,12 +155,13 @@ def _shared_device_reasons(plan: Plan) -> Iterator[str]:
 
     Replicas take turns on shared devices, but such a node must be able to run at any time.
     """
-    engines = {replica.group: replica.name for replica in plan.replicas if replica.role == "gen"}
+    engines = {group: r.name for r in plan.replicas if r.role == "gen" for group in r.groups}
     batch_nodes = {group: names[0] for group, names in plan.schedule.orders}
     for node in plan.schedule.nodes:
-        if node.level is Level.BATCH or node.group is None:
+        if node.level is Level.BATCH:
             continue
-        if (other := engines.get(node.group) or batch_nodes.get(node.group)) is not None:
+        others = (engines.get(group) or batch_nodes.get(group) for group in node.groups)
+        if (other := next(filter(None, others), None)) is not None:
             spec, (replica, *_) = plan.graph.node(node.name).spec, plan.placement(node.name).replicas
             model = plan.replica(replica).model
             yield (

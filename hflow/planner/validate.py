@@ -224,11 +224,13 @@ def plan_warnings(
                     f"device's; set models.{name}.{key}={off}, unless this is a test"
                 )
     for replica in replicas:
-        idle = group_sizes[replica.group] - replica.layout.world
+        size = sum(group_sizes[name] for name in replica.groups)
+        idle = size - replica.layout.world
         if idle:
+            names = " and ".join(map(repr, replica.groups))
             warnings.append(
-                f"{replica.name} uses {replica.layout.world} of the {group_sizes[replica.group]} devices "
-                f"of group {replica.group!r}; the other {idle} are idle during its turn"
+                f"{replica.name} uses {replica.layout.world} of the {size} devices of group "
+                f"{names}; the other {idle} are idle during its turn"
             )
         ranks = axis_lines(replica.layout, replica.role, replica.workers, "tensor")
         machines = max((len({cluster.node_of(worker) for worker in line}) for line in ranks), default=1)

@@ -8,7 +8,7 @@ from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
 from hflow.planner.diff.formatting import device_ranges
-from hflow.planner.ir import SAVE_PREFIX, Plan
+from hflow.planner.ir import SAVE_PREFIX, Plan, devices_of
 
 
 def render_graph(graph: Graph) -> Text:
@@ -31,14 +31,17 @@ def plan_mermaid(plan: Plan) -> str:
 
 def _placed(plan: Plan) -> PlanOverlay:
     saves = [p.node for p in plan.placements if p.node.startswith(SAVE_PREFIX)]
-    groups = {
-        f"group {group.name}: devices {device_ranges(group.devices)}": tuple(
-            placement.node for placement in plan.placements if placement.group == group.name
-        )
-        for group in plan.groups
-    }
+    group_of = {group.name: group for group in plan.groups}
+    sets = [(group.name,) for group in plan.groups]
+    groups: dict[str, tuple[str, ...]] = {}
+    for names in dict.fromkeys((*sets, *(p.groups for p in plan.placements if p.groups))):
+        devices = device_ranges(devices_of([group_of[name] for name in names]))
+        title = f"group{'s' * (len(names) > 1)} {' and '.join(names)}: devices {devices}"
+        groups[title] = tuple(p.node for p in plan.placements if p.groups == names)
     return PlanOverlay(
         saves=tuple((name, name.removeprefix(SAVE_PREFIX)) for name in saves),
-        orders=tuple((row.group, Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order),
+        orders=tuple(
+            (" and ".join(row.groups), Edge(EdgeKind.ORDER, row.src, row.dst, row.lag)) for row in plan.order
+        ),
         groups=tuple((title, nodes) for title, nodes in groups.items() if nodes),
     )

@@ -642,7 +642,7 @@ def build_engines(
                 devices=_devices(replica, ranks, devices),
                 cores=tuple(cores) if all(cores) else (),
                 shares_devices=any(
-                    other.group == replica.group and other.name != replica.name
+                    other.name != replica.name and not set(other.groups).isdisjoint(replica.groups)
                     for other in setup.plan.replicas
                 ),
                 receives_weights=replica.name in routed and module is None,

@@ -61,9 +61,9 @@ def small(recipe: str, rows: str) -> list[str]:
     return [*SMALL, rows, *(PPO if recipe == "recipes/ppo.py" else [])]
 
 
-def test_all_four_deployments_are_documented() -> None:
+def test_all_seven_deployments_are_documented() -> None:
     placements = [" ".join(shlex.split(command)) for command in COMMANDS.values()]
-    assert len(placements) == 4
+    assert len(placements) == 7
     assert all("placement=" in command for command in placements)
 
 

@@ -129,7 +129,7 @@ def _memory(plan: Plan, shrink: float) -> Iterator[PhaseMemory]:
     orders = dict(plan.schedule.orders)
     for group in plan.groups:
         half = (len(group.devices) + 1) // 2
-        engines = [r for r in plan.replicas if r.group == group.name and r.role == "gen"]
+        engines = [r for r in plan.replicas if group.name in r.groups and r.role == "gen"]
         resident = tuple(_resident(plan, group.name, unit))
         for devices, factor in ((group.devices[:half], 1.0), (group.devices[half:], 0.5)):
             if not devices:
@@ -152,7 +152,7 @@ def _memory(plan: Plan, shrink: float) -> Iterator[PhaseMemory]:
 
 
 def _resident(plan: Plan, group: str, unit: float) -> Iterator[MemoryItem]:
-    here = [replica for replica in plan.replicas if replica.group == group]
+    here = [replica for replica in plan.replicas if group in replica.groups]
     trained = [replica for replica in here if replica.role == "train"]
     yield MemoryItem("runtime", int(2 * unit), MemoryCategory.RUNTIME)
     for replica in here:
@@ -226,7 +226,7 @@ def _period(plan: Plan) -> Period:
 def _is_in_chain(plan: Plan, node: ScheduledNode) -> bool:
     return (
         node.level is Level.BATCH
-        and node.group is not None
+        and node.groups
         and node.every == 1
         and node.stream == plan.schedule.streams[0].name
     )

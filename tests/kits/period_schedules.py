@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
-from state_script import publishers
+from state_schedules import device_groups, engine_groups
+from state_script import orders_of, publishers
 
 from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
 from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
 
-GROUPS = ("g0", "g1", "g2")
 MODELS = ("actor", "critic")
 SOURCES = {
     "written": ((), ()),
@@ -45,17 +45,15 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
     )
     samples = draw(sample_nodes())
     nodes = draw(batch_nodes(models))
-    orders = tuple((g, tuple(node.name for node in nodes if node.group == g)) for g in GROUPS)
-    orders = tuple(order for order in orders if order[1])
-    homes = {replica: draw(st.sampled_from((None, *(group for group, _ in orders)))) for replica in replicas}
-    shared = tuple((g, tuple(r for r, home in homes.items() if home == g)) for g, _ in orders)
+    orders = orders_of(nodes)
+    shared, apart = draw(engine_groups(list(replicas), [group for group, _ in orders]))
     schedule = Schedule(
         (stream,),
         (*samples, *nodes),
         orders,
-        tuple(row for row in shared if row[1]),
+        shared,
         FEW_STEPS,
-        publishers=publishers([replica for replica, home in homes.items() if home is None], nodes),
+        publishers=publishers(apart, nodes),
         settings=ScheduleConfig(
             sync_every=draw(st.sampled_from((1, 1, 2, 3))),
             max_concurrent=stream.group_size * (stream.batch or 1),
@@ -89,7 +87,7 @@ def batch_nodes(draw: st.DrawFn, generated: tuple[str, ...]) -> list[ScheduledNo
     always = [model for model in MODELS if model in generated]
     others = [model for model in MODELS if model not in generated]
     written = always + draw(st.lists(st.sampled_from(others), unique=True)) if others else always
-    group = st.sampled_from((*GROUPS[: draw(st.integers(1, 3))], None))
+    group = device_groups(draw(st.integers(1, 3)))
     nodes: list[ScheduledNode] = []
     for index in range(draw(st.integers(0 if written else 1, 6))):
         reads = draw(st.lists(st.sampled_from((*MODELS, "teacher")), unique=True, max_size=2))
@@ -107,7 +105,7 @@ def batch_node(
     draw: st.DrawFn,
     name: str,
     earlier: list[ScheduledNode],
-    group: str | None,
+    groups: tuple[str, ...],
     reads: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
 ) -> ScheduledNode:
@@ -115,7 +113,7 @@ def batch_node(
     names = st.sampled_from([node.name for node in earlier])
     needs = tuple(draw(st.lists(names, unique=True, max_size=2))) if earlier else ()
     every, after = draw(st.sampled_from((1, 1, 1, 1, 2, 3))), draw(st.integers(0, 3))
-    return ScheduledNode(name, Level.BATCH, "roll", needs, group, reads, writes, every=every, after=after)
+    return ScheduledNode(name, Level.BATCH, "roll", needs, groups, reads, writes, every=every, after=after)
 
 
 def settled_period(timed: Timed, expected: float) -> float:

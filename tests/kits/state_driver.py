@@ -13,6 +13,7 @@ from typing import Any
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode
+from hflow.planner.schedule import streaming_queues
 from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
 from hflow.runtime.state.firing_rules import evaluation_due, node_fires
@@ -96,7 +97,10 @@ class World:
         self.nodes = {node.name: node for node in schedule.nodes}
         self.streams = {stream.name: stream for stream in schedule.streams}
         self.trained = schedule.streams[0]
-        self.device_of = {r: g for g, replicas in schedule.shared for r in replicas}
+        self.devices_of: dict[str, set[str]] = defaultdict(set)
+        for device, replicas in schedule.shared:
+            for replica in replicas:
+                self.devices_of[replica].add(device)
         self.models_of: dict[str, set[str]] = defaultdict(set)
         for stream in schedule.streams:
             for replica in stream.replicas:
@@ -106,7 +110,7 @@ class World:
         }
         self.bag: list[ev.Event | Generating] = []
         self.trace: list[ev.Instruction] = []
-        self.engine = dict.fromkeys((*self.models_of, *self.device_of), "asleep")
+        self.engine = dict.fromkeys((*self.models_of, *self.devices_of), "asleep")
         self.version = dict.fromkeys(self.engine, -1)
         self.waking: dict[str, int] = {}
         self.level: dict[str, SleepLevel] = {}
@@ -124,6 +128,7 @@ class World:
         self.done: set[tuple[str, int]] = set()
         self.running: dict[str, str] = {}
         self.in_streaming: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self.queue_of = {n.name: queue for queue, nodes in streaming_queues(schedule) for n in nodes}
         self.num_fired: Counter[str] = Counter()
         self.in_flight: set[tuple[str, int]] = set()
         self.steps_done: list[int] = []
@@ -322,10 +327,12 @@ class World:
                 self.feed(entry)
             case ev.NodeDone(node, key) if self.nodes[node].level is Level.BATCH:
                 self.done.add((node, key))
-                del self.running[self.nodes[node].group or node]
+                for group in self.nodes[node].groups or (node,):
+                    assert self.running.pop(group) == node
                 self.feed(entry)
             case ev.NodeDone(node, key) | ev.NodeFailed(node, key) if node in self.nodes:
-                self.in_streaming[self.nodes[node].group or ""].discard((node, key))
+                for group in self.nodes[node].groups:
+                    self.in_streaming[group].discard((node, key))
                 self.feed(entry)
             case _:
                 self.feed(entry)
@@ -419,11 +426,13 @@ class World:
 
     def _do_RunStreamingInference(self, what: ev.RunStreamingInference) -> None:
         node = self.nodes[what.node]
-        assert node.group is not None
-        assert not self.in_streaming[node.group], f"{node.group} is on {self.in_streaming[node.group]}"
-        assert what.number == self.num_fired[node.group]
-        self.num_fired[node.group] += 1
-        self.in_streaming[node.group] = {(what.node, key) for key in what.keys}
+        assert node.groups
+        for group in node.groups:
+            assert not self.in_streaming[group], f"{group} is on {self.in_streaming[group]}"
+            self.in_streaming[group] = {(what.node, key) for key in what.keys}
+        queue = self.queue_of[what.node]
+        assert what.number == self.num_fired[queue]
+        self.num_fired[queue] += 1
         size = self.streams[node.stream].group_size
         named = [s if node.level is Level.SAMPLE else s // size for s in what.samples]
         assert tuple(dict.fromkeys(named)) == what.keys
@@ -515,12 +524,13 @@ class World:
 
     def _do_RunBatch(self, what: ev.RunBatch) -> None:
         node = self.nodes[what.node]
-        group = node.group or node.name
+        groups = node.groups or (node.name,)
         self._fire(what.node, what.step)
-        assert group not in self.running, f"{group} is on {self.running.get(group)}"
+        for group in groups:
+            assert group not in self.running, f"{group} is on {self.running.get(group)}"
         assert what.step in self.batches[node.stream]
-        for replica, device in self.device_of.items():
-            assert device != group or self.engine[replica] == "asleep"
+        for replica, devices in self.devices_of.items():
+            assert devices.isdisjoint(groups) or self.engine[replica] == "asleep"
         for need in node.needs:
             if need in self.nodes and self.nodes[need].level is Level.BATCH:
                 assert (need, what.step) in self.done or not self._fires(need, what.step)
@@ -532,7 +542,7 @@ class World:
                 continue
             assert version == self.version[replica] or self.models_of[replica].isdisjoint(node.writes)
         self._check_lead(node, what.step)
-        self.running[group] = node.name
+        self.running |= dict.fromkeys(groups, node.name)
         self.bag.append(ev.NodeDone(what.node, what.step))
 
     def _check_lead(self, node: ScheduledNode, step: int) -> None:
@@ -552,7 +562,7 @@ class World:
 
     def _do_Wake(self, what: ev.Wake) -> None:
         assert self.engine[what.replica] == "asleep"
-        assert self.device_of.get(what.replica) not in self.running
+        assert self.running.keys().isdisjoint(self.devices_of.get(what.replica, ()))
         if self.level.get(what.replica) is SleepLevel.DROP_WEIGHTS:
             assert what.version > self.version[what.replica], "weights that were dropped do not come back"
         if what.replica in self.separate:
@@ -592,7 +602,7 @@ class World:
         is_stopping = self.state.parts.progress.is_stopping
         if not (self.schedule.settings.interrupt or is_stopping) and what.replica in self.trained.replicas:
             assert not any(name == self.trained.name for name, _ in self.in_flight)
-        assert (what.level is SleepLevel.PAUSE) == (what.replica not in self.device_of)
+        assert (what.level is SleepLevel.PAUSE) == (what.replica not in self.devices_of)
         self.level[what.replica] = what.level
         self.engine[what.replica] = "sleeping"
         self.bag.append(ev.Asleep(what.replica))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from state_script import changed, publishers
+from state_script import changed, orders_of, publishers
 
 from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
@@ -23,7 +23,7 @@ def sample_nodes(draw: st.DrawFn, stream: str, source: str, most: int) -> list[S
         needs = draw(st.lists(st.sampled_from(earlier), unique=True, max_size=3))
         level = draw(st.sampled_from((Level.SAMPLE, Level.GROUP)))
         keep = draw(st.booleans())
-        station = draw(st.sampled_from((None, None, "s0", "s1")))
+        station = draw(st.sampled_from(((), (), ("s0",), ("s1",), ("s0", "s1"))))
         nodes.append(
             ScheduledNode(f"{stream}_{level}{index}", level, stream, tuple(needs), station, keep=keep)
         )
@@ -74,13 +74,36 @@ def side_streams(draw: st.DrawFn, index: int) -> ScheduledStream:
     )
 
 
+def device_groups(num: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """One of the first groups, no group, or several of them."""
+    groups = GROUPS[:num]
+    one = st.sampled_from((*((group,) for group in groups), ()))
+    some = st.lists(st.sampled_from(groups), unique=True, min_size=1)
+    return one | some.map(lambda names: tuple(sorted(names)))
+
+
+@st.composite
+def engine_groups(
+    draw: st.DrawFn, replicas: list[str], with_batches: list[str]
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], list[str]]:
+    """Engines on groups with batch nodes, on some of which may be nothing else, and engines apart."""
+    homes: dict[str, list[str]] = {}
+    for replica in replicas:
+        some = draw(st.lists(st.sampled_from(with_batches), unique=True, max_size=2)) if with_batches else []
+        more = draw(st.sampled_from(([], [], ["spare"]))) if some else []
+        homes[replica] = [*some, *more]
+    groups = (*with_batches, "spare")
+    shared = tuple((g, tuple(r for r, home in homes.items() if g in home)) for g in groups)
+    return tuple(row for row in shared if row[1]), [r for r, home in homes.items() if not home]
+
+
 @st.composite
 def batch_nodes(
     draw: st.DrawFn, streams: list[ScheduledStream], before: list[ScheduledNode], saves: bool = False
 ) -> list[ScheduledNode]:
     """Computes and readers first, then one writer a model, bound to all readers of that model."""
     nodes: list[ScheduledNode] = []
-    group = st.sampled_from((*GROUPS[: draw(st.integers(1, 3))], None))
+    group = device_groups(draw(st.integers(1, 3)))
     for index in range(draw(st.integers(0, 5))):
         stream = draw(st.sampled_from(streams)).name
         earlier = [n.name for n in (*before, *nodes) if n.stream == stream]
@@ -135,19 +158,14 @@ def schedules(draw: st.DrawFn, saves: bool = False) -> Schedule:
     streams += [draw(side_streams(index)) for index in range(draw(st.integers(0, 2)))]
     before = [n for s in streams for n in draw(sample_nodes(s.name, s.source, 4 if s.batch else 2))]
     batch = draw(batch_nodes(streams, before, saves))
-    orders = tuple((g, tuple(n.name for n in batch if n.group == g)) for g in GROUPS)
-    orders = tuple(order for order in orders if order[1])
+    orders = orders_of(batch)
     replicas = list(dict.fromkeys(name for stream in streams for name in stream.replicas))
-    homes = [draw(st.sampled_from((None, *(g for g, _ in orders)))) for _ in replicas]
-    shared = tuple(
-        (g, tuple(r for r, home in zip(replicas, homes, strict=True) if home == g)) for g, _ in orders
-    )
-    apart = [name for name, home in zip(replicas, homes, strict=True) if home is None]
+    shared, apart = draw(engine_groups(replicas, [group for group, _ in orders]))
     return Schedule(
         streams=tuple(streams),
         nodes=(*before, *batch),
         orders=orders,
-        shared=tuple(row for row in shared if row[1]),
+        shared=shared,
         num_steps=draw(st.integers(1, 6)),
         publishers=publishers(apart, batch) if draw(st.sampled_from((True, True, True, False))) else (),
         settings=ScheduleConfig(

@@ -26,12 +26,17 @@ def group(name: str, *needs: str, keep: bool = False, stream: str = "gen") -> Sc
 
 
 def arriving(name: str, on: str, *needs: str, level: Level = Level.GROUP) -> ScheduledNode:
-    """A model that runs as samples or groups arrive."""
-    return ScheduledNode(name, level, "gen", needs, on)
+    """A model that runs as samples or groups arrive on devices, as in `batch`."""
+    return ScheduledNode(name, level, "gen", needs, split(on))
 
 
 def batch(name: str, on: str | None, *needs: str, stream: str = "gen", **more: Any) -> ScheduledNode:
-    return ScheduledNode(name, Level.BATCH, stream, needs, on, **more)
+    """A batch node on a device group, or on several, as in `a+b`."""
+    return ScheduledNode(name, Level.BATCH, stream, needs, split(on), **more)
+
+
+def split(groups: str | None) -> tuple[str, ...]:
+    return tuple(groups.split("+")) if groups else ()
 
 
 def generated(size: int = 2, num_groups: int = 2, min_group: int = 1) -> ScheduledStream:
@@ -45,14 +50,19 @@ def encoded(num_groups: int = 2) -> ScheduledStream:
 def schedule(
     streams: list[ScheduledStream], nodes: list[ScheduledNode], *, shared: str = "", **more: int
 ) -> Schedule:
-    """Return a schedule whose node orders are those of `nodes`; the engine shares the group `shared`."""
-    groups = dict.fromkeys(n.group for n in nodes if n.group is not None and n.level is Level.BATCH)
-    orders = tuple((name, tuple(n.name for n in nodes if n.group == name)) for name in groups)
+    """Return a schedule whose node orders are those of `nodes`; the engines share the groups `shared`."""
+    orders = orders_of([node for node in nodes if node.level is Level.BATCH])
     engines = tuple(dict.fromkeys(r for stream in streams for r in stream.replicas))
     separate = publishers(() if shared else engines, nodes)
-    rows = tuple(streams), tuple(nodes), orders, ((shared, engines),) if shared else ()
+    rows = tuple(streams), tuple(nodes), orders, tuple((name, engines) for name in split(shared))
     plain = Schedule(*rows, num_steps=2, publishers=separate, settings=ScheduleConfig(max_concurrent=64))
     return changed(plain, **more)
+
+
+def orders_of(nodes: list[ScheduledNode]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the batch nodes of each group, in their order in the list."""
+    groups = dict.fromkeys(name for node in nodes for name in node.groups)
+    return tuple((name, tuple(node.name for node in nodes if name in node.groups)) for name in groups)
 
 
 def changed(schedule: Schedule, **changes: Any) -> Schedule:
@@ -62,9 +72,11 @@ def changed(schedule: Schedule, **changes: Any) -> Schedule:
     return replace(schedule, settings=settings, **{k: v for k, v in changes.items() if k not in names})
 
 
-def publishers(engines: Iterable[str], nodes: Iterable[ScheduledNode]) -> tuple[tuple[str, str], ...]:
-    """Return separate engines `MODEL@...` with the group of the node that writes their model, if any."""
-    trainers = {model: node.group or node.name for node in nodes for model in node.writes}
+def publishers(
+    engines: Iterable[str], nodes: Iterable[ScheduledNode]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return separate engines `MODEL@...` with the groups of the node that writes their model, if any."""
+    trainers = {model: node.groups or (node.name,) for node in nodes for model in node.writes}
     models = {engine: engine.partition("@")[0] for engine in engines}
     return tuple((engine, trainers[model]) for engine, model in models.items() if model in trainers)
 

@@ -118,8 +118,8 @@ def test_names_from_plans_are_only_text():
         recipe=EVIL,
         warnings=(EVIL,),
         groups=(replace(group, name=EVIL), *others),
-        replicas=tuple(replace(row, group=EVIL) for row in plan.replicas),
-        placements=tuple(replace(row, group=EVIL if row.group else None) for row in plan.placements),
+        replicas=tuple(replace(row, groups=(EVIL,)) for row in plan.replicas),
+        placements=tuple(replace(row, groups=(EVIL,) if row.groups else ()) for row in plan.placements),
     )
     harmless, page = Page(render_page(plan)), Page(render_page(evil))
     assert "img" not in page.tags

@@ -31,7 +31,9 @@ def rlhf() -> Graph:
     return replace(graph, nodes=(*graph.nodes, rew_inf), models=(*graph.models, Model("rm", head="score")))
 
 
-def plan(placement: str, cluster: str = "h100-1x8", graph: Graph | None = None, **changes: object) -> Plan:
+def plan(
+    placement: str | None, cluster: str = "h100-1x8", graph: Graph | None = None, **changes: object
+) -> Plan:
     return compile_plan(graph or rlhf(), request(cluster, batch=64, placement=placement, **changes))
 
 
@@ -40,7 +42,7 @@ def groups(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def placed(plan: Plan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    return {r.name: (r.group, str(r.layout), r.workers) for r in plan.replicas}
+    return {r.name: (",".join(r.groups), str(r.layout), r.workers) for r in plan.replicas}
 
 
 def refused(message: str, placement: str, cluster: str = "h100-1x8", **changes: object) -> None:
@@ -77,6 +79,73 @@ def test_critic_and_reward_model_colocated():
     orders = dict(made.schedule.orders)
     assert set(orders["critic"]) == {"critic_inf", "rew_inf", "gae", "critic_train", "save.critic"}
     assert dict(made.schedule.shared) == {"actor": ("actor@gen",)}
+
+
+def test_engines_on_the_devices_of_two_trainers():
+    made = plan("actor.gen=all:d4t2 actor,ref=0-3 critic,rm=4-7")
+    assert groups(made) == {"actor": LOW, "critic": HIGH}
+    assert placed(made)["actor@gen"] == ("actor,critic", "d4t2p1", (*LOW, *HIGH))
+    assert made.schedule.shared == (("actor", ("actor@gen",)), ("critic", ("actor@gen",)))
+    assert made.schedule.publishers == ()
+    assert [route.how for route in made.weights] == ["pull"]
+
+
+def test_a_trainer_on_the_devices_of_two_models():
+    """It occupies both groups, each in the order that all nodes have together."""
+    made = plan("actor,actor.gen=all critic,rm=0-3 ref=4-7")
+    assert placed(made)["actor@train"] == ("critic,ref", "d8t1p1", (*LOW, *HIGH))
+    orders = dict(made.schedule.orders)
+    both = [name for name in orders["critic"] if name in orders["ref"]]
+    assert both == ["actor_inf", "actor_train", "save.actor"]
+    assert both == [name for name in orders["ref"] if name in orders["critic"]]
+    node = next(node for node in made.schedule.nodes if node.name == "actor_train")
+    assert node.groups == made.placement("actor_train").groups == ("critic", "ref")
+    assert [route.how for route in made.weights] == ["gather"]
+    last = [edge for edge in made.order if edge.src == "actor_train"]
+    assert [(edge.groups, edge.dst) for edge in last] == [(("critic", "ref"), "save.actor")]
+
+
+def test_groups_of_overlapping_sets_have_readable_names():
+    made = plan("actor=0-3 critic=2-5 ref,rm=7 actor.gen=0-6")
+    assert groups(made) == {
+        "actor": (0, 1),
+        "actor+critic": (2, 3),
+        "critic": (4, 5),
+        "actor.gen": (6,),
+        "ref": (7,),
+    }
+    assert placed(made)["actor@gen"][0] == "actor,actor+critic,critic,actor.gen"
+    # The device that only the engine uses sleeps with the others.
+    assert dict(made.schedule.shared)["actor.gen"] == ("actor@gen",)
+    assert "actor.gen" not in dict(made.schedule.orders)
+
+
+def test_ranks_on_several_groups_are_in_the_order_of_devices():
+    """So that tensor ranks are neighbours, although groups alternate."""
+    made = plan("actor.gen=all:d2t4 actor,ref=0-1,4-5:d1t4 critic,rm=2-3,6-7:d1t4", "h100-2x4")
+    assert placed(made)["actor@gen"][2] == (*LOW, *HIGH)
+
+
+def test_keys_can_name_several_groups():
+    models = {
+        "actor": model_config(group="a", gen_group="a,b"),
+        "critic": model_config(group="b"),
+        "ref": model_config(group="a"),
+        "rm": model_config(group="b"),
+    }
+    made = plan(None, models=models, groups={"a": LOW, "b": HIGH})
+    same = plan("actor,ref=0-3 critic,rm=4-7 actor.gen=all")
+    assert made.schedule.shared == (("a", ("actor@gen",)), ("b", ("actor@gen",)))
+    assert [r.workers for r in made.replicas] == [r.workers for r in same.replicas]
+    with pytest.raises(PlanError, match=r"in groups a and b, which have no devices yet; set groups\.a and"):
+        plan(None, models=models)
+    models["critic"] = model_config(group="b,b")
+    with pytest.raises(PlanError, match=r"models\.critic\.group=b,b is not understood; list each group once"):
+        plan(None, models=models, groups={"a": LOW, "b": HIGH})
+
+
+def test_a_layout_that_reaches_no_device_of_a_group_is_refused():
+    refused("none of group 'critic' (4-7)", "actor.gen=all:d4 actor,ref=0-3 critic,rm=4-7")
 
 
 def test_all_colocated():
@@ -192,8 +261,9 @@ NAMES = "(known: actor, actor.gen, critic, ref, rm)"
         ),
         ("actor=actor", "placement: 'actor=actor' refers back to itself; name devices, as in actor=0-3"),
         (
-            "actor=0-3 critic=2-5",
-            "placement: 'actor=0-3' and 'critic=2-5' share only some of their devices (2-3)",
+            "actor=0-3:d2 critic=2-5",
+            "actor@train: layout d2t1p1 uses devices 0-1, but none of group 'actor+critic' (2-3); give it "
+            "the devices that it uses, as in placement='... actor=0-1'",
         ),
         (
             "ref=4-7",

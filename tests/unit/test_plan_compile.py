@@ -52,7 +52,7 @@ def test_named_groups_share_the_cluster_out():
         "gen": tuple(range(8, 16)),
     }
     assert plan.replica("actor@gen").workers == tuple(range(8, 16))
-    assert plan.replica("ref@infer").group == "train"
+    assert plan.replica("ref@infer").groups == ("train",)
     assert plan.schedule.shared == ()
 
 
@@ -75,7 +75,7 @@ def test_batch_nodes_of_a_group_run_in_topological_order_and_wrap_with_lag_one()
     assert order[order.index("critic_train") + 1] == "save.critic"
     assert order[-2:] == ("actor_train", "save.actor")
     wrap = [edge for edge in plan.order if edge.lag == 1]
-    assert wrap == [OrderEdge(group, order[-1], order[0], 1)]
+    assert wrap == [OrderEdge((group,), order[-1], order[0], 1)]
     assert [(e.src, e.dst) for e in plan.order if e.lag == 0] == list(pairwise(order))
 
 
@@ -98,7 +98,7 @@ def test_a_batch_compute_without_batch_inputs_runs_in_its_readers_group():
     models = {"actor": model_config(layout="d1", group="train", gen_group="gen")}
     graph = without(grpo(), "ref_inf")
     plan = compile_plan(graph, request("cpu-1x2", models=models))
-    assert plan.placement("group_advantage").group == "train"
+    assert plan.placement("group_advantage").groups == ("train",)
     assert plan.placement("group_advantage").heads == plan.replica("actor@train").workers
     assert plan.placement("score").heads == plan.replica("actor@gen").heads
 
@@ -108,7 +108,7 @@ def test_per_group_inference_runs_as_groups_arrive_where_a_keep_waits_for_it():
     plan = compile_plan(agent(), request())
     assert node_of(plan, "rew_inf").level is Level.GROUP
     assert node_of(plan, "total").level is Level.SAMPLE
-    assert plan.placement("rew_inf").group == node_of(plan, "rew_inf").group == "all"
+    assert plan.placement("rew_inf").groups == node_of(plan, "rew_inf").groups == ("all",)
     assert not any("rew_inf" in names for _, names in plan.schedule.orders)
     assert plan.placement("rew_inf").replicas == ("rm@infer",)
     assert plan.rule("rew_inf").by_group
@@ -187,7 +187,7 @@ def test_models_are_saved_after_their_writer(save_every, every, after):
     plan = compile_plan(grpo(), request(save_every=save_every))
     save = node_of(plan, "save.actor")
     assert (save.every, save.after, save.at_end) == (every, after, True)
-    assert (save.needs, save.group) == (("actor_train",), "all")
+    assert (save.needs, save.groups) == (("actor_train",), ("all",))
     assert plan.rule("save.actor").fields == ()
 
 

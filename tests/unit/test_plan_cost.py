@@ -355,7 +355,7 @@ def test_machines_of_the_ranks_of_each_axis():
     def axes(role, text):
         layout = Layout.parse(text)
         heads = tuple(layout.heads(rank_order(role)))
-        replica = Replica("m", "m", role, "torch", layout, "all", eight, heads)
+        replica = Replica("m", "m", role, "torch", layout, ("all",), eight, heads)
         return [axis_ranks(replica, axis, cluster, TOY) for axis in ("data", "tensor", "pipe")]
 
     assert axes("train", "d2t4") == [RankPlacement(1, 2), RankPlacement(4, 1), RankPlacement(1, 1)]

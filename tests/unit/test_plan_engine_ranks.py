@@ -100,7 +100,7 @@ def test_rows_of_fsdp_are_near_the_half_that_contains_them():
 def test_without_a_gain_ranks_stay_in_the_order_of_devices(actor):
     plan = planned(actor)
     gen, (route,) = plan.replica("actor@gen"), plan.weights
-    devices = next(group.devices for group in plan.groups if group.name == gen.group)
+    devices = next(group.devices for group in plan.groups if (group.name,) == gen.groups)
     assert (gen.workers, route.saved_bytes) == (devices, 0)
 
 

@@ -92,7 +92,7 @@ def misfit(file: Path, *overrides: str) -> str:
 
 def test_a_plan_file_holds_recipe_configuration_and_plan(checkout: Path):
     values = json.loads(lock("seed=3").read_text())
-    assert (values["format"], values["recipe"]) == (2, "recipes/small.py")
+    assert (values["format"], values["recipe"]) == (3, "recipes/small.py")
     assert (values["config"]["steps"], values["config"]["seed"]) == (7, 3)
     assert values["plan"]["digest"] == launch.plan("recipes/small.py", ["seed=3"]).digest
 
@@ -219,12 +219,12 @@ def test_unknown_keys_are_refused(checkout: Path):
         ("[1]", "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
         ('{"digest": "0"}', "lock.json is not a plan file; `hflow plan RECIPE --json` prints one"),
         (
-            '{"format": 3}',
-            "lock.json has format 3, but this version of hflow reads format 2",
+            '{"format": 4}',
+            "lock.json has format 4, but this version of hflow reads format 3",
         ),
-        ('{"format": 2, "recipe": "a.py"}', "lock.json is not a plan file: its 'config' is missing"),
+        ('{"format": 3, "recipe": "a.py"}', "lock.json is not a plan file: its 'config' is missing"),
         (
-            '{"format": 2, "recipe": "a.py", "config": {}, "plan": {}}',
+            '{"format": 3, "recipe": "a.py", "config": {}, "plan": {}}',
             "lock.json: this plan was written by another version of hflow",
         ),
     ],

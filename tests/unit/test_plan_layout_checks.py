@@ -25,7 +25,7 @@ EVEN = replace(QWEN_7B, num_kv_heads=28, intermediate=28 * 64, vocab=28 * 64)
 
 
 def check(layout, shape=QWEN_7B, backend="megatron", role="train"):
-    actor = Replica(f"actor@{role}", "actor", role, backend, Layout.parse(layout), "all", (), ())
+    actor = Replica(f"actor@{role}", "actor", role, backend, Layout.parse(layout), ("all",), (), ())
     cluster = ClusterSpec("test", "cpu", 1, 1024, 2**30)
     check_layouts((actor,), PlanRequest(cluster, 8, 1, shapes={} if shape is None else {"actor": shape}))
 

@@ -218,6 +218,25 @@ def test_colocated_grpo_takes_the_sum():
     assert dict(found.idle) == {"train": pytest.approx(3 / 70)}  # while the last samples are scored
 
 
+def test_groups_that_overlap_take_the_slower_of_what_they_do_alone():
+    """1 for new weights + 4 to generate + the slower of 3 and 5 + 2 on both."""
+    nodes = [
+        batch("values", "a", reads=("critic",)),
+        batch("ref", "b", reads=("ref",)),
+        batch("train", "a+b", "values", "ref", writes=("actor",)),
+    ]
+    what = schedule([generated(size=1)], nodes, shared="a+b", num_steps=96, max_concurrent=2)
+    seconds = {"gen": 4.0, "values": 3.0, "ref": 5.0, "train": 2.0, ENGINE: 1.0}
+    found = period(what, seconds)
+    assert found.seconds == 12 == pytest.approx(simulate(what, seconds).period())
+    assert dict(found.idle) == {"a": pytest.approx(2 / 12), "b": 0}
+    assert [(slot.node, slot.lane) for slot in found.slots if slot.start == 0] == [
+        (ENGINE, "a"),
+        (ENGINE, "b"),
+    ]
+    assert ("train", 2.0, "weights of actor, 1 step later", 1) in rows(found)
+
+
 def test_synchronous_generation_on_other_devices_takes_the_sum_too():
     found = period(rollout(shared=False), {"gen": 4.0, "train": 5.0, PUBLISH: 0.25, ENGINE: 0.5})
     assert found.seconds == 9.75

@@ -35,7 +35,7 @@ def test_colocated_and_separate_engines(path):
     for plan in (plan_of(path, cluster="cpu-1x2"), plan_of(path, cluster="h100-1x8", apart=True)):
         assert json.loads(json.dumps(to_json(plan)))["digest"] == plan.digest
         batch_nodes = [node.name for node in plan.schedule.nodes if node.level == "batch"]
-        arriving = [node.name for node in plan.schedule.nodes if node.level != "batch" and node.group]
+        arriving = [node.name for node in plan.schedule.nodes if node.level != "batch" and node.groups]
         assert sorted(rule.consumer for rule in plan.rules) == sorted([*batch_nodes, *arriving])
         assert sorted(name for _, names in plan.schedule.orders for name in names) == sorted(batch_nodes)
         assert {p.node for p in plan.placements} >= {node.name for node in plan.graph.nodes}

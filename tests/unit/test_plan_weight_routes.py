@@ -43,7 +43,9 @@ def shape_of(**changes):
 
 
 def replica(role, backend, layout, workers):
-    return Replica(f"actor@{role}", "actor", role, backend, Layout.parse(layout), "all", tuple(workers), ())
+    return Replica(
+        f"actor@{role}", "actor", role, backend, Layout.parse(layout), ("all",), tuple(workers), ()
+    )
 
 
 def cluster(num_nodes=1, devices_per_node=16):

@@ -148,11 +148,13 @@ def test_what_the_user_has_set_is_kept() -> None:
 def test_models_of_a_named_group_share_devices_and_groups_stay_apart() -> None:
     names = ("placement=auto", "models.critic.group=b", "models.actor.gen.group=b")
     plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *names, "models.actor.group=a")).plan
-    assert plan.replica("critic@train").group == plan.replica("actor@gen").group
-    assert plan.replica("critic@train").group != plan.replica("actor@train").group
+    assert plan.replica("critic@train").groups == plan.replica("actor@gen").groups
+    assert plan.replica("critic@train").groups != plan.replica("actor@train").groups
     devices = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *names, "groups.b=[0,1,2]"))
     b = next(group for group in devices.plan.groups if group.devices == (0, 1, 2))
-    assert b.name == devices.plan.replica("critic@train").group == devices.plan.replica("actor@gen").group
+    assert (
+        devices.plan.replica("critic@train").groups == devices.plan.replica("actor@gen").groups == (b.name,)
+    )
     assert not devices.config.groups  # all of them are in the placement
     assert devices.plan.forecast is not None
     assert len(devices.plan.forecast.candidates) > 1
@@ -552,5 +554,5 @@ def test_estimated_bytes_of_new_weights_are_those_of_the_rows(
 
 def _replica(text: str, role: str, backend: str, first: int) -> Replica:
     layout = Layout.parse(text)
-    replica = Replica(f"m@{role}", "m", role, backend, layout, "g", (), ())  # type: ignore[arg-type]
+    replica = Replica(f"m@{role}", "m", role, backend, layout, ("g",), (), ())  # type: ignore[arg-type]
     return on_workers(replica, tuple(range(first, first + layout.world)))

@@ -137,6 +137,21 @@ def test_an_engine_that_shares_a_group_is_idle_with_it():
     assert {span.lane for span in run.generating} == {"g"}
 
 
+def test_an_engine_that_shares_two_groups_is_busy_on_both():
+    """The second group has nothing else to do."""
+    nodes = [batch("train", "g", writes=("actor",))]
+    what = schedule([generated(size=1)], nodes, shared="g+h", num_steps=8)
+    run = simulate_run(what, {"gen": 3.0, "train": 1.0, ENGINE: 1.0})
+    assert dict(run.idle) == {"g": pytest.approx(0.2), "h": pytest.approx(0.4)}
+
+
+def test_a_node_on_two_groups_is_busy_on_both():
+    nodes = [batch("alone", "g"), batch("train", "g+h", "alone", writes=("actor",))]
+    what = schedule([generated(size=1)], nodes, shared="g", num_steps=8)
+    run = simulate_run(what, {"gen": 3.0, "alone": 1.0, "train": 4.0})
+    assert dict(run.idle) == {"g": 0, "h": pytest.approx(0.5)}
+
+
 @pytest.mark.parametrize(("cv", "max_staleness", "share"), [(0.6, 1, 0.54), (1.2, 1, 0.47), (1.2, 4, 0.93)])
 def test_how_much_of_the_limit_staleness_reaches(cv: float, max_staleness: int, share: float):
     """Of the table in docs/async.md: 16 groups of 4 on 64 slots, training as long as generation alone."""

@@ -8,7 +8,7 @@ import pytest
 from state_script import ENGINE, Script, batch, changed, encoded, generated, group, grpo, sample, schedule
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import SAVE_PREFIX, ScheduledNode, ScheduledStream
+from hflow.planner.ir import SAVE_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.trained_stream import MIN_FAILED_GROUPS
@@ -219,6 +219,50 @@ def test_actor_and_critic_train_at_once_on_two_groups():
     ]
     assert script.release("critic_train 1") == []
     assert script.release("actor_train 1") == ["step 1", "done"]
+
+
+# -------------------------------------------------------------------------- device sets that overlap in part
+def overlapping(**more: int) -> Schedule:
+    """Engines and actor on groups a and b, on each of which another model runs alone."""
+    nodes = [
+        batch("values", "a", reads=("critic",)),
+        batch("ref", "b", reads=("ref",)),
+        batch("critic_train", "a", "values", writes=("critic",)),
+        batch("actor_train", "a+b", "values", "ref", writes=("actor",)),
+    ]
+    return schedule([generated(size=1)], nodes, shared="a+b", **more)
+
+
+def test_a_node_on_two_groups_waits_for_both_and_occupies_them():
+    script = Script(overlapping(), hold={"values", "ref", "critic_train", "actor_train"})
+    script.run()
+    assert set(script.held) == {"values 0", "ref 0"}, "on the two groups at once"
+    assert script.release("ref 0") == []
+    assert script.release("values 0") == ["critic_train 0"]
+    assert script.release("critic_train 0") == ["actor_train 0"]
+    assert [device.running.name for device in script.state.parts.devices] == ["actor_train"] * 2
+    assert script.release("actor_train 0")[:2] == ["step 0", "wake actor@gen 1"]
+
+
+def test_an_engine_on_two_groups_has_its_turn_when_both_have_reached_it():
+    plan = overlapping()
+    nodes = [*plan.nodes[:-1], batch("actor_train", "b", "ref", writes=("actor",))]
+    plan = schedule(list(plan.streams), nodes, shared="a+b")
+    script = Script(plan, hold={"critic_train"})
+    trace = script.run()
+    assert "actor_train 0" in trace, "while the critic trains"
+    assert "wake actor@gen 1" not in trace
+    assert script.release("critic_train 0")[:2] == ["step 0", "wake actor@gen 1"]
+    assert script.sleep_levels[0] == "DROP_WEIGHTS", "nodes on one of its groups change its weights"
+
+
+def test_a_node_that_does_not_fire_is_skipped_in_all_its_groups():
+    plan = overlapping(num_steps=3)
+    rarely = replace(plan.nodes[-1], name="check", writes=(), every=2, after=1)
+    plan = schedule(list(plan.streams), [*plan.nodes, rarely], shared="a+b", num_steps=3)
+    trace = Script(plan).run()
+    assert [line for line in trace if line.startswith("check")] == ["check 1"]
+    assert trace[-1] == "done"
 
 
 # -------------------------------------------------------------------------- weights

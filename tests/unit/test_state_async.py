@@ -244,6 +244,26 @@ def test_rules_of_staleness_change_nothing_in_a_synchronous_run(what: Schedule, 
     assert all(world.trace == worlds[0].trace for world in worlds)
 
 
+def test_models_with_common_devices_share_a_queue():
+    """`first` and `third` have no common devices, but `second` is between them."""
+    nodes = [
+        arriving("first", "m", "gen"),
+        arriving("second", "m+n", "gen"),
+        arriving("third", "n+o", "gen"),
+        arriving("apart", "p", "gen"),
+        group("keeps", "first", "second", "third", "apart", keep=True),
+        batch("train", "g", writes=("actor",)),
+    ]
+    what = schedule([generated(size=1, num_groups=1)], nodes, num_steps=1, max_concurrent=1)
+    run = Script(what, hold={"first", "second"})
+    assert {line.split()[0] for line in run.run()}.isdisjoint({"second", "third"})
+    assert set(run.held) == {"first on 0"}
+    assert "apart on 0" in run.trace
+    assert [name for name, _ in run.state.parts.streaming.num_runs()] == ["m", "p"]
+    assert run.release("first on 0") == ["second on 0"]
+    assert "third on 0" in run.release("second on 0")
+
+
 def test_samples_that_arrive_during_an_inference_run_together_next():
     nodes = [
         arriving("rm", "m", "gen"),
@@ -254,4 +274,4 @@ def test_samples_that_arrive_during_an_inference_run_together_next():
     run = Script(what, hold={"rm"})
     trace = run.run()
     assert [line for line in trace if line.startswith("rm")] == ["rm on 0"]
-    assert run.state.parts.streaming.by_group["m"].waiting == deque([("rm", 1), ("rm", 2)])
+    assert run.state.parts.streaming.queues["m"].waiting == deque([("rm", 1), ("rm", 2)])

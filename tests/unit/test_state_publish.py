@@ -67,9 +67,9 @@ def test_no_node_waits_for_an_engine_that_loads():
     ]
 
 
-@pytest.mark.parametrize("publishers", [(), ((ENGINE, "g"),)])
+@pytest.mark.parametrize("publishers", [(), ((ENGINE, ("g",)),)])
 def test_an_engine_without_a_publisher_takes_weights_when_it_wakes(
-    publishers: tuple[tuple[str, str], ...],
+    publishers: tuple[tuple[str, tuple[str, ...]], ...],
 ):
     script = Script(recomputed(publishers=publishers, num_steps=2, max_staleness=0))
     assert script.run()[-1] == "done"

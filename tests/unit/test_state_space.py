@@ -45,6 +45,7 @@ def explored(what: Schedule, refusal: float = 0.0) -> Space:
         pytest.param({"max_staleness": 1, "sync_every": 2, "num_steps": 4}, 1000, marks=pytest.mark.long),
         ({"max_staleness": 2}, 500),
         ({"max_staleness": 1, "shared": "g"}, 100),
+        ({"max_staleness": 1, "shared": "g+r"}, 100),
         ({"max_staleness": 2, "drop_older_than": 1}, 200),
         ({"max_staleness": 1, "interrupt": False, "age_rule": False}, 50),
     ],

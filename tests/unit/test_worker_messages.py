@@ -94,8 +94,8 @@ class Messages:
 
     def wake(self) -> WeightsLoaded:
         replicas = {
-            "m@train": Replica("m@train", "m", "train", "torch", Layout.parse("d2"), "a", (0, 1), ()),
-            "m@gen": Replica("m@gen", "m", "gen", "vllm", Layout.parse("d1"), "b", (2,), (2,)),
+            "m@train": Replica("m@train", "m", "train", "torch", Layout.parse("d2"), ("a",), (0, 1), ()),
+            "m@gen": Replica("m@gen", "m", "gen", "vllm", Layout.parse("d1"), ("b",), (2,), (2,)),
         }
         route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 20, 0, 0, "shared")
         plan: Any = SimpleNamespace(weights=(route,), replica=replicas.__getitem__)
@@ -196,7 +196,7 @@ def test_time_in_which_the_controller_is_stopped_does_not_count() -> None:
 
 
 def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> None:
-    engine = Replica("actor@gen", "actor", "gen", "embedded", Layout(1), "gen", (4, 5), (4, 5))
+    engine = Replica("actor@gen", "actor", "gen", "embedded", Layout(1), ("gen",), (4, 5), (4, 5))
     reports = {worker: PublishReport("actor@gen", 1, 8, 0, 8, None, {4: 10}, 0.0, 1.0) for worker in (0, 1)}
     updates = [LoadedWeights((8,), (MODULUS - 1,), (19,)), LoadedWeights((0,), (7,), (7,))]
     loaded = _weights_loaded(engine, updates, reports)

@@ -202,7 +202,7 @@ def _blocks(num: int, size: int) -> list[tuple[int, ...]]:
 def _replica(workers: tuple[int, ...]) -> Replica:
     """Return a replica that trains on some workers, as plans of the torch backend have them."""
     name, layout = f"model@{workers[0]}", Layout(data=len(workers))
-    return Replica(name, "model", "train", "torch", layout, "all", workers, workers)
+    return Replica(name, "model", "train", "torch", layout, ("all",), workers, workers)
 
 
 def _groups_of(

@@ -31,6 +31,7 @@ from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode
 from hflow.planner.memory.offload import Use, moved_bytes
 from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
+from hflow.planner.schedule import shared_groups
 from hflow.planner.staleness import certified_lag
 from hflow.planner.workload import Workload, sample_lengths
 
@@ -299,10 +300,10 @@ def share_of_kept_weights(schedule: Schedule, engine: str, model: str) -> float:
     An engine that shares its devices drops them where nodes on these devices change them before it wakes
     (`runtime/state/weight_updates.py`).
     """
-    group = next((group for group, replicas in schedule.shared if engine in replicas), None)
-    if group is None:
+    groups = shared_groups(schedule, engine)
+    if not groups:
         return 0.0
     writers = [node for node in schedule.nodes if model in node.writes]
-    if not writers or any(node.group != group for node in writers):
+    if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):
         return 1.0
     return 1 - 1 / schedule.settings.sync_every

@@ -231,7 +231,7 @@ def _replica(replica: Rows) -> dict[str, ShownValue]:
     return {
         "": ShownValue(replica["layout"], layout(replica["layout"])),
         "backend": shown(replica["backend"]),
-        "group": shown(replica["group"]),
+        "group": shown(", ".join(replica["groups"])),
         "devices": _devices(replica["workers"]),
     }
 
@@ -239,7 +239,9 @@ def _replica(replica: Rows) -> dict[str, ShownValue]:
 def _placement(placement: Rows) -> dict[str, ShownValue]:
     on = placement["replicas"]
     return {
-        "": ShownValue([placement["group"], on], ", ".join(on) or placement["group"] or "workers"),
+        "": ShownValue(
+            [", ".join(placement["groups"]), on], ", ".join(on or placement["groups"]) or "workers"
+        ),
         "dp-heads": _devices(placement["heads"]),
     }
 

@@ -78,7 +78,7 @@ class MemoryContext:
         kinds: list[Rank] = []
         kinds_on: dict[int, list[int]] = {device: [] for device in group.devices}
         for rank, workers in self._kinds_of_ranks(group.name):
-            for worker in workers:
+            for worker in kinds_on.keys() & set(workers):
                 kinds_on[worker].append(len(kinds))
             kinds.append(rank)
         equal: dict[tuple[tuple[int, ...], frozenset[tuple[ItemKey, int]]], list[int]] = {}
@@ -88,10 +88,10 @@ class MemoryContext:
         return [(tuple(kinds[i] for i in indices), tuple(devices)) for (indices, _), devices in equal.items()]
 
     def _kinds_of_ranks(self, group: str) -> Iterator[tuple[Rank, Iterable[int]]]:
-        """Yield the different ranks of a group's replicas with their workers, where sizes are known."""
+        """Yield the different ranks of a group's replicas with all their workers, where sizes are known."""
         shapes, on_cpu = dict(self.plan.shapes), self.plan.cluster.device == "cpu"
         for replica in self.plan.replicas:
-            if replica.group != group or replica.model not in shapes:
+            if group not in replica.groups or replica.model not in shapes:
                 continue
             order, config = rank_order(replica.role), self.request.model(replica.model)
             workers_of: dict[tuple[int, bool], list[int]] = {}

@@ -19,6 +19,7 @@ from hflow.planner.memory.offload import in_host_memory
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.request import PlanRequest
+from hflow.planner.schedule import shared_groups
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 
 _INPUTS = "inputs of layers"
@@ -102,17 +103,17 @@ def may_wake_unchanged(schedule: Schedule, engine: str, *, is_changed_here: bool
     Args:
         schedule: of the plan.
         engine: a generation replica that shares devices.
-        is_changed_here: whether nodes change its model, all of them on its devices.
+        is_changed_here: whether nodes change its model, all of them on some of its devices.
     """
     serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
     return not serves_trained_stream or not is_changed_here or schedule.settings.sync_every > 1
 
 
 def _is_changed_beside(schedule: Schedule, engine: str, model: str) -> bool:
-    """Return whether nodes change a model, all of them on the devices of an engine."""
-    group = next(group for group, replicas in schedule.shared if engine in replicas)
+    """Return whether nodes change a model, all of them on some of the devices of an engine."""
+    groups = set(shared_groups(schedule, engine))
     writers = [node for node in schedule.nodes if model in node.writes]
-    return bool(writers) and all(node.group == group for node in writers)
+    return bool(writers) and all(not groups.isdisjoint(node.groups) for node in writers)
 
 
 def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:

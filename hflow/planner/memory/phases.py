@@ -130,10 +130,10 @@ def _phases(context: MemoryContext, group: DeviceGroup) -> Iterator[tuple[str, f
 
 def _phase_names(context: MemoryContext, group: DeviceGroup) -> list[str]:
     plan, unknown = context.plan, unknown_models(context.plan)
-    known = {r.name: r for r in plan.replicas if r.group == group.name and r.model not in unknown}
+    known = {r.name: r for r in plan.replicas if group.name in r.groups and r.model not in unknown}
     generates = any(replica.role == "gen" for replica in known.values())
     sends = any(route.src in known and route.how == "pull" for route in plan.weights)
-    streaming = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
+    streaming = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and group.name in n.groups]
     nodes = (*streaming, *dict(plan.schedule.orders).get(group.name, ()))
     return [
         *([GENERATE] if generates else []),
@@ -150,9 +150,11 @@ def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
 def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept: Items) -> dict[str, int]:
     """Return the bytes of the KV cache of each engine on a device where nodes keep some bytes.
 
-    Engines are sized one after the other, each by what all others, and its own step, leave free.
+    Engines are sized one after the other, each by what all others, and its own step, leave free. The plan may
+    know that another device leaves less for the cache of a replica, which is equal on all of its devices.
     """
     caches: dict[str, int] = {}
+    known = {engine.replica: engine.cache_bytes for engine in context.plan.engines}
     used = _resident(context, ranks, GENERATE, inferred, caches).total() + kept.total()
     for rank in ranks:
         if rank.replica.role == "gen":
@@ -160,6 +162,8 @@ def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept
             memory = engine_kind(rank.replica.backend).memory
             used += memory.decode_step(rank, load).total()
             cache = memory.cache_bytes(rank, load, context.plan.cluster.memory_bytes, used)
+            least = known.get(rank.replica.name)
+            cache = cache if least is None else min(cache, least)
             caches[rank.replica.name] = cache
             used += cache
     return caches

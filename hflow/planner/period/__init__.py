@@ -66,7 +66,7 @@ def timed_graph(events: SteadyEvents, seconds: Mapping[str, float], fields: Fiel
         for node in events.nodes:
             fires = events.fires(node, step)
             spent = seconds.get(node.name, 0.0) * events.share(node) if fires else 0.0
-            graph.add(node.name, step, spent, (node.group or node.name,), is_shown=fires)
+            graph.add(node.name, step, spent, node.groups or (node.name,), is_shown=fires)
     link_batch_nodes(graph, events, fields)
     link_generation(graph, events, fields)
     return graph

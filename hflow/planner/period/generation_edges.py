@@ -36,18 +36,18 @@ asynchronous source are formed at most one step ahead."""
 def add_generation(graph: TimedGraph, events: SteadyEvents, seconds: Mapping[str, float], step: int) -> None:
     """Add the vertices of a step before its batch is formed, in the order in which they run."""
     stream = events.stream
-    lanes = tuple(dict.fromkeys(events.group_of(r) or r for r in stream.replicas))
+    lanes_of = {replica: events.groups_of(replica) or (replica,) for replica in stream.replicas}
+    lanes = tuple(dict.fromkeys(lane for lanes in lanes_of.values() for lane in lanes))
     for replica in stream.replicas:
         if _is_synced(events, replica) and step % events.sync_every == 0:
-            lane = events.group_of(replica) or replica
             if replica in events.publishers:
                 name = PUBLISH_PREFIX + replica
-                graph.add(name, step, seconds.get(name, 0.0), (events.publishers[replica],))
-            graph.add(replica, step, seconds.get(replica, 0.0), (lane,))
+                graph.add(name, step, seconds.get(name, 0.0), events.publishers[replica])
+            graph.add(replica, step, seconds.get(replica, 0.0), lanes_of[replica])
     graph.add(stream.source, step, seconds.get(stream.source, 0.0), lanes or (stream.source,))
     for node in events.sample_nodes:
         spent = seconds.get(node.name, 0.0) * events.num_executions(node)
-        graph.add(node.name, step, spent, (node.group or node.name,))
+        graph.add(node.name, step, spent, node.groups or (node.name,))
     graph.add(FORMED, step, 0.0, is_shown=False)
 
 
@@ -67,11 +67,9 @@ def _is_synced(events: SteadyEvents, replica: str) -> bool:
 
 def _link_source(graph: TimedGraph, events: SteadyEvents, step: int) -> None:
     source = events.stream.source
-    last = {group: names[-1] for group, names in events.orders()}
     for replica in events.stream.replicas:
-        group = events.group_of(replica)
-        if group in last:
-            graph.link(last[group], source, step, 1, f"turn of group {group}")
+        for last, why in events.turns_of(replica):
+            graph.link(last, source, step, 1, why)
     graph.link(source, source, step, 1, f"next batch of {source}")
     if events.models and events.schedule.settings.max_staleness:
         for writer in events.writers_of(events.models):
@@ -88,10 +86,10 @@ def _link_sample_nodes(graph: TimedGraph, events: SteadyEvents, step: int, field
         for before in node.needs or (events.stream.source,):
             graph.link(before, node.name, step, 0, fields.get((before, node.name), "data"))
             last.pop(before, None)
-    for group, nodes in events.streaming_groups():
+    for queue, nodes in events.streaming_queues():
         for before, after in pairwise(nodes):
-            graph.link(before, after, step, 0, f"{group} is free")
-        graph.link(nodes[-1], nodes[0], step, 1, f"next batch on {group}")
+            graph.link(before, after, step, 0, f"{queue} is free")
+        graph.link(nodes[-1], nodes[0], step, 1, f"next batch on {queue}")
     for name in last:
         graph.link(name, FORMED, step, 0, "")
 
@@ -99,7 +97,6 @@ def _link_sample_nodes(graph: TimedGraph, events: SteadyEvents, step: int, field
 def _link_syncs(graph: TimedGraph, events: SteadyEvents, replica: str) -> None:
     """Link the loading of version `step`: once it exists, before the batch that needs it."""
     source, every = events.stream.source, events.sync_every
-    group = events.group_of(replica)
     num_ahead = steps_ahead(events.schedule.settings.max_staleness, every)
     for step in range(0, graph.num_unrolled, every):
         if replica in events.publishers:
@@ -107,7 +104,7 @@ def _link_syncs(graph: TimedGraph, events: SteadyEvents, replica: str) -> None:
         else:
             _link_loading(graph, events, replica, step)
         graph.link(replica, source, step + num_ahead, num_ahead, "weights loaded")
-        for last, why in _turns_before(events, group):
+        for last, why in _turns_before(events, replica):
             graph.link(last, replica, step, 1 - num_ahead, why)
 
 
@@ -116,7 +113,7 @@ def _link_loading(graph: TimedGraph, events: SteadyEvents, replica: str, step: i
     models = events.models_of(replica)
     for writer in events.writers_of(models):
         graph.link(writer, replica, step, 1, f"weights of {', '.join(models)}")
-        if events.group_of(replica) is None:
+        if not events.groups_of(replica):
             graph.link(replica, writer, step, 0, f"{replica} has the weights before they change")
 
 
@@ -130,11 +127,11 @@ def _link_publishing(graph: TimedGraph, events: SteadyEvents, replica: str, step
     graph.link(published, replica, step, 0, "weights published")
     graph.link(replica, published, step, every, loaded)
     for earlier in events.published_before(replica):
-        graph.link(
-            PUBLISH_PREFIX + earlier, published, step, 0, f"order of group {events.publishers[replica]}"
-        )
-    following, later = events.after_writers(replica)
-    graph.link(published, following, step - 1 + later, later - 1, "weights published before anything else")
+        order = f"order of group {events.publishers[replica][0]}"
+        graph.link(PUBLISH_PREFIX + earlier, published, step, 0, order)
+    for following, later in events.after_writers(replica):
+        why = "weights published before anything else"
+        graph.link(published, following, step - 1 + later, later - 1, why)
     for writer in events.writers_of(models):
         graph.link(writer, published, step, 1, f"weights of {', '.join(models)}")
         graph.link(replica, writer, step, every, loaded)
@@ -142,15 +139,13 @@ def _link_publishing(graph: TimedGraph, events: SteadyEvents, replica: str, step
             graph.link(writer, other, step, 1, f"weights of {', '.join(models)}")
 
 
-def _turns_before(events: SteadyEvents, group: str | None) -> list[tuple[str, str]]:
-    """Return the node of the previous step whose end frees an engine's devices, and the reason.
+def _turns_before(events: SteadyEvents, replica: str) -> list[tuple[str, str]]:
+    """Return the nodes of the previous step whose end frees an engine's devices, and the reasons.
 
     An engine on its own devices does not wait if its source already waits for turns on other groups.
     """
-    last = {name: names[-1] for name, names in events.orders()}
-    turns = [events.group_of(name) for name in events.stream.replicas]
-    if group in last:
-        return [(last[group], f"turn of group {group}")]
-    if last.keys().isdisjoint(turns):
+    if turns := events.turns_of(replica):
+        return turns
+    if not any(events.turns_of(name) for name in events.stream.replicas):
         return [(events.stream.source, f"next batch of {events.stream.source}")]
     return []

@@ -7,10 +7,12 @@ read. So is what runs at most once, such as a save at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule, ScheduledNode
+from hflow.planner.schedule import shared_groups, streaming_queues
 
 MAX_UNROLLED_STEPS = 12
 """Maximum number of unrolled steps. Nodes that run more rarely count with their mean."""
@@ -25,7 +27,7 @@ class SteadyEvents:
         writers: model -> batch nodes that change it.
         models: models that the source reads and that change.
         sync_every: steps between two transfers of weights to engines; 1 if there are none.
-        publishers: engine on its own devices -> the group that publishes its weights.
+        publishers: engine on its own devices -> the groups that publish its weights.
         num_unrolled: steps after which the schedule repeats.
     """
 
@@ -58,9 +60,14 @@ class SteadyEvents:
         """Return the fraction of a node's seconds that counts per execution."""
         return 1 / node.every if self.num_unrolled % node.every else 1.0
 
-    def group_of(self, replica: str) -> str | None:
-        """Return the group that an engine shares with batch nodes, or None if it has its own devices."""
-        return next((group for group, names in self.schedule.shared if replica in names), None)
+    def groups_of(self, replica: str) -> tuple[str, ...]:
+        """Return the groups of an engine that shares devices with batch nodes, or none if it has its own."""
+        return shared_groups(self.schedule, replica)
+
+    def turns_of(self, replica: str) -> list[tuple[str, str]]:
+        """Return the last nodes on the groups that an engine shares with batch nodes, and why it waits."""
+        orders, groups = dict(self.orders()), self.groups_of(replica)
+        return [(orders[group][-1], f"turn of group {group}") for group in groups if group in orders]
 
     def models_of(self, replica: str) -> tuple[str, ...]:
         """Return the models whose new weights an engine loads: those of every stream that uses it."""
@@ -81,34 +88,37 @@ class SteadyEvents:
 
     def num_executions(self, node: ScheduledNode) -> int:
         """Return how often a node's seconds count in a step: per sample or group for a streaming model."""
-        if node.level is Level.BATCH or node.group is None:
+        if node.level is Level.BATCH or not node.groups:
             return 1
         return (self.stream.batch or 1) * (self.stream.group_size if node.level is Level.SAMPLE else 1)
 
-    def streaming_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Return the device groups of nodes that run as samples or groups arrive, with these nodes."""
-        groups = dict.fromkeys(node.group for node in self.sample_nodes if node.group is not None)
-        return tuple((g, tuple(n.name for n in self.sample_nodes if n.group == g)) for g in groups)
+    def streaming_queues(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Return the nodes that run on devices as samples or groups arrive, by their queue."""
+        queues = streaming_queues(replace(self.schedule, nodes=self.sample_nodes))
+        return tuple((name, tuple(node.name for node in nodes)) for name, nodes in queues)
 
-    def after_writers(self, replica: str) -> tuple[str, int]:
-        """Return what the group that publishes an engine's weights runs next, and how many steps later."""
-        order = dict(self.orders())[self.publishers[replica]]
-        written = self.writers_of(self.models_of(replica))
-        last = max(place for place, name in enumerate(order) if name in written)
-        return (order[last + 1], 0) if last + 1 < len(order) else (order[0], 1)
+    def after_writers(self, replica: str) -> Iterator[tuple[str, int]]:
+        """Yield what each group that publishes an engine's weights runs next, and how many steps later."""
+        orders, written = dict(self.orders()), self.writers_of(self.models_of(replica))
+        for group in self.publishers[replica]:
+            order = orders.get(group, ())
+            places = [place for place, name in enumerate(order) if name in written]
+            if places:
+                last = places[-1]
+                yield (order[last + 1], 0) if last + 1 < len(order) else (order[0], 1)
 
     def published_before(self, replica: str) -> tuple[str, ...]:
-        """Return the engines whose weights the same group publishes before those of an engine."""
+        """Return the engines whose weights the same groups publish before those of an engine."""
         before = self.stream.replicas[: self.stream.replicas.index(replica)]
-        return tuple(name for name in before if self.publishers.get(name) == self.publishers[replica])
+        own = set(self.publishers[replica])
+        return tuple(name for name in before if not own.isdisjoint(self.publishers.get(name, ())))
 
     def lanes(self) -> tuple[str, ...]:
         """Return groups with batch nodes, and engines and streaming models on their own devices."""
-        separate_engines = (replica for replica in self.stream.replicas if self.group_of(replica) is None)
-        groups = [group for group, _ in self.schedule.orders]
-        return tuple(
-            dict.fromkeys((*groups, *separate_engines, *(group for group, _ in self.streaming_groups())))
-        )
+        separate_engines = (replica for replica in self.stream.replicas if not self.groups_of(replica))
+        groups = [group for group, _ in (*self.schedule.orders, *self.schedule.shared)]
+        streaming = (group for node in self.sample_nodes for group in node.groups)
+        return tuple(dict.fromkeys((*groups, *separate_engines, *streaming)))
 
     def repeats(self, node: ScheduledNode) -> bool:
         """Return whether a batch node runs more than once in the run."""

@@ -1,4 +1,4 @@
-"""`NodePlacer`: the replicas, device group and workers of every node."""
+"""`NodePlacer`: the replicas, device groups and workers of every node."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NodePlacer:
                 self._placed[name] = self._source(self._graph.node(name))
         for name in self._order:
             if name not in self._placed:
-                self._placed[name] = Placement(name, None, (), self._source_heads(self._graph.node(name)))
+                self._placed[name] = Placement(name, (), (), self._source_heads(self._graph.node(name)))
         return (*(self._placed[node.name] for node in self._graph.nodes), *map(self._save, saved))
 
     def _replicas_of(self, node: Node) -> tuple[Replica, ...]:
@@ -64,7 +64,7 @@ class NodePlacer:
 
     def _on_replicas(self, node: Node) -> Placement:
         replicas = self._replicas_of(node)
-        return Placement(node.name, replicas[0].group, tuple(r.name for r in replicas), replicas[0].heads)
+        return Placement(node.name, replicas[0].groups, tuple(r.name for r in replicas), replicas[0].heads)
 
     def _on_one_worker(self, name: str) -> Placement:
         """Place a node on the first worker of the group that makes its inputs, or else reads its outputs."""
@@ -73,20 +73,20 @@ class NodePlacer:
         neighbours = [
             n for n in (*before[::-1], *after) if n in self._placed and self._levels[n] is Level.BATCH
         ]
-        groups = (self._placed[neighbour].group for neighbour in neighbours)
-        group = next((group for group in groups if group is not None), next(iter(self._first_worker)))
-        return Placement(name, group, (), (self._first_worker[group],))
+        groups = (self._placed[neighbour].groups for neighbour in neighbours)
+        group = next((names[0] for names in groups if names), next(iter(self._first_worker)))
+        return Placement(name, (group,), (), (self._first_worker[group],))
 
     def _source(self, node: Node) -> Placement:
         """Place a source beside its engines; without engines, on the most workers that any reader has."""
         engines = [generation_replica(self._replicas, model) for model in node.spec.reads_weights]
         if engines:
-            return Placement(node.name, engines[0].group, tuple(r.name for r in engines), engines[0].heads)
+            return Placement(node.name, engines[0].groups, tuple(r.name for r in engines), engines[0].heads)
         if root_stream(self._graph, node).source != node.name:
-            return Placement(node.name, None, (), self._source_heads(node))
+            return Placement(node.name, (), (), self._source_heads(node))
         readers = [self._placed[n].heads for n in nx.descendants(self._flow, node.name) if n in self._placed]
         first = (next(iter(self._first_worker.values())),)
-        return Placement(node.name, None, (), max((first, *sorted(readers)), key=len))
+        return Placement(node.name, (), (), max((first, *sorted(readers)), key=len))
 
     def _source_heads(self, node: Node) -> tuple[int, ...]:
         """Return the workers that make a node's samples: per-sample and per-group nodes run there."""
@@ -94,4 +94,4 @@ class NodePlacer:
 
     def _save(self, model: str) -> Placement:
         replica = batch_replica(self._replicas, model)
-        return Placement(SAVE_PREFIX + model, replica.group, (replica.name,), replica.heads)
+        return Placement(SAVE_PREFIX + model, replica.groups, (replica.name,), replica.heads)

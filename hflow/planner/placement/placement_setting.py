@@ -2,8 +2,8 @@
 
 It consists of items `NAMES=DEVICES[:LAYOUT]`, as in `actor,ref=0-3:d2t2p1 actor.gen=4-7:d4`. NAMES are
 replicas, separated by commas: `actor` trains or infers, `actor.gen` generates. DEVICES are numbers and ranges
-(`0-3,6`), `all`, or the name in another item, whose devices it shares. The device sets of two items are
-either equal, so that their replicas form one group and take turns, or disjoint.
+(`0-3,6`), `all`, or the name in another item, whose devices it shares. Replicas with common devices take
+turns; others run at the same time. Devices with the same replicas form a group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError, nearest
@@ -19,11 +19,8 @@ from hflow.graph.ir import Graph
 from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import ClusterSpec
-from hflow.planner.placement.replicas import ALL_DEVICES, Devices, replica_roles
+from hflow.planner.placement.replicas import ALL_DEVICES, GEN_SUFFIX, Devices, replica_roles
 from hflow.planner.request import PlanRequest
-
-GEN_SUFFIX = ".gen"
-"""End of the name of a replica that generates, in a placement."""
 
 _ITEM = re.compile(r"([^=:]+)=([^=:]+)(?::([^=:]+))?")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
@@ -54,13 +51,17 @@ def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
     items, devices = placed_devices(request, names)
     if not any(model in items for model in trained_models(graph)):
         _check_unnamed(items, devices, names, request.cluster)
-    group_of = _groups(devices, request.cluster)
+    groups = device_sets(devices, request.cluster)
+    group_of = {
+        name: ",".join(group for group, members in groups.items() if not set(members).isdisjoint(device_set))
+        for name, device_set in devices.items()
+    }
     models = {model: request.model(model) for model in dict.fromkeys(map(_model, names))}
     placed = {model: _placed(model, config, items, group_of) for model, config in models.items()}
     return replace(
         request,
         placement=None,
-        groups={group_of[name]: devices[name] for name in items},
+        groups=groups,
         models={**request.models, **placed},
         warnings=(*request.warnings, *_idle_warnings(devices, request.cluster)),
     )
@@ -76,9 +77,7 @@ def placed_devices(
     """
     items = parse_items(request.placement or "", names)
     _check_no_other_setting_places(request, items)
-    devices = {name: devices_of(name, items, request.cluster) for name in items}
-    _check_sets(items, devices)
-    return items, devices
+    return items, {name: devices_of(name, items, request.cluster) for name in items}
 
 
 def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:
@@ -200,19 +199,6 @@ def _check_no_other_setting_places(request: PlanRequest, items: Mapping[str, Pla
         raise PlanError(f"placement and {keys[0]} are both set; remove one of them")
 
 
-def _check_sets(items: Mapping[str, PlacementItem], devices: Mapping[str, Devices]) -> None:
-    """Raise if two sets of devices overlap but differ: a device belongs to one group, with one node order."""
-    names = _first_names(devices)
-    for one, other in combinations(names, 2):
-        common = sorted(set(one) & set(other))
-        if common:
-            raise PlanError(
-                f"placement: {items[names[one]].text!r} and {items[names[other]].text!r} share only some of "
-                f"their devices ({device_ranges(common)}); give both the same devices, so that they take "
-                "turns, or disjoint ones"
-            )
-
-
 def _check_unnamed(
     items: Mapping[str, PlacementItem],
     devices: Mapping[str, Devices],
@@ -252,11 +238,24 @@ def _first_names(devices: Mapping[str, Devices]) -> dict[Devices, str]:
     return names
 
 
-def _groups(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, str]:
-    """Return the group of each name: it has the first name on the same devices, or `all`."""
-    names = _first_names(devices)
-    names |= {device_set: ALL_DEVICES for device_set in names if len(device_set) == cluster.num_devices}
-    return {name: names[device_set] for name, device_set in devices.items()}
+def device_sets(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, Devices]:
+    """Return the fewest disjoint sets of which the devices of every name consist, by the name of their group.
+
+    It is that of the names on the set, without those that have all devices of another name on it: with
+    actor=0-3, critic=2-5 and actor.gen=all of six devices, the group `actor` has devices 0 and 1,
+    `actor+critic` has 2 and 3, and `critic` has 4 and 5. All devices of the cluster are called `all`.
+    """
+    first_names = _first_names(devices)
+    covering: dict[tuple[Devices, ...], list[int]] = {}
+    for device in sorted({device for device_set in first_names for device in device_set}):
+        covering.setdefault(tuple(s for s in first_names if device in s), []).append(device)
+    named = {}
+    for sets, members in covering.items():
+        smallest = [s for s in sets if not any(set(other) < set(s) for other in sets)]
+        name = "+".join(first_names[s] for s in smallest)
+        named[ALL_DEVICES if len(members) == cluster.num_devices else name] = tuple(members)
+    order = {device_set: i for i, device_set in enumerate(first_names)}
+    return dict(sorted(named.items(), key=lambda row: order.get(row[1], len(order))))
 
 
 def _placed(

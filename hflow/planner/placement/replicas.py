@@ -2,21 +2,22 @@
 
 A model that a train node writes has a replica `NAME@train`; any other model whose weights a batch node reads
 or updates has `NAME@infer`; a model that generates has `NAME@gen` as well. A device group is a set of devices
-whose replicas take turns.
+with the same replicas, which take turns. A replica may use several groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
 from hflow.errors import PlanError, nearest
 from hflow.graph.ir import Graph, Node
+from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import trained_models
-from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica
+from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica, devices_of
 from hflow.planner.layout import Layout, even_blocks
 from hflow.planner.placement.engines import UNDECIDED
 from hflow.planner.request import PlanRequest
@@ -24,6 +25,9 @@ from hflow.planner.routing import on_workers
 
 Role = Literal["train", "infer", "gen"]
 Devices = tuple[int, ...]
+
+GEN_SUFFIX = ".gen"
+"""End of the name of a replica that generates, in a placement."""
 
 ALL_DEVICES = "all"
 """The group of models without a group of their own. If there is no other group, it has all devices."""
@@ -35,7 +39,7 @@ class UnplacedReplica:
 
     model: str
     role: Role
-    group: str
+    groups: tuple[str, ...]
     layout: Layout | None
     backend: str
     dtype: str
@@ -47,10 +51,10 @@ class UnplacedReplica:
 
 
 def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGroup, ...], tuple[Replica, ...]]:
-    """Give every replica its group, layout and workers. Engines that are not configured are left undecided.
+    """Give every replica its groups, layout and workers. Engines that are not configured are left undecided.
 
     Raises:
-        PlanError: for unknown models or groups, and layouts larger than their group.
+        PlanError: for unknown models or groups, and layouts that do not fit their groups.
     """
     known = [model.name for model in graph.models]
     for name in request.models:
@@ -59,10 +63,17 @@ def place_replicas(graph: Graph, request: PlanRequest) -> tuple[tuple[DeviceGrou
     unplaced = _unplaced_replicas(graph, request)
     min_sizes: dict[str, int | None] = {}
     for replica in unplaced:
-        sizes = [min_sizes.get(replica.group), replica.layout.world if replica.layout else None]
-        min_sizes[replica.group] = max((size for size in sizes if size is not None), default=None)
+        if len(replica.groups) > 1 and not request.groups:
+            raise PlanError(
+                f"{replica.name} is in groups {' and '.join(replica.groups)}, which have no devices yet; set "
+                f"groups.{replica.groups[0]} and those of the others, as in groups.{replica.groups[0]}=[0,1]"
+            )
+        for group in replica.groups:
+            sizes = [min_sizes.get(group), replica.layout.world if replica.layout else None]
+            min_sizes[group] = max((size for size in sizes if size is not None), default=None)
     groups = device_groups(request.cluster, request.groups, min_sizes or {ALL_DEVICES: None})
-    return tuple(groups.values()), tuple(_place(replica, groups[replica.group]) for replica in unplaced)
+    placed = tuple(_place(replica, [groups[name] for name in replica.groups]) for replica in unplaced)
+    return tuple(groups.values()), placed
 
 
 def replica_roles(graph: Graph) -> list[tuple[str, Role]]:
@@ -147,13 +158,14 @@ def _assign_devices(cluster: ClusterSpec, min_sizes: Mapping[str, int | None]) -
 
 
 def _check_disjoint(devices: Mapping[str, Devices]) -> None:
-    """Raise if two groups overlap: the nodes on a device run in the order of one group."""
+    """Raise if two groups overlap: a device belongs to one group."""
     for one, other in combinations(devices, 2):
         common = sorted(set(devices[one]) & set(devices[other]))
         if common:
             raise PlanError(
                 f"device groups {one!r} and {other!r} both have device {common[0]}; "
-                "give them disjoint devices, or put their models into one group"
+                "give them disjoint devices, and name several groups for a model that uses them all, as in "
+                f"'models.NAME.group=\"{one},{other}\"'"
             )
 
 
@@ -170,8 +182,17 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
             backend = config.gen.engine or UNDECIDED
         else:
             layout, backend = config.layout, config.backend
-        replicas.append(UnplacedReplica(model, role, group, _layout(layout), backend, config.compute_dtype))
+        groups = named_groups(group)
+        if not all(groups) or len(set(groups)) < len(groups):
+            key = f"models.{model}.{'gen.' if role == 'gen' else ''}group"
+            raise PlanError(f"{key}={group} is not understood; list each group once, as in '{key}=\"a,b\"'")
+        replicas.append(UnplacedReplica(model, role, groups, _layout(layout), backend, config.compute_dtype))
     return replicas
+
+
+def named_groups(group: str) -> tuple[str, ...]:
+    """Return the device groups that the `group` of a model names, as in `a,b`."""
+    return tuple(name.strip() for name in group.split(","))
 
 
 def _weights(node: Node) -> tuple[str, ...]:
@@ -182,21 +203,38 @@ def _layout(text: str | None) -> Layout | None:
     return None if text is None else Layout.parse(text)
 
 
-def _place(replica: UnplacedReplica, group: DeviceGroup) -> Replica:
-    layout = replica.layout or Layout(data=len(group.devices))
-    check_size(replica.name, layout, group)
+def _place(replica: UnplacedReplica, groups: Sequence[DeviceGroup]) -> Replica:
+    groups = sorted(groups, key=lambda group: min(group.devices))
+    devices = devices_of(groups)
+    layout = replica.layout or Layout(data=len(devices))
+    check_size(replica.name, layout, DeviceGroup(",".join(group.name for group in groups), devices))
+    used = devices[: layout.world]
+    for group in groups:
+        if set(used).isdisjoint(group.devices):
+            enough = f"{placement_name(replica.name)}={device_ranges(used)}"
+            raise PlanError(
+                f"{replica.name}: layout {layout} uses devices {device_ranges(used)}, but none of group "
+                f"{group.name!r} ({device_ranges(group.devices)}); give it the devices that it uses, as in "
+                f"placement='... {enough}'"
+            )
     placed = Replica(
         replica.name,
         replica.model,
         replica.role,
         replica.backend,
         layout,
-        group.name,
+        tuple(group.name for group in groups),
         workers=(),
         heads=(),
         dtype=replica.dtype,
     )
-    return on_workers(placed, group.devices[: layout.world])
+    return on_workers(placed, used)
+
+
+def placement_name(replica: str) -> str:
+    """Return the name of a replica in a placement: `actor.gen` for `actor@gen`, `actor` for `actor@train`."""
+    model, _, role = replica.partition("@")
+    return model + GEN_SUFFIX * (role == "gen")
 
 
 def check_size(replica: str, layout: Layout, group: DeviceGroup) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from hflow.graph.ir import Graph
 from hflow.planner.cluster import device_ranges
-from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
-from hflow.planner.placement.replicas import replica_roles
+from hflow.planner.placement.placement_setting import placed_devices
+from hflow.planner.placement.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.result import with_settings
 

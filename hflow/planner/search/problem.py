@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import BackendTraits, traits
+from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import root_stream, written_models
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.placement.placement_setting import GEN_SUFFIX, placed_devices
-from hflow.planner.placement.replicas import Devices, check_size, device_groups, replica_roles
+from hflow.planner.placement.placement_setting import PlacementItem, placed_devices
+from hflow.planner.placement.replicas import (
+    GEN_SUFFIX,
+    Devices,
+    check_size,
+    device_groups,
+    named_groups,
+    placement_name,
+    replica_roles,
+)
 from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.structure import plan_structure
@@ -79,6 +89,9 @@ class SearchProblem:
             structure: the request's plan, where its placement is given and the plan is known.
             allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
             divides_sequences: whether to try context ranks for sequences that are not long, too.
+
+        Raises:
+            PlanError: if groups share only some of their devices, or contradict each other.
         """
         self.graph = graph
         self.hardware = hardware
@@ -212,6 +225,7 @@ class SearchProblem:
             model + GEN_SUFFIX * (role == "gen"): f"{model}@{role}" for model, role in replica_roles(graph)
         }
         items, devices = placed_devices(request, list(placed))
+        _check_disjoint(items, devices, [name for name in placed if name not in items])
         groups: dict[Devices, list[str]] = {}
         for name, item in items.items():
             groups.setdefault(devices[name], []).append(placed[name])
@@ -222,9 +236,11 @@ class SearchProblem:
 
     def _given_groups(self, plan: Plan) -> tuple[FixedGroup, ...]:
         """Return the groups of a request whose placement is not free."""
+        if overlaps(plan):
+            raise PlanError("layouts on device sets that overlap in part are not chosen; set them")
         groups = []
         for group in plan.groups:
-            names = tuple(r.name for r in plan.replicas if r.group == group.name)
+            names = tuple(r.name for r in plan.replicas if r.groups == (group.name,))
             if names:
                 groups.append(FixedGroup(group.devices, names))
                 self.group_names[names] = group.name
@@ -244,6 +260,11 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, 
         group = config.group
         if role == "gen" and (config.gen.group is not None or len([m for m, _ in roles if m == model]) > 1):
             group = config.gen.group
+        if group is not None and len(named_groups(group)) > 1:
+            raise PlanError(
+                f"{model}@{role} is in groups {group}, but placement=auto places no model on several groups; "
+                "remove placement=auto, and give every group its devices"
+            )
         if group is not None:
             named.setdefault(group, []).append(f"{model}@{role}")
     if not request.groups:
@@ -263,6 +284,25 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, 
     return tuple(FixedGroup(groups[name].devices, tuple(names)) for name, names in named.items())
 
 
+def overlaps(plan: Plan) -> bool:
+    """Return whether replicas of a plan share only some of their devices."""
+    return any(len(replica.groups) > 1 for replica in plan.replicas)
+
+
+def _check_disjoint(
+    items: Mapping[str, PlacementItem], devices: Mapping[str, Devices], unnamed: Sequence[str]
+) -> None:
+    """Raise if the sets of a placement overlap in part: no model is placed around such sets."""
+    for one, other in combinations(items, 2):
+        common = set(devices[one]) & set(devices[other])
+        if common and devices[one] != devices[other]:
+            free = f"place {' and '.join(unnamed)}, too" if unnamed else "place every replica"
+            raise PlanError(
+                f"placement: {items[one].text!r} and {items[other].text!r} share only some of their devices "
+                f"({device_ranges(sorted(common))}), and the planner places no model around such sets; {free}"
+            )
+
+
 def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> ModelConfig:
     """Return a model's configuration with the group and layout of one of its replicas."""
     if replica.endswith("@gen"):
@@ -273,12 +313,6 @@ def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> Mo
 def group_name(block: Iterable[str]) -> str:
     """Return the name of a group of replicas: its first one, as `placement` names it."""
     return placement_name(next(iter(block)))
-
-
-def placement_name(replica: str) -> str:
-    """Return the name of a replica in a placement: `actor.gen` for `actor@gen`, `actor` for `actor@train`."""
-    model, _, role = replica.partition("@")
-    return model + GEN_SUFFIX * (role == "gen")
 
 
 def _without_placement(request: PlanRequest) -> PlanRequest:

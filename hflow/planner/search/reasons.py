@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import PUBLISH_PREFIX
+from hflow.planner.placement.replicas import placement_name
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.problem import placement_name
 
 SMALL = 0.02
 """Share of a step below which a part is not named."""

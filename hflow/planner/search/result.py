@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from hflow.config.schema import ModelConfig, RunConfig
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import Candidate
+from hflow.planner.placement.replicas import placement_name
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.problem import PLACEMENT, placement_name
+from hflow.planner.search.problem import PLACEMENT
 from hflow.planner.search.reasons import layout_reasons, reason
 
 NUM_CANDIDATES = 10

@@ -13,7 +13,7 @@ from hflow.planner.architectures import can_run
 from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica, WeightRoute, batch_replica
+from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
@@ -38,13 +38,14 @@ def weight_routes(
     Weights that do not change are loaded once by each replica, without a route. Routes of models whose
     tensors are known have rows; entries move in the dtype that engines hold.
     """
-    written, devices = written_models(graph), {group.name: group.devices for group in groups}
+    written, group_of = written_models(graph), {group.name: group for group in groups}
     routes = []
     for gen in replicas:
         if gen.role == "gen" and gen.model in written:
             src = batch_replica(replicas, gen.model)
             route = weight_route(src, gen, request, add_rows)
-            in_order = on_workers(gen, devices[gen.group][: gen.layout.world])
+            devices = devices_of([group_of[name] for name in gen.groups])
+            in_order = on_workers(gen, devices[: gen.layout.world])
             if gen.workers != in_order.workers:
                 more_bytes = weight_route(src, in_order, request, add_rows).moved_bytes
                 route = replace(route, saved_bytes=more_bytes - route.moved_bytes)

@@ -96,14 +96,14 @@ class Card:
     verb: str
     shape: str
     note: str
-    group: str
-    """The device group whose turns it takes; empty if none."""
+    groups: tuple[str, ...]
+    """The device groups whose turns it takes."""
     rows: tuple[CardRow, ...]
 
     @property
     def group_title(self) -> str:
-        """Return the group's name, shortened to the card's width."""
-        return shorten(self.group, 10)
+        """Return the names of its groups, shortened to the card's width."""
+        return shorten(", ".join(self.groups), 10)
 
     @property
     def height(self) -> float:
@@ -153,7 +153,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
     """
     placement = plan.placement(node.name)
     level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)
-    is_turn = placement.group and (level is Level.BATCH or node.spec.opens_stream)
+    is_turn = placement.groups and (level is Level.BATCH or node.spec.opens_stream)
     fires = "" if is_turn else f"per {node.spec.level}"
     parts = [node.spec.kind_name, fires, seconds]
     return Card(
@@ -162,7 +162,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
         verb=node.spec.kind_name,
         shape=shape_of(node),
         note=" · ".join(part for part in parts if part),
-        group=placement.group or "",
+        groups=placement.groups,
         rows=tuple(_rows(node, arriving)),
     )
 

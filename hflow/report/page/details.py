@@ -101,7 +101,7 @@ def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
         ("parameters", size),
         ("backend", replica.backend),
         ("layout", str(replica.layout)),
-        ("group", replica.group),
+        ("group", ", ".join(replica.groups)),
         ("devices", range_text(replica.workers)),
         ("dp-heads", range_text(replica.heads)),
     )
@@ -165,9 +165,13 @@ def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
         yield "runs on", f"{name}, {replica.layout} on devices {range_text(replica.workers)}"
     if not placement.replicas:
         yield "runs on", f"worker{'s' * (len(placement.heads) != 1)} {range_text(placement.heads)}"
-    for group, names in plan.schedule.orders:
-        if node.name in names:
-            yield "turn", f"{names.index(node.name) + 1} of {len(names)} in group {group}"
+    turns = [
+        f"{names.index(node.name) + 1} of {len(names)} in group {group}"
+        for group, names in plan.schedule.orders
+        if node.name in names
+    ]
+    if turns:
+        yield "turn", ", ".join(turns)
     cut = dict(plan.cuts).get(node.name)
     if cut is not None:
         minibatches = "one minibatch" if cut.minibatches == 1 else f"{cut.minibatches} minibatches"

@@ -102,7 +102,7 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
         ),
         groups=tuple(GroupView(g.name, colours[g.name], range_text(g.devices)) for g in plan.groups),
         replicas=tuple(
-            _replica(replica, colours[replica.group], shades[replica.model]) for replica in plan.replicas
+            _replica(replica, colours[replica.groups[0]], shades[replica.model]) for replica in plan.replicas
         ),
         routes=route_views(plan, consumers, sets),
         sets=sets.runs(),
@@ -147,7 +147,7 @@ def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
     return ReplicaView(
         name=replica.name,
         layout=str(replica.layout),
-        group=replica.group,
+        group=", ".join(replica.groups),
         colour=colour,
         shade=shade,
         size=plural(replica.layout.world, "device"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.ir import SAVE_PREFIX, Plan
+from hflow.planner.node_order import order_edges
 
 SAMPLES = ("samples",)
 """Label of a data edge that names no fields."""
@@ -62,10 +63,12 @@ def _label(edge: Edge) -> tuple[str, ...]:
 
 
 def _orders(plan: Plan) -> Iterator[Arrow]:
-    """Yield each group's cyclic order of nodes; saving is drawn as part of its writer."""
+    """Yield the cyclic orders of nodes; saving is drawn as part of its writer."""
+    orders = []
     for group, names in plan.schedule.orders:
-        turns = [name for name in names if not name.startswith(SAVE_PREFIX)]
-        for i, src in enumerate(turns):
-            dst = turns[(i + 1) % len(turns)]
-            lag, label = int(i + 1 == len(turns)), (f"order of group {group}",)
-            yield Arrow("", EdgeKind.ORDER, src, dst, label, lag, False, f"order {src} {dst}")
+        turns = tuple(name for name in names if not name.startswith(SAVE_PREFIX))
+        orders += [(group, turns)] if turns else []
+    for edge in order_edges(orders):
+        label = (f"order of group {' and '.join(edge.groups)}",)
+        key = f"order {edge.src} {edge.dst}"
+        yield Arrow("", EdgeKind.ORDER, edge.src, edge.dst, label, edge.lag, False, key)

@@ -7,7 +7,7 @@ chart, and earlier steps began before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.planner.forecast import Limit, Period, Slot
@@ -86,18 +86,21 @@ def gantt_view(plan: Plan) -> Gantt | None:
         return None
     sizes = {group.name: len(group.devices) for group in plan.groups}
     limits = plan.forecast.limits if plan.forecast else ()
-    return period_gantt(period, sizes, {replica.name: replica.group for replica in plan.replicas}, limits)
+    return period_gantt(period, sizes, groups_of(plan), limits)
 
 
 def period_gantt(
-    period: Period, sizes: Mapping[str, int], groups: Mapping[str, str], limits: Sequence[Limit] = ()
+    period: Period,
+    sizes: Mapping[str, int],
+    groups: Mapping[str, Sequence[str]],
+    limits: Sequence[Limit] = (),
 ) -> Gantt | None:
     """Return the chart of a period; None if it takes no time.
 
     Args:
         period: the steady state.
         sizes: device group -> number of its devices.
-        groups: replica -> its device group.
+        groups: replica -> its device groups.
         limits: what would use idle devices.
     """
     if period.seconds <= 0:
@@ -127,11 +130,19 @@ def step_name(offset: int) -> str:
     return "k" if offset == 0 else f"k{'+' if offset > 0 else MINUS}{abs(offset)}"
 
 
-def _by_lane(period: Period, sizes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, list[Slot]]:
-    """Return the slots of each device group (engines with their group), then busy nodes without devices."""
+def groups_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return the device groups of each replica."""
+    return {replica.name: replica.groups for replica in plan.replicas}
+
+
+def _by_lane(
+    period: Period, sizes: Mapping[str, int], groups: Mapping[str, Sequence[str]]
+) -> dict[str, list[Slot]]:
+    """Return the slots of each device group (engines with their groups), then busy nodes without devices."""
     lanes: dict[str, list[Slot]] = {name: [] for name in sizes}
     for slot in period.slots:
-        lanes.setdefault(groups.get(slot.lane, slot.lane), []).append(slot)
+        for lane in groups.get(slot.lane, (slot.lane,)):
+            lanes.setdefault(lane, []).append(slot)
     min_seconds = MIN_SHARE * period.seconds * period.num_steps
     return {
         name: slots
@@ -146,10 +157,10 @@ def _lane(
     period: Period,
     chart_seconds: float,
     sizes: Mapping[str, int],
-    groups: Mapping[str, str],
+    groups: Mapping[str, Sequence[str]],
     limits: Sequence[Limit],
 ) -> ChartLane:
-    idle = {groups.get(lane, lane): share for lane, share in period.idle}
+    idle = {shown: share for lane, share in period.idle for shown in groups.get(lane, (lane,))}
     critical = {step.node for step in period.cycle}
     bars = [
         replace(bar, ref=_ref(bar.node, groups), is_critical=bar.node in critical)
@@ -158,7 +169,7 @@ def _lane(
     ]
     num_rows, placed = stack(bars)
     advice = [
-        limit_text(limit) for limit in limits if name in {groups.get(lane, lane) for lane in limit.idle}
+        limit_text(limit) for limit in limits if any(name in groups.get(lane, (lane,)) for lane in limit.idle)
     ]
     return ChartLane(
         name=name,
@@ -226,9 +237,9 @@ def ticks(chart_seconds: float) -> Iterator[Tick]:
 
 def ref_of(plan: Plan, name: str) -> str:
     """Return the reference of what takes time in a step: a node, or an engine that receives new weights."""
-    return _ref(name, {replica.name: replica.group for replica in plan.replicas})
+    return _ref(name, groups_of(plan))
 
 
-def _ref(name: str, groups: Mapping[str, str]) -> str:
+def _ref(name: str, groups: Container[str]) -> str:
     engine = name.removeprefix(PUBLISH_PREFIX)
     return f"replica:{engine}" if engine in groups else f"node:{name}"

@@ -151,7 +151,7 @@ def _node(card: Card, places: Places) -> NodeView:
         verb=card.verb,
         shape=card.shape,
         note=card.note,
-        group=card.group,
+        group=next(iter(card.groups), ""),
         group_title=card.group_title,
         x=round(places.left(card.name), 1),
         y=round(places.tops[card.name], 1),

@@ -104,7 +104,7 @@ def _replicas(plan: Plan) -> Table:
 
 def _replica(replica: Replica, size: str) -> tuple[str, ...]:
     ends = range_text(replica.workers), range_text(replica.heads)
-    return replica.name, size, replica.backend, str(replica.layout), replica.group, *ends
+    return replica.name, size, replica.backend, str(replica.layout), ", ".join(replica.groups), *ends
 
 
 def _times(plan: Plan) -> Iterator[TimeRow]:

@@ -36,7 +36,7 @@ def replicas_section(plan: Plan, width: int) -> Section:
     shown = table(*map(text, names))
     shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
     for replica in plan.replicas:
-        colour = colours[replica.group]
+        colour = colours[replica.groups[0]]
         add_row(
             shown,
             Text(marks[replica.name], f"bold {colour}"),
@@ -44,7 +44,7 @@ def replicas_section(plan: Plan, width: int) -> Section:
             size_text(replica, shapes.get(replica.model)),
             replica.backend,
             str(replica.layout),
-            Text(replica.group, colour),
+            Text(", ").join(Text(name, colours[name]) for name in replica.groups),
             range_text(replica.workers),
             range_text(replica.heads),
         )
@@ -99,13 +99,15 @@ def turns_section(plan: Plan, width: int) -> Section:
 
 def _turns(plan: Plan, group: DeviceGroup) -> str:
     order = dict(plan.schedule.orders).get(group.name, ())
-    arriving = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and n.group == group.name]
+    arriving = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and group.name in n.groups]
     if not order and arriving:
         return f"{', '.join(arriving)}, as samples and groups arrive"
-    if not order:
-        engines = [r.name for r in plan.replicas if r.group == group.name and r.role == "gen"]
-        return f"[{', '.join(engines)}] all the time" if engines else "nothing runs here"
     opening = [f"[{engine}]" for engine in dict(plan.schedule.shared).get(group.name, ())]
+    if not order and opening:
+        return f"{' → '.join(opening)} → idle while others train → again (lag 1)"
+    if not order:
+        engines = [r.name for r in plan.replicas if group.name in r.groups and r.role == "gen"]
+        return f"[{', '.join(engines)}] all the time" if engines else "nothing runs here"
     return " → ".join((*opening, *order, "again (lag 1)"))
 
 

@@ -67,7 +67,7 @@ def planned_gantt(plan: Mapping[str, Any]) -> Gantt | None:
             num_steps=row["num_steps"],
         )
         sizes = {group["name"]: len(group["devices"]) for group in plan["groups"]}
-        groups = {replica["name"]: replica["group"] for replica in plan["replicas"]}
+        groups = {replica["name"]: replica["groups"] for replica in plan["replicas"]}
         chart = period_gantt(period, sizes, groups)
     except (LookupError, TypeError, ValueError):
         return None

@@ -76,7 +76,7 @@ class RunSaving:
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._models = saved_models(plan.graph)
         self._streaming_nodes = frozenset(
-            node.name for node in plan.schedule.nodes if node.level is not Level.BATCH and node.group
+            node.name for node in plan.schedule.nodes if node.level is not Level.BATCH and node.groups
         )
         self._finished: dict[tuple[str, int], SampleReady] = {}
         """Samples that are in no batch yet."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from random import Random
 
 from hflow.planner.ir import PUBLISH_PREFIX, Schedule
-from hflow.planner.schedule import streaming_groups
+from hflow.planner.schedule import shared_groups, streaming_groups
 from hflow.planner.workload import Workload, quantile
 from hflow.runtime.events import (
     Asleep,
@@ -81,10 +81,11 @@ def simulate_run(
     """
     simulator = _Simulator(schedule, durations, rows or {}, slots or {}, speeds or {})
     stream = schedule.streams[0]
-    lanes = tuple(dict.fromkeys((*(group for group, _ in schedule.orders), *streaming_groups(schedule))))
-    group_of = {replica: group for group, replicas in schedule.shared for replica in replicas}
+    groups = [group for group, _ in (*schedule.orders, *schedule.shared)]
+    lanes = tuple(dict.fromkeys((*groups, *streaming_groups(schedule))))
+    groups_of = {replica: shared_groups(schedule, replica) for replica in stream.replicas}
     samples_per_step = (stream.batch or 0) * stream.group_size
-    return simulator.recorder.result(simulator.run(), lanes, group_of, samples_per_step)
+    return simulator.recorder.result(simulator.run(), lanes, groups_of, samples_per_step)
 
 
 def seconds_of(durations: Durations, name: str, key: int) -> float:
@@ -164,7 +165,7 @@ class _Simulator:
         self._speeds = speeds
         self._streams = {stream.name: stream for stream in schedule.streams}
         self._sources = {stream.name: _Source() for stream in schedule.streams}
-        self._lanes = {n.name: n.group or n.name for n in schedule.nodes}
+        self._lanes = {n.name: n.groups or (n.name,) for n in schedule.nodes}
         self._publishers = dict(schedule.publishers)
         self._free_from: dict[str, float] = {}
         """Device group -> when it is done with everything that it was asked to do, in that order."""
@@ -213,10 +214,10 @@ class _Simulator:
             case RunStreamingInference(node, number, keys):
                 self._run_streaming(node, number, keys)
             case RunBatch(node, step):
-                self._run_on_lane(self._lanes[node], node, NodeDone(node, step), step)
+                self._run_on_lanes(self._lanes[node], node, NodeDone(node, step), step)
             case Publish(replica, version):
                 name = PUBLISH_PREFIX + replica
-                self._run_on_lane(self._publishers[replica], name, Published(replica, version), version)
+                self._run_on_lanes(self._publishers[replica], name, Published(replica, version), version)
             case Wake(replica, version):
                 loads_weights = version != self._versions.get(replica)
                 self._send_after(replica if loads_weights else "", Awake(replica, version))
@@ -235,19 +236,20 @@ class _Simulator:
         """Send an event after the duration of a node, source or replica."""
         self._schedule(self._now + seconds_of(self._durations, name, key), event)
 
-    def _run_on_lane(self, lane: str, name: str, event: Event, key: int) -> None:
-        """Send an event after a duration that begins when the device group is free.
+    def _run_on_lanes(self, lanes: Sequence[str], name: str, event: Event, key: int) -> None:
+        """Send an event after a duration that begins when all device groups are free.
 
         Args:
-            lane: the device group.
+            lanes: the device groups.
             name: the node, or `publish.REPLICA`.
             event: the event.
             key: the step or version.
         """
-        start = max(self._now, self._free_from.get(lane, 0.0))
-        end = self._free_from[lane] = start + seconds_of(self._durations, name, key)
+        start = max(self._now, *(self._free_from.get(lane, 0.0) for lane in lanes))
+        end = start + seconds_of(self._durations, name, key)
+        self._free_from |= dict.fromkeys(lanes, end)
         self._schedule(end, event)
-        self.recorder.spans.append(Span(name, lane, start, end, {"step": key}))
+        self.recorder.spans += [Span(name, lane, start, end, {"step": key}) for lane in lanes]
 
     def _schedule(self, time: float, event: Event) -> None:
         heapq.heappush(self._heap, (time, next(self._order), event, ""))
@@ -258,7 +260,9 @@ class _Simulator:
         for key in keys:
             self._schedule(end, NodeDone(node, key))
         if end > self._now:
-            self.recorder.spans.append(Span(node, self._lanes[node], self._now, end, {"number": number}))
+            self.recorder.spans += [
+                Span(node, lane, self._now, end, {"number": number}) for lane in self._lanes[node]
+            ]
 
     # Samples
     def _open_group(self, instruction: OpenGroup) -> None:

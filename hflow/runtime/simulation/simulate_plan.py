@@ -126,7 +126,7 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
         steps = run.timeline.steps()
         responses = map(drawn, range(steps.start * step_samples, steps.stop * step_samples))
         generation = sum(responses) / pace.slots / len(steps)
-    nodes_of = dict(schedule.orders)
+    nodes_of: dict[str, tuple[str, ...]] = dict(schedule.orders)
     return Simulation(
         plan=plan,
         run=run,
@@ -135,7 +135,7 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
         generation_alone=generation,
         training_alone=_seconds_alone(schedule, forecast, {node.name for node in schedule.nodes}),
         in_turns=tuple(
-            (group, generation + _seconds_alone(schedule, forecast, nodes_of[group]))
+            (group, generation + _seconds_alone(schedule, forecast, nodes_of.get(group, ())))
             for group, _ in schedule.shared
         ),
         tokens_kept=run.seconds_kept / pace.seconds_per_token if pace else 0.0,
@@ -165,7 +165,7 @@ def simulated_period(
         settings, max_concurrent=max(stream.group_size, settings.max_concurrent // scale), queue=queue
     )
     part = replace(part, streams=(replace(stream, batch=batch // scale),), settings=settings)
-    streaming = {node.name for node in part.nodes if node.level is not Level.BATCH and node.group}
+    streaming = {node.name for node in part.nodes if node.level is not Level.BATCH and node.groups}
     durations: dict[str, float | DurationFunction] = {
         name: value * (scale if name in streaming else 1) for name, value in seconds.items()
     }

@@ -19,7 +19,7 @@ class Timeline:
     """The times of a run, in seconds from its start."""
 
     spans: tuple[Span, ...]
-    """Batch nodes and the publishing of weights, on the lane of their device group; the times in which
+    """Batch nodes and the publishing of weights, on the lanes of their device groups; the times in which
     engines are awake, on lanes of their own."""
     step_ends: tuple[float, ...]
     """When each step was complete."""
@@ -86,7 +86,7 @@ class SimulatedRun:
     refused: tuple[tuple[str, int], ...]
     """Reason -> samples that were refused or dropped."""
     generating: tuple[Span, ...]
-    """When each engine generated, on its own lane or on that of the device group that it shares."""
+    """When each engine generated, on its own lane or on those of the device groups that it shares."""
 
     def staleness(self) -> dict[int, int]:
         """Return lag -> number of trained samples."""
@@ -142,20 +142,24 @@ class SimulationRecorder:
         return Timeline(tuple(self.spans), tuple(self.step_ends), finish)
 
     def result(
-        self, finish: Finish, lanes: Sequence[str], group_of: Mapping[str, str], samples_per_step: int
+        self,
+        finish: Finish,
+        lanes: Sequence[str],
+        groups_of: Mapping[str, Sequence[str]],
+        samples_per_step: int,
     ) -> SimulatedRun:
         """Return all results.
 
         Args:
             finish: how the run ended.
             lanes: the device groups. Engines with their own devices are added to them.
-            group_of: engine -> the device group that it shares.
+            groups_of: engine -> the device groups that it shares with batch nodes, or none.
             samples_per_step: samples of a batch.
         """
         timeline = self.timeline(finish)
         window = timeline.window()
         seconds = window[1] - window[0]
-        generating = tuple(self._generating(group_of))
+        generating = tuple(self._generating(groups_of))
         busy: dict[str, list[tuple[float, float]]] = {lane: [] for lane in lanes}
         for span in self.spans:
             if span.lane in busy:
@@ -178,7 +182,7 @@ class SimulationRecorder:
             generating=generating,
         )
 
-    def _generating(self, group_of: Mapping[str, str]) -> Iterator[Span]:
+    def _generating(self, groups_of: Mapping[str, Sequence[str]]) -> Iterator[Span]:
         """Yield the times in which each engine generated. Intervals that touch are merged."""
         by_engine: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for replicas, intervals in self._intervals.items():
@@ -186,7 +190,8 @@ class SimulationRecorder:
                 by_engine[replica].extend(intervals)
         for replica, intervals in by_engine.items():
             for start, end in _merged(intervals):
-                yield Span(replica, group_of.get(replica, replica), start, end, {})
+                for lane in groups_of.get(replica) or (replica,):
+                    yield Span(replica, lane, start, end, {})
 
 
 def _length(interval: tuple[float, float], window: tuple[float, float]) -> float:

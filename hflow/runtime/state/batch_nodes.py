@@ -1,8 +1,9 @@
 """When batch nodes fire.
 
 Every device group has a pointer into the fixed order of its batch nodes (`DeviceOrder`). A node fires when
-the pointer is at it and all that it waits for is done: the batch, the nodes before it, the versions of its
-models, and engines that need the weights before it changes them.
+the pointers of all its groups are at it and all that it waits for is done: the batch, the nodes before it,
+the versions of its models, and engines that need the weights before it changes them. It occupies all its
+groups until it is done. Groups do not wait for each other in a circle, because their orders are parts of one.
 
 Invariant: a device group runs one batch node at a time, in its order, and each node at most once per step.
 """
@@ -43,8 +44,8 @@ def fire_batch_nodes(parts: StateParts) -> None:
 
 def advance_pointers(parts: StateParts) -> None:
     """Skip nodes that do not fire and report the steps that are complete; fire nothing."""
-    for device in parts.devices:
-        _advance(device, parts)
+    while sum(_advance(device, parts) for device in parts.devices) > 0:
+        pass  # a group may wait for another one, which came after it
     progress = parts.progress
     includes_final_cycle = progress.num_formed == progress.num_steps and parts.has_side_nodes
     num_complete = min(
@@ -58,28 +59,43 @@ def advance_pointers(parts: StateParts) -> None:
 
 def finish_batch_node(name: str, step: int, parts: StateParts) -> None:
     """Record that a batch node is done for a step."""
-    device = next((d for d in parts.devices if d.running is not None and d.running.name == name), None)
-    assert device is not None, f"{name} does not run"
-    parts.progress.finish(name, step, device.cycle)
-    device.running = None
-    device.step_forward()
+    devices = parts.devices_of_node[name]
+    for device in devices:
+        assert device.running is not None, f"{name} does not run"
+        assert device.running.name == name, f"{device.running.name} runs on {device.name}, not {name}"
+        device.running = None
+    parts.progress.finish(name, step, devices[0].cycle)
+    for device in devices:
+        device.step_forward()
 
 
-def _advance(device: DeviceOrder, parts: StateParts) -> None:
-    """Move a pointer to the next node that fires, or to a generation turn that is needed."""
-    progress = parts.progress
+def _advance(device: DeviceOrder, parts: StateParts) -> bool:
+    """Move a pointer to the next node that fires, or to a generation turn that is needed.
+
+    A node that does not fire is skipped in all its groups at once. Returns whether the pointer moved.
+    """
+    progress, has_moved = parts.progress, False
     while device.running is None and device.cycle <= progress.num_formed:
         if device.in_turn:
             if not _turn_is_over(device, parts):
-                return
+                break
             device.step_forward()
         elif (node := device.next_node) is None:
             device.next_cycle()
         else:
-            if fires(node, device.cycle, parts) or not _can_skip(node, device.cycle, parts):
-                return
-            progress.skip(node.name, device.cycle)
-            device.step_forward()
+            cycle = device.cycle
+            if fires(node, cycle, parts) or not _is_next(node, parts) or not _can_skip(node, cycle, parts):
+                break
+            progress.skip(node.name, cycle)
+            for other in parts.devices_of_node[node.name]:
+                other.step_forward()
+        has_moved = True
+    return has_moved
+
+
+def _is_next(node: ScheduledNode, parts: StateParts) -> bool:
+    """Return whether all device groups of a node are free and have reached it."""
+    return all(device.next_node is node for device in parts.devices_of_node[node.name])
 
 
 def _turn_is_over(device: DeviceOrder, parts: StateParts) -> bool:
@@ -100,19 +116,25 @@ def _can_skip(node: ScheduledNode, step: int, parts: StateParts) -> bool:
 
 
 def _fire_next(device: DeviceOrder, parts: StateParts) -> bool:
-    """Fire the node at a pointer if it is ready. Returns whether it was."""
+    """Fire the node at a pointer if all its device groups have reached it and it is ready.
+
+    Returns whether it was.
+    """
     node, cycle = device.next_node, device.cycle
-    if node is None or not fires(node, cycle, parts) or not _is_ready(node, cycle, parts):
+    if node is None or not _is_next(node, parts):
+        return False
+    if not fires(node, cycle, parts) or not _is_ready(node, cycle, parts):
         return False
     step = _step_of(node, cycle, parts)
-    device.running = node
+    for occupied in parts.devices_of_node[node.name]:
+        occupied.running = node
     parts.progress.start(node, step)
     parts.emit(RunBatch(node.name, step))
     return True
 
 
 def _is_ready(node: ScheduledNode, cycle: int, parts: StateParts) -> bool:
-    """Return whether everything that a node waits for is done, except nodes of its own device group."""
+    """Return whether everything that a node waits for is done, except nodes of its own device groups."""
     step = _step_of(node, cycle, parts)
     return (
         _is_formed(node.stream, cycle, parts)

@@ -1,7 +1,8 @@
 """Generation engines, and device groups with the order of their batch nodes.
 
-This module holds state only; `batch_nodes` and `weight_updates` decide how it changes. Invariant: a device
-group that engines share runs no batch node while one of them is not asleep.
+This module holds state only; `batch_nodes` and `weight_updates` decide how it changes. Invariants: a device
+group that engines share runs no batch node while one of them is not asleep; a node on several groups runs on
+all of them at once, in the same cycle.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class EngineState:
 class DeviceOrder:
     """One device group and a pointer into the fixed order of its batch nodes, cycle after cycle.
 
-    If engines share the group, each cycle begins with their generation turn.
+    If engines share the group, each cycle begins with their generation turn. A node on several groups has a
+    place in the order of each.
     """
 
     name: str

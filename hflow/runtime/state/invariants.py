@@ -84,6 +84,10 @@ def _check_progress(state: RunState) -> None:
         assert progress.last_changed[model] <= version, f"two nodes change {model} at once"
     running = {device.running.name for device in state.parts.devices if device.running is not None}
     assert running == progress.running.keys(), f"devices run {running}, {progress.running} is recorded"
+    for name, devices in state.parts.devices_of_node.items():
+        on = [device for device in devices if device.running is not None and device.running.name == name]
+        assert not on or len(on) == len(devices), f"{name} runs on some of its device groups only"
+        assert len({device.cycle for device in on}) < 2, f"{name} runs in two cycles at once"
 
 
 def _check_device(device: DeviceOrder, state: RunState) -> None:
@@ -101,7 +105,7 @@ def _check_device(device: DeviceOrder, state: RunState) -> None:
 def _check_streaming(state: RunState) -> None:
     """Check that the queues of streaming replicas hold exactly what the streams count as running."""
     streaming = state.parts.streaming
-    replicas = streaming.by_group.values()
+    replicas = streaming.queues.values()
     queued = [key for replica in replicas for key in (*replica.waiting, *replica.running)]
     assert len(queued) == len(set(queued)), "something is queued twice"
     expected = {key for s in state.parts.streams for key in s.running_nodes() if key[0] in streaming.nodes}

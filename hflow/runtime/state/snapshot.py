@@ -85,4 +85,4 @@ class RunSnapshot:
     last_fired: tuple[tuple[str, int], ...]
     """Batch node -> the last step at which it fired."""
     streaming_runs: tuple[tuple[str, int], ...] = ()
-    """Device group that runs models on arriving samples -> how many times it has."""
+    """Queue of device groups that run models on arriving samples -> how many times they have."""

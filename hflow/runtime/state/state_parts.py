@@ -32,8 +32,10 @@ class StateParts:
     """Side streams by name."""
     devices: tuple[DeviceOrder, ...]
     engines: dict[str, EngineState]
-    device_of: dict[str, DeviceOrder]
-    """Engine -> the device group that it shares with batch nodes. Separate engines are not in it."""
+    devices_of_engine: dict[str, tuple[DeviceOrder, ...]]
+    """Engine -> the device groups that it shares with batch nodes. Separate engines are not in it."""
+    devices_of_node: dict[str, tuple[DeviceOrder, ...]]
+    """Batch node -> the device groups that it runs on, all at once."""
     engines_of: dict[str, tuple[EngineState, ...]]
     """Stream -> the engines that its source uses."""
     shared_devices: dict[str, tuple[DeviceOrder, ...]]
@@ -100,7 +102,15 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
         evaluations=evaluations,
         devices=devices,
         engines=engines,
-        device_of={engine.name: device for device in devices for engine in device.engines},
+        devices_of_engine={
+            name: shared
+            for name, engine in engines.items()
+            if (shared := tuple(device for device in devices if engine in device.engines))
+        },
+        devices_of_node={
+            name: tuple(device for device in devices if node in device.nodes)
+            for name, node in batch_nodes.items()
+        },
         engines_of=engines_of,
         shared_devices={
             name: tuple(d for d in devices if not set(used).isdisjoint(d.engines))

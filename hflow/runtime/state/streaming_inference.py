@@ -2,7 +2,7 @@
 
 A reward model whose `keep` decides on a sample cannot wait for a batch. Its samples wait in a queue of its
 devices. Whenever the devices are free, all that waits for one node goes through the model together. So the
-slower the model is, the larger are its micro-batches.
+slower the model is, the larger are its micro-batches. Models with common devices share a queue.
 
 Invariant: a replica runs one node at a time, and all its ranks get the same samples in the same order.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hflow.graph.ir import Level
 from hflow.planner.ir import Schedule
+from hflow.planner.schedule import streaming_queues
 from hflow.runtime.events import Instruction, RunGroup, RunSample, RunStreamingInference
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.stream_state import StreamState
@@ -25,7 +26,7 @@ NodeKey = tuple[str, int]
 
 @dataclass(eq=False)
 class StreamingReplica:
-    """The queue of one device group that no batch node and no engine uses."""
+    """The queue of device groups that no batch node and no engine uses."""
 
     name: str
     waiting: deque[NodeKey] = field(default_factory=deque)
@@ -38,22 +39,22 @@ class StreamingReplicas:
     """The queues of all device groups that run models on arriving samples.
 
     Args:
-        schedule: sample and group nodes that have a device group are queued here.
+        schedule: sample and group nodes that have a device group are queued here (`streaming_queues`).
         emit: receives instructions.
 
     Attributes:
-        by_group: device group -> its queue.
+        queues: the queues by name.
     """
 
     def __init__(self, schedule: Schedule, emit: Emit) -> None:
         self._emit = emit
-        nodes = [node for node in schedule.nodes if node.level is not Level.BATCH and node.group]
-        self.by_group = {node.group: StreamingReplica(node.group) for node in nodes if node.group}
-        self._replica_of = {node.name: self.by_group[node.group] for node in nodes if node.group}
+        nodes_of = streaming_queues(schedule)
+        self.queues = {name: StreamingReplica(name) for name, _ in nodes_of}
+        self._replica_of = {node.name: self.queues[name] for name, nodes in nodes_of for node in nodes}
         trained = schedule.streams[0]
         num_groups = trained.batch or schedule.settings.max_concurrent
         max_keys = {Level.GROUP: num_groups, Level.SAMPLE: num_groups * trained.group_size}
-        self._max_keys = {node.name: max_keys[node.level] for node in nodes}
+        self._max_keys = {node.name: max_keys[node.level] for _, nodes in nodes_of for node in nodes}
         """Node -> most samples or groups that it runs on at once: those of a batch."""
 
     @property
@@ -62,14 +63,14 @@ class StreamingReplicas:
         return frozenset(self._replica_of)
 
     def num_runs(self) -> tuple[tuple[str, int], ...]:
-        """Return how often each device group has run a model."""
-        return tuple((name, replica.num_runs) for name, replica in self.by_group.items())
+        """Return how many times a model has run from each queue."""
+        return tuple((name, replica.num_runs) for name, replica in self.queues.items())
 
     def restore(self, num_runs: Iterable[tuple[str, int]]) -> None:
         """Continue to count from what `num_runs` returned."""
         for name, number in num_runs:
-            if name in self.by_group:
-                self.by_group[name].num_runs = number
+            if name in self.queues:
+                self.queues[name].num_runs = number
 
     def emit_or_queue(self, instruction: Instruction) -> None:
         """Emit a stream's instruction, or queue it if it runs a node with a queue."""
@@ -87,13 +88,13 @@ class StreamingReplicas:
 
     def run_waiting(self, stream_of: Mapping[str, StreamState]) -> None:
         """Let every free replica run what waits."""
-        for replica in self.by_group.values():
+        for replica in self.queues.values():
             while replica.waiting and not replica.running:
                 self._run_next(replica, stream_of)
 
     def clear(self, stream_of: Mapping[str, StreamState]) -> None:
         """Discard what waits, in a run that is stopping."""
-        for replica in self.by_group.values():
+        for replica in self.queues.values():
             for node, key in replica.waiting:
                 stream_of[node].discard_node(node, key)
             replica.waiting.clear()

@@ -4,7 +4,8 @@ Invariant: weights are taken from the devices that train them only while no node
 holds exactly the version that it is labelled with. An engine keeps its weights while evaluation samples run
 on it. Training does not wait for that; the engine catches up afterwards.
 
-An engine that shares devices with batch nodes takes the weights from these devices when it wakes:
+An engine that shares devices with batch nodes takes the weights from the devices that train them when it
+wakes. It has its turn when all device groups that it shares are at the turn of the same step:
 
 1. `Sleep`: no more groups are opened, and samples are interrupted and kept; `Asleep` confirms.
 2. `Wake`: the weights move; `Awake` confirms. Interrupted samples continue, and groups are opened again.
@@ -32,6 +33,8 @@ models.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hflow.runtime.events import Publish, Sleep, Wake
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
@@ -97,7 +100,7 @@ def pause_engines(parts: StateParts) -> None:
     for engine in parts.engines.values():
         if engine.phase in (EnginePhase.AWAKE, EnginePhase.DRAINING):
             engine.phase = EnginePhase.FALLING_ASLEEP
-            engine.has_dropped_weights = engine.name in parts.device_of
+            engine.has_dropped_weights = engine.name in parts.devices_of_engine
             level = SleepLevel.DROP_WEIGHTS if engine.has_dropped_weights else SleepLevel.PAUSE
             parts.emit(Sleep(engine.name, level))
 
@@ -110,7 +113,7 @@ def can_lose(engine: EngineState, parts: StateParts) -> bool:
     samples that wait for weights that do not exist before it sleeps.
     """
     has_own_samples = all(engines == (engine,) for engines in parts.engines_of.values() if engine in engines)
-    is_apart = engine.name not in parts.device_of
+    is_apart = engine.name not in parts.devices_of_engine
     return is_apart and has_own_samples and not engine.is_evaluating and not engine.is_lost
 
 
@@ -139,9 +142,16 @@ def _is_expected(engine: EngineState, version: int) -> bool:
 
 
 def _should_be_awake(engine: EngineState, parts: StateParts) -> bool:
-    """Return whether an engine should be awake: a separate one always, another one in its turn."""
-    device = parts.device_of.get(engine.name)
-    return device is None or (device.in_turn and needs_turn(device, parts))
+    """Return whether an engine should be awake: a separate one always, another one in its turn.
+
+    It has its turn on all of its device groups at once. Where one of them need not wait for its engines any
+    more, none of them waits for this one: `needs_turn` holds for all groups of an engine that is needed.
+    """
+    devices = parts.devices_of_engine.get(engine.name, ())
+    return all(
+        device.in_turn and device.cycle == devices[0].cycle and needs_turn(device, parts)
+        for device in devices
+    )
 
 
 def _needs_version(engine: EngineState, version: int, parts: StateParts) -> bool:
@@ -197,44 +207,44 @@ def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
 
 def _sleep_level(engine: EngineState, parts: StateParts) -> SleepLevel:
     """Return what an engine keeps while it sleeps."""
-    device = parts.device_of.get(engine.name)
-    if device is None:
+    devices = parts.devices_of_engine.get(engine.name)
+    if devices is None:
         return SleepLevel.PAUSE
-    if engine.models and _wakes_with_new_weights(engine, device, parts):
+    if engine.models and _wakes_with_new_weights(engine, devices, parts):
         return SleepLevel.DROP_WEIGHTS
     return SleepLevel.KEEP_WEIGHTS
 
 
-def _wakes_with_new_weights(engine: EngineState, device: DeviceOrder, parts: StateParts) -> bool:
+def _wakes_with_new_weights(engine: EngineState, devices: Sequence[DeviceOrder], parts: StateParts) -> bool:
     """Return whether an engine that sleeps now loads new weights when it wakes.
 
     If it sleeps in its turn, new weights are ready for it. Otherwise it wakes at a later step (unless the
     dataset ends, which makes this the final cycle): for its next evaluation, or to generate the first batch
-    that is not formed. Its models have changed by then if the nodes that change them run on its devices. The
-    result is False where that depends on timing: the engine then wakes with either version.
+    that is not formed. Its models have changed by then if the nodes that change them run on any of its device
+    groups, all of which are at the same step. The result is False where that depends on timing: the engine
+    then wakes with either version.
     """
-    if needs_turn(device, parts):
+    if all(needs_turn(device, parts) for device in devices):
         return True
-    progress = parts.progress
-    local = {node.name for node in device.nodes}
-    if not progress.is_certain(device.cycle) or not progress.writers(engine.models) <= local:
+    progress, cycle = parts.progress, devices[0].cycle
+    local = {node.name for device in devices for node in device.nodes}
+    if not progress.is_certain(cycle) or not progress.writers(engine.models) <= local:
         return False
-    next_batch = max(device.cycle + 1, progress.num_formed)
+    next_batch = max(cycle + 1, progress.num_formed)
     if next_batch >= progress.num_steps:
         return True  # only evaluations of new versions are left
     if engine.serves_trained_stream:
         sync_every = parts.schedule.settings.sync_every
         is_synced = next_batch // sync_every > engine.target // sync_every
-        return is_synced or _evaluates_by(next_batch, engine, device, parts)
-    return not any(other.serves_trained_stream for other in device.engines)
+        return is_synced or _evaluates_by(next_batch, engine, cycle, local, parts)
+    return not any(other.serves_trained_stream for device in devices for other in device.engines)
 
 
-def _evaluates_by(version: int, engine: EngineState, device: DeviceOrder, parts: StateParts) -> bool:
+def _evaluates_by(version: int, engine: EngineState, cycle: int, local: set[str], parts: StateParts) -> bool:
     """Return whether an engine evaluates a later version than its own, up to this one."""
     progress = parts.progress
-    local = {node.name for node in device.nodes}
     due = [
-        next_evaluation(evaluation.stream, device.cycle, progress.num_steps)
+        next_evaluation(evaluation.stream, cycle, progress.num_steps)
         for evaluation in engine.evaluations
         if progress.writers(evaluation.models) <= local
     ]
