@@ -45,7 +45,9 @@ def place_model(
                 cast_while_running(layer, [], dtype)
             cast_while_running(root, layers, dtype)
         return
-    mesh = DeviceMesh.from_group(group, device.type)
+    # DTensor caches results of operations by the ranks and names of a mesh, the mesh included, and looks for
+    # groups by name. In a process that served another run, the group of these ranks had another name.
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
     half = dtype if dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for unit in (*(layer for layer in layers if _num_bytes(layer) >= MIN_UNIT_BYTES), root):
