@@ -143,9 +143,9 @@ def test_vllm_has_the_default_number_of_queues_beside_megatron() -> None:
     assert not on_gpus.keys() & environment(EngineSetup(ModelSettings("actor"))).keys()
 
 
-def test_vllm_records_experts_with_its_second_runner_on_gpus() -> None:
-    for device, records, runner in (("cuda", True, "1"), ("cuda", False, "0"), ("cpu", True, "0")):
-        setup = EngineSetup(ModelSettings("actor", device=device), records_experts=records)
+def test_vllm_draws_all_tokens_at_once_with_its_second_runner_on_gpus() -> None:
+    for device, runner in (("cuda", "1"), ("cpu", "0")):
+        setup = EngineSetup(ModelSettings("actor", device=device))
         assert environment(setup)["VLLM_USE_V2_MODEL_RUNNER"] == runner
 
 
