@@ -68,4 +68,4 @@ def _forget_cuda_error() -> None:
 @cache
 def _warn(reason: str) -> None:
     """Warn once that copies are slow."""
-    _LOG.warning("shared memory of weights is not pinned (%s), so copies to the GPU are slower", reason)
+    _LOG.warning("host memory is not pinned (%s), so copies between it and the GPU are slower", reason)

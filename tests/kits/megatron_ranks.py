@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
+from hflow.backends.common.host_copy import HostCopies  # noqa: E402
 from hflow.backends.megatron import weight_export as weights  # noqa: E402
 from hflow.backends.megatron.hf_export import copy_stage  # noqa: E402
 from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
@@ -74,7 +75,7 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
         "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
     (path / "saved").mkdir(exist_ok=True)
-    copy_stage(stage, path / "saved" / case.name, file_bytes=20_000)()
+    copy_stage(stage, path / "saved" / case.name, HostCopies(), file_bytes=20_000)()
     if stage.parallel.is_head:
         torch.save(outputs, path / f"{case.name}.outputs.pt")
     torch.save(results, path / f"{case.name}.{group.rank()}.pt")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.hf_mapping import (
@@ -228,7 +229,7 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
     wanted = {name: x.detach() for name, x in kit.model(CASE)[0].named_parameters()}
     assert read.keys() == wanted.keys()
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
-    copy_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", file_bytes=file_bytes)()
+    copy_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", HostCopies(), file_bytes)()
     assert (tmp_path / "again" / "model.safetensors").exists() is (file_bytes == 1 << 30)
     again = weights(alone(kit.settings(CASE, tmp_path, path=str(tmp_path / "again"))))
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
@@ -241,7 +242,7 @@ def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
-    copy_stage(ours, tmp_path / "ours")()
+    copy_stage(ours, tmp_path / "ours", HostCopies())()
     saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
     theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)

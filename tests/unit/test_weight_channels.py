@@ -107,7 +107,7 @@ def test_shared_memory_that_cannot_be_pinned_is_used_as_it_is(
             assert receiver.receive(handle, 1).payload.equal(one.payload)
     assert driver.calls == ["pin", "forget", "pin", "forget", "pin"]
     assert [record.getMessage() for record in caplog.records] == [
-        "shared memory of weights is not pinned (error 2), so copies to the GPU are slower"
+        "host memory is not pinned (error 2), so copies between it and the GPU are slower"
     ]
     receiver.close()
     assert driver.calls[-2:] == ["pin", "unpin"]

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from hflow.backends.common.checks import check_tensors
-from hflow.backends.common.host_copy import host_copy
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.interface import SHARDS_INDEX
 from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError, ConfigError
@@ -103,7 +103,11 @@ class CheckpointInfo:
 
 
 def copy_shards(
-    directory: Path, states: Iterable[BlockState], info: CheckpointInfo, group: ProcessGroup | None
+    directory: Path,
+    states: Iterable[BlockState],
+    info: CheckpointInfo,
+    group: ProcessGroup | None,
+    host: HostCopies,
 ) -> WriteFiles:
     """Copy this rank's part of a checkpoint, and return the function that writes it; a collective.
 
@@ -112,6 +116,7 @@ def copy_shards(
         states: the boxes that this rank writes; no other rank writes them.
         info: the same on all ranks.
         group: the replica's ranks; None for one.
+        host: makes the copies, which are complete when `host.made()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -123,7 +128,7 @@ def copy_shards(
             "state; set out to a directory that all machines share, or save_optimizer=false for the model"
         )
     files = {
-        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds) for state in file_states]
+        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds, host) for state in file_states]
         for number, file_states in enumerate(_split_into_files(states, info.kinds))
     }
     boxes = _gather({name: [state.row for state in held] for name, held in files.items()}, group)
@@ -257,8 +262,8 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
     return f"{tensor}[{spans}].{kind}"
 
 
-def _copy(state: BlockState, kinds: tuple[str, ...]) -> BlockState:
-    return replace(state, values={kind: host_copy(state.values[kind]) for kind in kinds})
+def _copy(state: BlockState, kinds: tuple[str, ...], host: HostCopies) -> BlockState:
+    return replace(state, values={kind: host.copy(state.values[kind]) for kind in kinds})
 
 
 def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | None:

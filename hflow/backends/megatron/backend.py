@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hflow.backends.common.checks import check_sequences, check_temperature
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
@@ -51,6 +52,7 @@ class MegatronModel(ModelBackend):
         self._runner = MegatronRunner(stage, schedule, splitter)
         self._offload = _make_offload(stage, self._optimizer, settings.offload)
         self._offload.start()
+        self._copies, self._state_copies = HostCopies(), HostCopies()
 
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         """Run a forward without gradient and the body; on heads, return a batch of the fields per shard.
@@ -102,13 +104,13 @@ class MegatronModel(ModelBackend):
 
     def save(self, directory: str) -> WriteFiles:
         """Copy some files of the weights to each rank, and return the function that writes them."""
-        with self.on_device():
-            return copy_stage(self._stage, Path(directory))
+        with self.on_device(), self._copies.made():
+            return copy_stage(self._stage, Path(directory), self._copies)
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy the weights and moments that this rank updates, and return the function that writes them."""
-        with self._offload.on_device(training=True):
-            return copy_stage_shards(self._stage, self._optimizer, Path(directory))
+        with self._offload.on_device(training=True), self._state_copies.made():
+            return copy_stage_shards(self._stage, self._optimizer, Path(directory), self._state_copies)
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's part of weights and moments that any backend wrote in any layout."""

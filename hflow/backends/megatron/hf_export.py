@@ -10,7 +10,7 @@ from transformers.utils import CONFIG_NAME
 
 from hflow.backends.common.expert_tensors import file_names, file_tensors
 from hflow.backends.common.hf_files import FILE_BYTES, Copies, FileDivision, check_is_shared, write_files
-from hflow.backends.common.host_copy import host_copy
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.megatron.hf_mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.weight_export import named_weights
@@ -18,7 +18,7 @@ from hflow.backends.torch_model.heads import SCORE, head_file, head_prefix, save
 from hflow.durable_files import WriteFiles
 
 
-def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> WriteFiles:
+def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int = FILE_BYTES) -> WriteFiles:
     """Copy some files of the weights, and return the function that writes them; a collective.
 
     They have the stage's dtype. Each rank copies an equal share of the model. A value head has a separate
@@ -27,6 +27,7 @@ def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> W
     Args:
         stage: this rank's.
         directory: made if necessary, in a directory that all ranks share.
+        host: makes the copies, which are complete when `host.made()` ends.
         file_bytes: size that files should not exceed.
 
     Raises:
@@ -48,9 +49,9 @@ def copy_stage(stage: Stage, directory: Path, file_bytes: int = FILE_BYTES) -> W
 
     for name, tensor in named_weights(stage, receiver_of=receiver_of):
         if name in files.file_of:
-            copies.setdefault(files.file_of[name], {}).update(file_tensors({name: host_copy(tensor)}))
+            copies.setdefault(files.file_of[name], {}).update(file_tensors({name: host.copy(tensor)}))
         else:
-            head[name.removeprefix(head_prefix(stage.head))] = host_copy(tensor)
+            head[name.removeprefix(head_prefix(stage.head))] = host.copy(tensor)
 
     def write() -> list[Path]:
         paths = write_files(directory, copies)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.sharded_checkpoint import (
     MEAN,
     SQUARE,
@@ -30,11 +31,13 @@ from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Box, box_shape, intersect, numel, slices_within, whole_box
 
 
-def copy_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> WriteFiles:
-    """Copy this rank's part of a sharded checkpoint, and return the function that writes it; a collective."""
+def copy_stage_shards(
+    stage: Stage, optimizer: MegatronOptimizer | None, directory: Path, host: HostCopies
+) -> WriteFiles:
+    """Copy this rank's part of a sharded checkpoint with `copy_shards`; a collective."""
     parameters = _written_parameters(stage)
     states = _frozen_states(stage, parameters) if optimizer is None else _states(parameters, optimizer)
-    return copy_shards(directory, states, _info(stage, optimizer), stage.parallel.group)
+    return copy_shards(directory, states, _info(stage, optimizer), stage.parallel.group, host)
 
 
 def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
 from hflow.backends.common.hf_routers import let_routers_replay
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
@@ -59,6 +60,7 @@ class TorchModel(ModelBackend):
         optimizer_states = tuple if self._optimizer is None else self._optimizer.states
         self._offload = HostOffload(settings.offload, self._stored_weights, optimizer_states)
         self._offload.start()
+        self._copies, self._state_copies = HostCopies(), HostCopies()
 
     def _stored_weights(self) -> list[Tensor]:
         """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
@@ -159,13 +161,15 @@ class TorchModel(ModelBackend):
         sharded checkpoint, so it is written as it is stored, in fp32.
         """
         head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
-        with self.on_device():
-            return copy_model(self._model, head, self.settings, Path(directory), dtype, self.group)
+        with self.on_device(), self._copies.made():
+            return copy_model(
+                self._model, head, self.settings, Path(directory), dtype, self.group, self._copies
+            )
 
     def save_shards(self, directory: str) -> WriteFiles:
         """Copy this rank's rows of weights and moments, and return the function that writes them."""
-        with self._offload.on_device(training=True):
-            return copy_model_shards(self._trained_model(), Path(directory), self.group)
+        with self._offload.on_device(training=True), self._state_copies.made():
+            return copy_model_shards(self._trained_model(), Path(directory), self.group, self._state_copies)
 
     def load_shards(self, directory: str) -> None:
         """Load this rank's rows of weights and moments that any backend wrote in any layout."""

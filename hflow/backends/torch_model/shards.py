@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from hflow.backends.common.expert_tensors import stacked_views
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.sharded_checkpoint import (
     MEAN,
     SQUARE,
@@ -60,9 +61,11 @@ class TrainedModel:
         return named_parameters(self.model, self.module.head, self.head)
 
 
-def copy_model_shards(trained: TrainedModel, directory: Path, group: ProcessGroup | None) -> WriteFiles:
-    """Copy this rank's part of a sharded checkpoint, and return the function that writes it; a collective."""
-    return copy_shards(directory, trained.states(), trained.info, group)
+def copy_model_shards(
+    trained: TrainedModel, directory: Path, group: ProcessGroup | None, host: HostCopies
+) -> WriteFiles:
+    """Copy this rank's part of a sharded checkpoint with `copy_shards`; a collective."""
+    return copy_shards(directory, trained.states(), trained.info, group, host)
 
 
 def load_model_shards(trained: TrainedModel, directory: Path) -> None:

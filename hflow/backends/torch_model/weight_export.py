@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from hflow.backends.common.adapter import adapter_weights, base_name, save_adapter
 from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.common.hf_files import Copies, FileDivision, check_is_shared, write_files
-from hflow.backends.common.host_copy import host_copy
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.interface import MERGED, ModelSettings
 from hflow.backends.torch_model.heads import head_file, head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
@@ -126,6 +126,7 @@ def copy_model(
     directory: Path,
     dtype: torch.dtype,
     group: ProcessGroup | None,
+    host: HostCopies,
 ) -> WriteFiles:
     """Copy the weights in `dtype`, and return the function that writes them; a collective.
 
@@ -139,6 +140,7 @@ def copy_model(
         directory: made if necessary, in a directory that all ranks share.
         dtype: of the files.
         group: the ranks that hold the model; None for one.
+        host: makes the copies, which are complete when `host.made()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -148,9 +150,9 @@ def copy_model(
         check_is_shared(directory.parent, rank)
     stored = _changing_tensors(model, head, kind)
     if lora is None:
-        collect = partial(collect_tensors, stored, dtype, rank)
+        collect = partial(collect_tensors, stored, dtype, rank, host)
         return _copy_files(model, kind, directory, stored, collect, dtype, group)
-    adapters = dict(collect_tensors(stored, dtype, rank, lambda name: 0))
+    adapters = dict(collect_tensors(stored, dtype, rank, host, lambda name: 0))
     write_merged: WriteFiles = list
     if lora.save_merged:
         base, scale = _base_tensors(model, head, kind), lora.scale
@@ -158,7 +160,7 @@ def copy_model(
         def merged(receiver_of: ReceiverOf) -> Iterator[Named]:
             for name, tensor in merged_weights(model, head, kind, dtype, scale):
                 if receiver_of(name) == rank:
-                    yield name, host_copy(tensor)
+                    yield name, host.copy(tensor)
 
         write_merged = _copy_files(model, kind, directory / MERGED, base, merged, dtype, group)
 
@@ -215,10 +217,11 @@ def _copy_files(
             copies.setdefault(files.file_of[name], {})[name] = tensor
         elif prefix is not None and name.startswith(prefix):
             head[name.removeprefix(prefix)] = tensor
-    for file, tensors in copies.items():
-        copies[file] = {name: x.contiguous() for name, x in revert_weight_conversion(model, tensors).items()}
 
     def write() -> list[Path]:
+        for file, tensors in copies.items():
+            converted = revert_weight_conversion(model, tensors)
+            copies[file] = {name: x.contiguous() for name, x in converted.items()}
         paths = write_files(directory, copies)
         if rank != 0:
             return paths
@@ -294,7 +297,7 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
 
 
 def collect_tensors(
-    named: Iterable[Named], dtype: torch.dtype, rank: int, receiver_of: ReceiverOf
+    named: Iterable[Named], dtype: torch.dtype, rank: int, host: HostCopies, receiver_of: ReceiverOf
 ) -> Iterator[Named]:
     """Yield tensors whole, in host memory and floats in `dtype`, each on one rank; a collective.
 
@@ -304,27 +307,28 @@ def collect_tensors(
         named: what this rank stores, the same tensors on all ranks.
         dtype: of floats.
         rank: this one.
+        host: makes the copies, which are complete when `host.made()` ends.
         receiver_of: returns the rank to which alone a tensor is yielded.
     """
     for name, tensor in named:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if isinstance(tensor, DTensor):
-            whole = _gather_pieces(tensor, wanted, receiver_of(name))
+            whole = _gather_pieces(tensor, wanted, receiver_of(name), host)
             if whole is not None:
                 yield name, whole
         elif receiver_of(name) == rank:
-            yield name, host_copy(tensor.to(wanted))
+            yield name, host.copy(tensor, wanted)
 
 
-def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int) -> Tensor | None:
+def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int, host: HostCopies) -> Tensor | None:
     """Return a whole tensor in host memory on one rank, and None on the others."""
     group: ProcessGroup = x.device_mesh.get_group()
     num_ranks, is_receiver = group.size(), group.rank() == receiver
     sizes = [_num_held(x, rank, num_ranks) for rank in range(num_ranks)]
     starts = [sum(sizes[:rank]) for rank in range(num_ranks)]
     width = max(1, BUCKET_BYTES // dtype.itemsize // num_ranks)
-    local, whole = x.to_local().reshape(-1), torch.empty(x.shape if is_receiver else 0, dtype=dtype)
-    entries = whole.view(-1)
+    local = x.to_local().reshape(-1)
+    whole = host.empty(x.shape, dtype, local.device) if is_receiver else None
     for first in range(0, max(sizes), width):
         length = min(width, max(sizes) - first)
         piece = local.new_zeros(length, dtype=dtype)
@@ -332,11 +336,14 @@ def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int) -> Tensor | No
         piece[: len(held)] = held
         pieces = [torch.empty_like(piece) for _ in range(num_ranks)] if is_receiver else None
         dist.gather(piece, pieces, group=group, group_dst=receiver)
-        for start, size, part in zip(starts, sizes, pieces, strict=True) if pieces else ():
+        if whole is None or pieces is None:
+            continue
+        entries = whole.view(-1)
+        for start, size, part in zip(starts, sizes, pieces, strict=True):
             stop = min(first + length, size)
             if stop > first:
-                entries[start + first : start + stop] = part[: stop - first]
-    return whole if is_receiver else None
+                entries[start + first : start + stop].copy_(part[: stop - first], non_blocking=True)
+    return whole
 
 
 def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:

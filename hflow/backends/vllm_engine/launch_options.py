@@ -31,8 +31,8 @@ def environment(setup: EngineSetup) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # Otherwise it depends on whether triton is installed. The second one draws the tokens of all requests at
-        # once, the first one those of each request with a seed by themselves, but only that one runs on a CPU.
+        # Otherwise it depends on whether triton is installed. The second one draws the tokens of all requests
+        # at once, the first one those of each request with a seed by themselves. A CPU has only the first.
         "VLLM_USE_V2_MODEL_RUNNER": str(int(setup.settings.device != "cpu")),
         # Forked ranks would hold the connection to the worker open. vLLM spawns them on a CPU by itself.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

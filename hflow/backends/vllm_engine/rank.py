@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from hflow.backends.common.expert_tensors import file_tensors
-from hflow.backends.common.host_copy import host_copy
+from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.vllm_engine.hf_mapping import checked, held_tensors
 from hflow.errors import HflowError
 from hflow.weights.adapters import BaseTensor, MergedWeights
@@ -130,11 +130,13 @@ class AdapterTransfer(HflowWeightTransfer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._base: dict[str, BaseTensor] = {}
+        self._copies = HostCopies()
         places: set[int] = set()
-        for name, held in self._held.items():
-            if held.view.numel() and held.view.data_ptr() not in places:  # tied tensors are kept once
-                places.add(held.view.data_ptr())
-                self._base[name] = BaseTensor(held.shape, held.box, host_copy(held.view))
+        with self._copies.made():
+            for name, held in self._held.items():
+                if held.view.numel() and held.view.data_ptr() not in places:  # tied tensors are kept once
+                    places.add(held.view.data_ptr())
+                    self._base[name] = BaseTensor(held.shape, held.box, self._copies.copy(held.view))
         self._target = next(self.model.parameters()).device
 
     def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:

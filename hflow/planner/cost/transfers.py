@@ -215,8 +215,9 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     """Return the seconds for which a checkpoint stops training.
 
     The weights are gathered and copied to the memory of the host, each rank an equal share. Each rank copies
-    its optimizer state. Files are written while training continues. Of a model with adapters, these alone are
-    saved, by one rank, and the merged weights if they are asked for.
+    its optimizer state. Files are written while training continues. The first copy from a GPU takes longer:
+    it pins the memory for all of them. Of a model with adapters, these alone are saved, by one rank, and the
+    merged weights if they are asked for.
     """
     lora, layout = replica.config.lora, replica.layout
     numel = stage_parameters(replica.shape, layout.pipe) / layout.tensor

@@ -120,7 +120,7 @@ def save_checkpoint(rank: Rank) -> Items:
 
 
 def checkpoint_copies(rank: Rank) -> Items:
-    """Return a rank's copies of a checkpoint in host memory, which are held until they are written."""
+    """Return a rank's copies of a checkpoint in host memory: until they are written, or on GPUs, always."""
     width, is_merged = _saved_width(rank), _saves_merged(rank)
     world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
     if rank.config.lora is None:

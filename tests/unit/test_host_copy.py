@@ -1,0 +1,93 @@
+"""Copies of tensors in host memory. The memory that is pinned for GPUs is used here without pinning it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch_kit as kit
+from safetensors.torch import load_file
+
+from hflow.backends.common import host_copy
+from hflow.backends.common.host_copy import HostCopies
+from hflow.backends.interface import ModelBackend, RankPosition
+from hflow.planner.backends import factories
+from hflow.weights.pinned import PinnableMemory
+
+BATCH = kit.make_batch(kit.LENGTHS)
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copies from a CPU as from a GPU; the calls of `pin` and `unpin`."""
+    calls: list[str] = []
+    monkeypatch.setattr(host_copy, "_is_pinned_for", lambda source: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cpu.current_stream)
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: calls.append("wait"), raising=False)
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(PinnableMemory, name, lambda self, name=name: calls.append(name))
+    return calls
+
+
+def test_a_copy_is_contiguous_and_does_not_change(unpinned: list[str]) -> None:
+    values = torch.arange(6.0).view(2, 3).T
+    copies = HostCopies()
+    with copies.made():
+        copied, half = copies.copy(values), copies.copy(values, torch.bfloat16)
+    values.zero_()
+    assert copied.is_contiguous()
+    assert copied.tolist() == half.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert half.dtype == torch.bfloat16
+
+
+def test_memory_is_pinned_once_and_kept_for_the_next_copies(unpinned: list[str]) -> None:
+    copies = HostCopies()
+    addresses = []
+    for _ in range(2):
+        with copies.made():
+            addresses.append([copies.copy(torch.ones(n)).data_ptr() for n in (5, 0, 7)])
+    assert addresses[0] == addresses[1]
+    assert unpinned == ["pin", "pin", "pin", "wait", "wait"]
+
+
+def test_memory_of_another_size_is_unpinned(unpinned: list[str]) -> None:
+    copies = HostCopies()
+    for n in (5, 6):
+        with copies.made():
+            assert copies.copy(torch.ones(n)).tolist() == [1] * n
+    del copies
+    assert unpinned == ["pin", "wait", "unpin", "pin", "wait", "unpin"]
+
+
+@pytest.mark.parametrize("name", ["torch", "megatron"])
+def test_checkpoints_are_equal(tmp_path: Path, unpinned: list[str], name: str) -> None:
+    """A save from memory that the one before has used is that of a model that copies as on a CPU."""
+    backend = factories()[name](kit.SETTINGS, RankPosition())
+    for step in range(2):
+        backend.train(kit.CALLS["token-mean"], kit.whole(BATCH), step)
+        save(backend, tmp_path / f"kept-{step}")
+    assert "pin" in unpinned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "_is_pinned_for", lambda source: False)
+        save(backend, tmp_path / "plain")
+    wanted, got, first = (tensors(tmp_path / name) for name in ("plain", "kept-1", "kept-0"))
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[key], got[key]) for key in wanted)
+    assert any(not torch.equal(wanted[key], first[key]) for key in wanted)
+
+
+def save(backend: ModelBackend, directory: Path) -> None:
+    directory.mkdir()
+    writes = backend.save(str(directory)), backend.save_shards(str(directory / "shards"))
+    for write in writes:
+        write()
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's files."""
+    return {
+        f"{path.relative_to(directory)} {name}": tensor
+        for path in directory.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
