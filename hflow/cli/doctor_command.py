@@ -16,6 +16,7 @@ from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_attention, check_gpus, check_layers, read_gpus
+from hflow.doctor.layer_times import check_layer_times
 from hflow.doctor.trial_runs import try_runs
 from hflow.terminal import show
 
@@ -64,6 +65,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     yield from check_attention("cuda" if num_gpus else "cpu")
     if num_gpus:
         yield from check_layers("cuda")
+    yield from check_layer_times("cuda" if num_gpus else "cpu")
     yield from check_collectives(num_gpus)
     yield from try_runs(num_gpus, memory_gib)
 

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from hflow.doctor.finding import Finding
 from hflow.errors import RunError
 from hflow.planner.cluster import device_ranges
+from hflow.planner.hardware import GIB
 
 if TYPE_CHECKING:
-    from hflow.launch.profiling.rank_groups import GroupTimes, OperationTime
+    from hflow.launch.profiling.rank_groups import GroupTimes, OperationTime, RuntimeMemory
 
 MIN_RATE_SHARE = 0.5
 """Share of the bandwidth that plans count with, below which a link is too slow."""
 _SLOW = "nvidia-smi topo -m and nvlink -s show the links; hflow profile measures them for plans"
+_TOO_LARGE = "env.NCCL_BUFFSIZE=1048576 makes communicators smaller; or set overhead_gib of the device to it"
 _WRONG = "update NVIDIA's driver and NCCL; env.NCCL_P2P_DISABLE=1 avoids a broken link"
 
 
@@ -30,8 +32,10 @@ def check_collectives(num_gpus: int) -> Iterator[Finding]:
         yield Finding("collective", "all", False, "not checked, one GPU has no others", required=False)
         return
     try:
-        for times in measure_groups(*(("cuda", num_gpus) if num_gpus else ("cpu", 2))):
-            yield group_finding(times)
+        measured = measure_groups(*(("cuda", num_gpus) if num_gpus else ("cpu", 2)))
+        yield from map(group_finding, measured.times)
+        if measured.memory is not None:
+            yield memory_finding(measured.memory)
     except RunError as error:
         yield Finding("collective", "all", False, str(error), "NCCL_DEBUG=INFO shows what NCCL does")
 
@@ -52,6 +56,16 @@ def group_finding(times: GroupTimes) -> Finding:
         return Finding("collective", name, True, detail)
     detail += f"; less than {MIN_RATE_SHARE:.0%} of the planned: {', '.join(slow)}"
     return Finding("collective", name, False, detail, _SLOW, required=False)
+
+
+def memory_finding(memory: RuntimeMemory) -> Finding:
+    """Return whether communicators and the runtime take no more of a GPU's memory than plans count with."""
+    taken = f"CUDA and {memory.num_groups} communicators take {memory.num_bytes / GIB:.2f} GiB of a GPU"
+    if memory.planned_bytes is None:
+        return Finding("collective", "memory", True, taken)
+    detail = f"{taken}, planned {memory.planned_bytes / GIB:.2f}"
+    is_enough = memory.num_bytes <= memory.planned_bytes
+    return Finding("collective", "memory", is_enough, detail, _TOO_LARGE, required=False)
 
 
 def is_slow(operation: OperationTime) -> bool:

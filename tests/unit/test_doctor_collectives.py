@@ -9,11 +9,18 @@ from dataclasses import replace
 import pytest
 from torch.multiprocessing.spawn import spawn
 
-from hflow.doctor.collectives import check_collectives, group_finding
+from hflow.doctor.collectives import check_collectives, group_finding, memory_finding
 from hflow.errors import RunError
 from hflow.launch.profiling import rank_groups
-from hflow.launch.profiling.rank_groups import OPERATIONS, GroupTimes, OperationTime, axis_layouts
+from hflow.launch.profiling.rank_groups import (
+    OPERATIONS,
+    GroupTimes,
+    OperationTime,
+    RuntimeMemory,
+    axis_layouts,
+)
 from hflow.planner.cost.collectives import axis_lines
+from hflow.planner.hardware import GIB
 
 KINDS = ("replica", "data", "tensor", "pipe", "context", "expert")
 
@@ -27,7 +34,9 @@ def times(**changes: object) -> GroupTimes:
 
 
 def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
-    (found,) = rank_groups.measure_groups("cpu", 2)
+    measured = rank_groups.measure_groups("cpu", 2)
+    assert measured.memory is None
+    (found,) = measured.times
     assert (found.kinds, found.ranks) == (KINDS, ((0, 1),))
     assert [operation.name for operation in found.operations] == list(OPERATIONS)
     assert all(operation.is_right and operation.seconds > 0 for operation in found.operations)
@@ -36,7 +45,7 @@ def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
 
 @pytest.mark.long
 def test_groups_of_an_axis_are_those_that_the_planner_counts_with() -> None:
-    found = {groups.ranks: groups for groups in rank_groups.measure_groups("cpu", 4)}
+    found = {groups.ranks: groups for groups in rank_groups.measure_groups("cpu", 4).times}
     assert all(operation.is_right for groups in found.values() for operation in groups.operations)
     for size in (2, 4):
         for axis, layout in axis_layouts(4, size).items():
@@ -58,6 +67,15 @@ def test_wrong_results_are_an_error_and_slow_links_a_warning() -> None:
     unknown = group_finding(times(seconds=10.0, expected_seconds=None))
     assert unknown.ok
     assert "all-gather 0.1 of unknown" in unknown.detail
+
+
+def test_more_memory_than_planned_is_a_warning() -> None:
+    planned = memory_finding(RuntimeMemory(6, GIB, 3 * GIB // 2))
+    assert planned.ok
+    assert planned.detail == "CUDA and 6 communicators take 1.00 GiB of a GPU, planned 1.50"
+    more = memory_finding(RuntimeMemory(6, 2 * GIB, 3 * GIB // 2))
+    assert (more.ok, more.required) == (False, False)
+    assert memory_finding(RuntimeMemory(6, GIB, None)).ok
 
 
 def test_one_gpu_has_no_collectives() -> None:

@@ -59,6 +59,20 @@ class HardwareProfile:
     file: Path
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """A pass through some layers, their embedding and their output matrix, on one device."""
+
+    model: measure.SmallModel
+    num_tokens: int
+    dtype: str
+    trains: bool
+    """Whether it is a training step: forward, backward and the optimizer."""
+    seconds: float
+    expected_seconds: float
+    """What plans count with."""
+
+
 def measure_hardware(
     device: str | None,
     file: Path | None = None,
@@ -89,6 +103,30 @@ def measure_hardware(
         torch.set_num_threads(threads)
     _write(calibration, file)
     return HardwareProfile(calibration, file)
+
+
+def layer_times(backend: str, kind: str) -> list[LayerTime]:
+    """Return the seconds of some layers on the device at hand, beside those that plans count with.
+
+    Args:
+        backend: name of a training backend.
+        kind: `cuda` or `cpu`.
+
+    Raises:
+        ConfigError: if no hardware file is for the device.
+    """
+    hardware = machine_hardware(device_at_hand() if kind == "cuda" else "cpu")
+    dtype: Literal["bf16", "fp32"] = "bf16" if kind == "cuda" else "fp32"
+    model, batch = measure.LAYERS[kind]
+    host = hardware.calibration.host[backend]
+    costs = replace(_costs(backend, model, hardware, dtype), host=host)
+    times = []
+    for _, num, tokens, trains, seconds in measure.training_steps(backend, kind, dtype, [model], [batch]):
+        work = work_of([tokens] * num, tokens // 4, 1)
+        parts = train(costs, work, 1) if trains else forward(costs, work)
+        planned = sum(part.seconds for part in parts)
+        times.append(LayerTime(model, num * tokens, dtype, trains, seconds, planned))
+    return times
 
 
 def device_at_hand() -> str:
@@ -234,7 +272,7 @@ def _decode_times(hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[St
 def _training_times(backend: str, hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:
     """Return measured calls of a backend with the seconds of their kernels by the cost model."""
     rows = []
-    timed = measure.training_steps(backend, hardware.device.type, dtype)
+    timed = measure.training_steps(backend, hardware.device.type, dtype, measure.MODELS, measure.BATCHES)
     for model, sequences, tokens, trains, seconds in timed:
         costs = _costs(backend, model, hardware, dtype)
         work = work_of([tokens] * sequences, tokens // 4, 1)

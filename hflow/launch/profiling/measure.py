@@ -208,13 +208,17 @@ class SmallModel:
     hidden: int
     intermediate: int
     num_layers: int
+    head_size: int = 32
+    max_tokens: int = 512
+    """Tokens of the longest sequence."""
 
     @property
     def architecture(self) -> dict[str, Any]:
         """Its Hugging Face config."""
-        heads = {"num_attention_heads": self.hidden // 32, "num_key_value_heads": self.hidden // 64}
+        num_heads = self.hidden // self.head_size
+        heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads // 2}
         sizes = {"hidden_size": self.hidden, "intermediate_size": self.intermediate}
-        more = {"num_hidden_layers": self.num_layers, "max_position_embeddings": 512}
+        more = {"num_hidden_layers": self.num_layers, "max_position_embeddings": self.max_tokens}
         return {"model_type": "qwen2", "vocab_size": VOCABULARY, **sizes, **heads, **more}
 
 
@@ -238,15 +242,19 @@ def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int
 
 
 def training_steps(
-    backend: str, device: str, dtype: Literal["fp32", "bf16"]
+    backend: str,
+    device: str,
+    dtype: Literal["fp32", "bf16"],
+    models: Sequence[SmallModel],
+    batches: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[SmallModel, int, int, bool, float]]:
     """Yield (model, sequences, tokens of each, whether it trains, seconds) of a backend's node."""
-    for model in MODELS:
+    for model in models:
         settings = ModelSettings(
             "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
         )
         built = factories()[backend](settings, RankPosition())
-        for num_sequences, num_tokens in BATCHES:
+        for num_sequences, num_tokens in batches:
             batch = _batch(num_sequences, num_tokens)
             yield (
                 *(model, num_sequences, num_tokens, False),
@@ -260,6 +268,11 @@ def training_steps(
 
 
 MODELS = (SmallModel(128, 512, 2), SmallModel(256, 768, 6), SmallModel(512, 1536, 3))
+LAYERS = {
+    "cpu": (SmallModel(512, 1536, 3), (64, 32)),
+    "cuda": (SmallModel(3584, 18944, 2, head_size=128, max_tokens=1024), (8, 1024)),
+}
+"""Device -> a model that keeps it busy (on GPUs layers of 7B); sequences of a batch, and tokens of each."""
 
 
 def _logprobs(out: Output) -> torch.Tensor:

@@ -10,12 +10,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from hflow.launch.profiling.calibrate import device_at_hand, machine_hardware
 from hflow.launch.profiling.fit import CollectiveTime
 from hflow.launch.profiling.measure import MIB, collective_seconds, ring_collectives
 from hflow.planner.cost import collectives as cost
-from hflow.planner.hardware import Hardware
+from hflow.planner.hardware import GIB, Hardware
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.workers.process_groups import (
@@ -90,8 +91,30 @@ class GroupTimes:
     operations: tuple[OperationTime, ...]
 
 
-def measure_groups(kind: str, num: int) -> Iterator[GroupTimes]:
-    """Yield what the groups of plans of some devices do, smaller groups first.
+@dataclass(frozen=True)
+class RuntimeMemory:
+    """What CUDA and communicators take of a GPU's memory, besides what torch allocates."""
+
+    num_groups: int
+    """Communicators that a rank has joined."""
+    num_bytes: int
+    """On the GPU with the most."""
+    planned_bytes: int | None
+    """What plans count with; None: there are no figures of this device."""
+
+
+@dataclass(frozen=True)
+class MeasuredGroups:
+    """All groups of plans of some devices."""
+
+    times: tuple[GroupTimes, ...]
+    """Smaller groups first."""
+    memory: RuntimeMemory | None
+    """None on CPUs."""
+
+
+def measure_groups(kind: str, num: int) -> MeasuredGroups:
+    """Return what the groups of plans of some devices do.
 
     Args:
         kind: `cuda`, or `cpu`, where a device is a process.
@@ -106,21 +129,28 @@ def measure_groups(kind: str, num: int) -> Iterator[GroupTimes]:
         file = Path(directory) / "groups.json"
         context = spawn(_measure_rank, args=(num, kind, address, names, str(file)), nprocs=num, join=False)
         _wait(context.join, TIMEOUT + START_SECONDS, context.processes)
-        rows = json.loads(file.read_text())
+        found = json.loads(file.read_text())
     hardware = _figures(kind)
-    for row in sorted(rows, key=lambda row: (len(row["ranks"][0]), row["ranks"])):
-        size = len(row["ranks"][0])
-        operations = [OperationTime(**operation) for operation in row["operations"]]
-        yield GroupTimes(
-            tuple(row["kinds"]),
-            tuple(map(tuple, row["ranks"])),
-            tuple(
-                replace(
-                    operation, expected_seconds=_expected(operation.name, NUM_BYTES[kind], size, hardware)
-                )
-                for operation in operations
-            ),
-        )
+    rows = sorted(found["rows"], key=lambda row: (len(row["ranks"][0]), row["ranks"]))
+    memory = None
+    if found["runtime_bytes"] is not None:
+        planned = None if hardware is None else round(hardware.device.overhead_gib * GIB)
+        memory = RuntimeMemory(len(rows), found["runtime_bytes"], planned)
+    return MeasuredGroups(tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows), memory)
+
+
+def _times(row: Mapping[str, Any], num_bytes: int, hardware: Hardware | None) -> GroupTimes:
+    """Return what rank 0 has written of some groups, with what plans count with."""
+    size = len(row["ranks"][0])
+    operations = [OperationTime(**operation) for operation in row["operations"]]
+    return GroupTimes(
+        tuple(row["kinds"]),
+        tuple(map(tuple, row["ranks"])),
+        tuple(
+            replace(operation, expected_seconds=_expected(operation.name, num_bytes, size, hardware))
+            for operation in operations
+        ),
+    )
 
 
 def _wait(join: Callable[[float], bool], seconds: float, processes: Sequence[BaseProcess]) -> None:
@@ -172,10 +202,19 @@ def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[
         {"kinds": kinds, "ranks": ranks, "operations": _operations(group, kind)}
         for ranks, (group, kinds) in found.items()
     ]
+    runtime_bytes = _largest_runtime(num) if kind == "cuda" else None
     if rank == 0:
-        Path(file).write_text(json.dumps(rows))
+        Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes}))
     dist.barrier()
     leave_process_groups()
+
+
+def _largest_runtime(num: int) -> int:
+    """Return the bytes of the GPUs' memory that torch has not allocated, on the rank with the most."""
+    free, total = torch.cuda.mem_get_info()
+    taken = [0] * num
+    dist.all_gather_object(taken, total - free - torch.cuda.memory_reserved())
+    return max(taken)
 
 
 def group_sizes(num: int) -> list[int]:
