@@ -50,9 +50,9 @@ def _measure(backend: str, device: str) -> list[LayerTime]:
 def layers_finding(backend: str, times: Sequence[LayerTime]) -> Finding:
     """Return whether passes through layers are about as fast as plans count with."""
     model = times[0].model
-    detail = ", ".join(
-        f"{'training' if time.trains else 'inference'} {1000 * time.seconds:.3g} ms "
-        f"of {1000 * time.expected_seconds:.3g} planned"
+    detail = "; ".join(
+        f"{'training' if time.trains else 'inference'} {1000 * time.seconds:,.1f} ms, "
+        f"planned {1000 * time.expected_seconds:,.1f} ms"
         for time in times
     )
     detail += (

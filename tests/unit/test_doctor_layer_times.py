@@ -46,7 +46,7 @@ def test_layers_at_less_than_half_of_the_planned_speed_are_a_warning() -> None:
     found = layers_finding("torch", [INFERENCE, TRAINING])
     assert found.ok
     assert found.detail == (
-        "inference 10 ms of 12 planned, training 60 ms of 40 planned "
+        "inference 10.0 ms, planned 12.0 ms; training 60.0 ms, planned 40.0 ms "
         "(3 layers of 512 x 1,536, 2,048 tokens, fp32)"
     )
     slow = layers_finding("torch", [INFERENCE, replace(TRAINING, seconds=0.081)])
