@@ -126,7 +126,10 @@ def differences(case: Case, found: Figures) -> list[str]:
 
 # ------------------------------------------------------------------------------- found
 class Recorded(TorchDispatchMode):
-    """Counts collectives and their bytes: those of the larger one of input and output."""
+    """Counts collectives and their bytes: those of the larger one of input and output.
+
+    Those over a single rank, which megatron issues too, do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,12 +138,22 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and all(
+            group.size() > 1 for group in map(group_of, args) if group is not None
+        ):
             name = func.name().removeprefix("c10d::").strip("_")
             row = self.found[NAMES.get(name, name)]
             row[0] += 1
             row[1] += max(map(num_bytes, args[:2]))
         return func(*args, **(kwargs or {}))
+
+
+def group_of(argument: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of an operation is, if it is one."""
+    is_object = isinstance(argument, torch.ScriptObject)
+    if not is_object or not argument._type().qualified_name().endswith("ProcessGroup"):
+        return None
+    return dist.ProcessGroup.unbox(argument)
 
 
 def num_bytes(value: Any) -> int:

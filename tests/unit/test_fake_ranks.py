@@ -40,7 +40,7 @@ CASES = [
     kit.Case("megatron", "d4t4p2", 0, TIED, {"sequence_parallel": True, "activation_checkpointing": True}),
     kit.Case("megatron", "d4t2p2c2", 31, TIED),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
-    kit.Case("megatron", "d8p2e4", 15, EXPERTS, {"activation_checkpointing": True}),
+    kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
 ]
 IDS = [f"{case.backend} {case.layout} {case.architecture['model_type']}" for case in CASES]
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hflow.planner.cost.collectives import (
     LinkTime,
@@ -53,8 +52,7 @@ COUNT_BYTES = 8
 """Of the number of tokens that a rank sends to an expert."""
 
 
-@dataclass(frozen=True)
-class Collectives:
+class Collectives(NamedTuple):
     """Equal collectives of a rank, one after the other, or messages between two stages."""
 
     kind: Kind
@@ -85,11 +83,11 @@ _TIMES = {
 
 def total_time(collectives: Iterable[Collectives], replica: ReplicaCosts) -> LinkTime:
     """Return the time of collectives one after the other."""
-    return sum((one.link_time(replica) for one in collectives), LinkTime())
+    times = [one.link_time(replica) for one in collectives]
+    return LinkTime(sum(time.transfer for time in times), sum(time.latency for time in times))
 
 
-@dataclass(frozen=True)
-class Passes:
+class Passes(NamedTuple):
     """How often each micro-batch passes the layers."""
 
     num: int

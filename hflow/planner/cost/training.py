@@ -3,7 +3,8 @@
 FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes,
 and Megatron to scatter gradients during the last backward pass, and to gather weights during the next forward
 pass. Only one layer's collectives and what takes longer than the computation cost time, but on a CPU, which
-hides nothing. Nothing else overlaps: all-reduces of tensor ranks and activations between stages come on top.
+hides nothing. Inputs that tensor ranks gather again in the backward pass are hidden by products. Nothing else
+overlaps: sums over tensor ranks and activations between stages come on top.
 """
 
 from __future__ import annotations
