@@ -151,15 +151,17 @@ def tensor_collectives(
     embeds = passes.num if stage == 0 else 0
     heads = passes.num if stage == replica.layout.pipe - 1 else 0
     backward = passes.num * passes.backward
+    # Every tensor rank computes the whole of a value or score head, and thus its whole gradient.
+    summed_heads = heads * passes.backward if replica.shape.head == "lm" else 0
     if replica.token_share == 1:
         yield Collectives("all-reduce", "tensor", hidden, num_pairs * passes.both, overlaps)
-        yield Collectives("all-reduce", "tensor", hidden, embeds + heads * passes.backward)
+        yield Collectives("all-reduce", "tensor", hidden, embeds + summed_heads)
     else:
         yield Collectives("all-gather", "tensor", hidden, num_pairs * passes.both, overlaps)
         yield Collectives("reduce-scatter", "tensor", hidden, num_pairs * passes.both, overlaps)
         yield Collectives("all-gather", "tensor", hidden, num_pairs * backward, is_beside_products=True)
         yield Collectives("all-gather", "tensor", hidden, embeds * passes.backward + heads)
-        yield Collectives("reduce-scatter", "tensor", hidden, embeds + heads * passes.backward)
+        yield Collectives("reduce-scatter", "tensor", hidden, embeds + summed_heads)
     if heads and replica.shape.head == "lm":
         yield from _vocabulary_sums(replica, work, passes)
     if _num_head_copies(replica) > 1:  # gradients of the weights, and of the biases, of keys and values
@@ -223,21 +225,19 @@ def expert_collectives(
     num = passes.num * _num_expert_layers(replica, stage)
     copies = work.rows / passes.num * shape.experts.per_token * replica.itemsize
     counts = COUNT_BYTES * shape.experts.num * layout.expert * layout.tensor
+    both = num * (passes.forward + passes.backward)
     if layout.expert > 1:
         sent = copies / replica.token_share
-        both = num * (passes.forward + passes.backward)
         yield Collectives("all-to-all", "expert", sent * shape.hidden, 2 * both)
         yield Collectives("all-to-all", "expert", sent, both)
     if layout.tensor > 1:
-        for kind, times in (("all-gather", passes.forward), ("reduce-scatter", passes.backward)):
-            yield Collectives(kind, "tensor", copies, num * times)  # type: ignore[arg-type]
-        for kind in ("all-gather", "reduce-scatter"):
-            both = num * (passes.forward + passes.backward)
-            yield Collectives(kind, "tensor", copies * shape.hidden, both)  # type: ignore[arg-type]
+        yield Collectives("all-gather", "tensor", copies, num * passes.forward)
+        yield Collectives("reduce-scatter", "tensor", copies, num * passes.backward)
+        yield Collectives("all-gather", "tensor", copies * shape.hidden, both)
+        yield Collectives("reduce-scatter", "tensor", copies * shape.hidden, both)
     if layout.expert > 1 or layout.tensor > 1:
-        yield Collectives(
-            "all-gather", "expert" if layout.expert > 1 else "tensor", counts, num * passes.forward
-        )
+        counted: Ranks = "expert" if layout.expert > 1 else "tensor"
+        yield Collectives("all-gather", counted, counts, num * passes.forward)
 
 
 def _num_layers(replica: ReplicaCosts, stage: int) -> int:
@@ -309,6 +309,7 @@ def _bucket_weights(shape: ModelShape, layout: Layout, stage: int) -> tuple[floa
     layers = stage_layers(shape.num_layers, layout.pipe)[stage]
     is_last = stage == layout.pipe - 1
     others = layers_parameters(shape, *layers, num_experts=0 if layout.expert > 1 else None)
+    others += (layers[1] - layers[0]) * _copied_heads(shape, layout.tensor)
     if stage == 0 or (is_last and shape.is_tied):
         others += shape.vocab * shape.hidden
     if is_last and not shape.is_tied:
@@ -337,9 +338,10 @@ def num_buckets(shape: ModelShape, layout: Layout, stage: int) -> tuple[int, int
     is_whole, d, t = layout.pipe == 1, shape.hidden, layout.tensor
     embedding = shape.vocab * d // t
     others: list[float] = [head_parameters(shape) // t] if is_whole and not shape.is_tied else []
+    others += [d] if is_whole else []  # the last norm
     experts: list[float] = []
     out = shape.num_heads * shape.head_dim * d // t
-    qkv = attention_parameters(shape) // t - out
+    qkv = (attention_parameters(shape) + _copied_heads(shape, t)) // t - out
     for layer in reversed(range(*layers)):
         if shape.experts is None or not shape.experts.are_in(layer):
             others += [d * shape.intermediate // t, 2 * d * shape.intermediate // t]
@@ -347,9 +349,15 @@ def num_buckets(shape: ModelShape, layout: Layout, stage: int) -> tuple[int, int
             one = d * shape.experts.intermediate // t * shape.experts.num // layout.expert
             (others if layout.expert == 1 else experts).extend((one, 2 * one))
             others.append(d * shape.experts.num)
-        others += [qkv, out]
+        others += [d, qkv, out, d]  # norms: the last weight may have a bucket of its own
     num = _num_filled(others if is_shared else [*others, embedding], limit)
     return num + is_shared, _num_filled(experts, limit)
+
+
+def _copied_heads(shape: ModelShape, num_tensor_ranks: int) -> int:
+    """Return the weights of a layer's copies of key-value heads, on tensor ranks that are more than heads."""
+    num_copied = max(shape.num_kv_heads, num_tensor_ranks) - shape.num_kv_heads
+    return 0 if shape.latent else 2 * num_copied * shape.head_dim * shape.hidden
 
 
 def _num_filled(sizes: Iterable[float], limit: int) -> int:
