@@ -120,7 +120,12 @@ def costs(
 ) -> ReplicaCosts:
     """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages."""
     t, d, p, c, e = layout.tensor, layout.data, layout.pipe, layout.context, layout.expert
-    kind = replace(traits(backend), overlaps_optimizer=is_overlapping, overlaps_tensor=is_overlapping)
+    kind = replace(
+        traits(backend),
+        overlaps_optimizer=is_overlapping,
+        overlaps_tensor=is_overlapping,
+        sends_expert_copies=False,  # published runs dispatch with DeepEP's kernels or their like
+    )
     config = ModelConfig(dtype="bf16", **settings)  # type: ignore[arg-type]
     per_machine = MACHINE.get(hardware.device.name, 8)
     return ReplicaCosts(

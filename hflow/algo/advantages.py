@@ -148,8 +148,8 @@ def pass_at_k_advantage(correct: Tensor, seqs: Sequences, k: int) -> Tensor:
     reasoning models", equations 14 and 15.
     """
     advantages = torch.zeros(len(correct), dtype=torch.float64, device=correct.device)
-    sizes = seqs.group_count().tolist()
-    right = seqs.group_sum(correct.long()).tolist()
+    counts = torch.stack((seqs.group_count(), seqs.group_sum(correct.long())))
+    sizes, right = counts.tolist()  # waits: once per batch
     for group, (size, num_right) in enumerate(zip(sizes, right, strict=True)):
         reward = pass_at_k(size, num_right, k)
         wrong = size - num_right
@@ -212,7 +212,7 @@ def turn_advantage(
     first = started.new_zeros(len(seqs)).scatter_reduce(0, seqs.index, started, "amax", include_self=False)
     before = torch.cat([first.new_zeros(1), first[:-1]]) if len(seqs) else first
     number = started - before[seqs.index] - 1  # of each token's turn in its sequence; -1 before the first
-    width = int(number.max()) + 1 if len(number) else 0
+    width = int(number.max()) + 1 if len(number) else 0  # waits: once per batch
     if width == 0:
         return torch.zeros_like(token_reward)
     inside = number >= 0
@@ -361,7 +361,7 @@ def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:
     count = seqs.count()
     starts = count.cumsum(0) - count
     column = torch.arange(len(row), device=row.device) - starts[row]
-    return row, column, int(count.max()) if len(seqs) else 0
+    return row, column, int(count.max()) if len(seqs) else 0  # waits: once per batch
 
 
 def _discounted_sums(delta: Tensor, discount: float) -> Tensor:

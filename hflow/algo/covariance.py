@@ -61,6 +61,7 @@ def random_share(
 
 def _first(keys: Tensor, candidates: Tensor, share: float, seqs: Sequences) -> Tensor:
     """Return the candidates with the largest keys, `floor(share N)` of them and at least one."""
-    count = max(int(share * int(seqs.loss_mask.sum())), 1)
-    order = keys.masked_fill(~candidates, -torch.inf).argsort(descending=True, stable=True)[:count]
-    return torch.zeros_like(candidates).index_fill(0, order, True) & candidates
+    count = (share * seqs.loss_mask.sum().double()).long().clamp(min=1)  # the host need not know it
+    order = keys.masked_fill(~candidates, -torch.inf).argsort(descending=True, stable=True)
+    is_first = torch.arange(len(order), device=order.device) < count
+    return torch.zeros_like(candidates).scatter(0, order, is_first) & candidates

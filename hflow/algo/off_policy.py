@@ -141,4 +141,6 @@ def _running_sum(x: Tensor) -> Tensor:
 
     A GPU has no kernel that does, so the host adds them then.
     """
-    return (x.cpu().cumsum(0) if torch.are_deterministic_algorithms_enabled() else x.cumsum(0)).to(x.device)
+    if not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(0)
+    return x.cpu().cumsum(0).to(x.device)  # waits: once per micro-batch of deterministic runs

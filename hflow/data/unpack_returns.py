@@ -120,7 +120,7 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
         return Column(unit, rows)
     if unit is not Unit.TOKEN:
         return Column(unit, _numbers(node, field, rows))
-    for row, length in zip(rows, batch.lengths.tolist(), strict=True):
+    for row, length in zip(rows, batch.lengths.tolist(), strict=True):  # host: numpy
         if not isinstance(row, list) or len(row) != length:
             raise RunError(
                 f"node {node!r}: {field!r} is per token, so it must be a list of {length} numbers; "
@@ -154,7 +154,8 @@ def check_value(node: str, field: str, unit: Unit, value: Any, num_tokens: int) 
 def to_array(tensor: Tensor) -> npt.NDArray[Any]:
     """Return a tensor as numpy; floats become fp32."""
     tensor = tensor.detach()
-    return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+    wide = tensor.float() if tensor.is_floating_point() else tensor
+    return wide.cpu().numpy()  # waits: once per field that a body returns
 
 
 def _numbers(node: str, field: str, values: list[Any]) -> npt.NDArray[Any]:

@@ -68,6 +68,9 @@ class BackendTraits:
     """Whether it divides the tokens of each sequence over context ranks."""
     has_expert_axis: bool = False
     """Whether it divides the experts of a layer over data and context ranks."""
+    sends_expert_copies: bool = False
+    """Whether a token is sent once for each of its experts, and the copies are gathered by the tensor ranks
+    that divide an expert. Otherwise it is sent once to each rank that has some of its experts."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""

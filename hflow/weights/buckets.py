@@ -123,7 +123,9 @@ class Bucket:
 
     def on(self, device: torch.device) -> Bucket:
         """Return the bucket with its payload on a device; the same bucket if it is there."""
-        return self if self.payload.device == device else replace(self, payload=self.payload.to(device))
+        if self.payload.device == device:
+            return self
+        return replace(self, payload=self.payload.to(device))  # waits: once per bucket, as its checksum does
 
 
 def pack_buckets(

@@ -45,7 +45,8 @@ def checksums_of(boxes: Sequence[tuple[str, tuple[int, ...], Box, Tensor]]) -> l
             entries are on one device.
     """
     sums = [_box_sum(*box) for box in boxes]
-    return [total % MODULUS for total in torch.stack(sums).tolist()] if sums else []
+    totals = torch.stack(sums).tolist() if sums else []  # waits: once per bucket
+    return [total % MODULUS for total in totals]
 
 
 def box_checksum(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> int:
@@ -84,7 +85,7 @@ def _sum(bits: Tensor) -> Tensor:
     """Return the sum of integers; numpy's takes a tenth of the time of torch's on a CPU."""
     if bits.device.type != "cpu":
         return bits.sum(dtype=torch.int64)
-    return torch.tensor(int(bits.numpy().sum(dtype=np.int64)))
+    return torch.tensor(int(bits.numpy().sum(dtype=np.int64)))  # host: see above
 
 
 @lru_cache(1024)

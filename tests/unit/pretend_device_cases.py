@@ -11,11 +11,14 @@ import torch_kit as kit
 from pretend_device import HostSync, host_syncs
 
 from hflow.backends import attention_kernels
+from hflow.backends.common.inputs import pack_batch, prepare_batch
+from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams, TrainShard
 from hflow.config.schema import LoraConfig
 from hflow.launch.compile import compile_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.types import Unit
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 
@@ -152,6 +155,29 @@ def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_
     assert len(syncs) == num_steps, syncs
 
 
+@pytest.mark.parametrize(("num_ranked", "num_waits"), [(36, 1), (1, 2)])
+def test_a_step_waits_again_only_if_the_ranked_tokens_lack_a_nucleus(
+    device, num_ranked, num_waits, monkeypatch
+):
+    monkeypatch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", num_ranked)
+    settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
+    engine = EmbeddedEngine(settings)
+    engine.add(0, PROMPTS[0], SamplingParams(max_tokens=4, top_p=0.5))
+    with host_syncs() as syncs:
+        while engine.num_unfinished:
+            engine.step()
+    assert len(syncs) == 4 * num_waits, syncs
+
+
+def test_numbers_that_a_body_reports_do_not_wait(device):
+    metrics, x = MetricAccumulator(), torch.ones(3, device=device)
+    batch = pack_batch(prepare_batch(BATCH, "lm", None), torch.device(device), torch.float32)
+    with host_syncs() as syncs:
+        metrics.add("train", {"knob": 0.2, "mean": x.mean(), "host": torch.ones(())}, batch, Unit.TOKEN)
+    assert not syncs
+    assert metrics.finish(None, {})["knob"] == pytest.approx(0.2)
+
+
 def test_an_engine_sleeps_wakes_and_loads(device):
     settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
     engine = EmbeddedEngine(settings)
@@ -214,7 +240,7 @@ def test_a_run_waits_once_per_decode_step_and_update(device, tmp_path, monkeypat
     )
     num_updates = 2 * 2
     assert in_hot_loops == {
-        ("hflow/backends/embedded_engine/engine.py", "copy to the host"): num_steps,
+        ("hflow/backends/embedded_engine/sampling.py", "copy to the host"): num_steps,
         ("hflow/backends/torch_model/optimizer.py", "item"): num_updates,
         ("hflow/backends/common/metrics.py", "copy to the host"): 2,  # once per step
         ("hflow/data/unpack_returns.py", "copy to the host"): 2,  # log-probs, once per micro-batch

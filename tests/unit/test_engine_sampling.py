@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -92,9 +94,26 @@ def test_the_kept_tokens_are_the_first_of_all_sorted_tokens(counts, num_ranked, 
         patch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", num_ranked)
         rows = SamplingRows.of(params, len(counts), CPU)
     logprobs = torch.tensor(np.log(probabilities), dtype=torch.float32).expand(len(params), -1)
-    kept = _restrict(logprobs, rows)
+    kept, is_right = _restrict(logprobs, rows)
+    if is_right is not None:
+        for row, right, expected in zip(kept, is_right, wanted, strict=True):
+            assert not right or row.nonzero()[:, 0].tolist() == expected
+        kept, is_right = _restrict(logprobs, replace(rows, num_ranked=len(counts)))
+    assert is_right is None
     assert [row.nonzero()[:, 0].tolist() for row in kept] == wanted
     torch.testing.assert_close(kept, logprobs.exp() * (kept > 0))
+
+
+def test_a_nucleus_beyond_the_ranked_tokens_is_drawn_from_the_whole_vocabulary(monkeypatch) -> None:
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) / 3
+    params = [SamplingParams(0.7, top_p=0.9, seed=i) for i in range(40)]
+    positions = np.arange(40)
+    wanted = draw(logits, SamplingRows.of(params, 50, CPU), positions)
+    monkeypatch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", 3)
+    rows = SamplingRows.of(params, 50, CPU)
+    _, is_right = _restrict((logits / 0.7).log_softmax(-1), rows)
+    assert not is_right.any()
+    torch.testing.assert_close(draw(logits, rows, positions), wanted)
 
 
 def test_rows_with_different_parameters_are_independent() -> None:

@@ -48,10 +48,9 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
 from hflow.planner.cost.kernels import layer_products
+from hflow.planner.cost.rank_collectives import LOGITS_AT_ONCE, MIN_UNIT_BYTES
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
 from hflow.planner.cost.training import (
-    LOGITS_AT_ONCE,
-    MIN_UNIT_BYTES,
     bubble,
     forward,
     local_weights,
@@ -451,19 +450,33 @@ def test_a_distributed_optimizer_exchanges_gradients_and_weights():
 
 
 def test_tensor_ranks_share_the_work_and_sum_hidden_states():
-    # Two micro-batches of 500 tokens; 4 all-reduces in each of 4 layers of 500 x 64 x 4 bytes.
-    one = side(layout="t2", backend="megatron", tokens_per_microbatch=500)
+    # Two micro-batches of 500 tokens; 4 all-reduces in each of 4 layers of 500 x 64 x 4 bytes, one of what
+    # the embedding returns, and one of the gradient of the last layer's output.
+    one = side(layout="t2", backend="megatron", tokens_per_microbatch=500, sequence_parallel=False)
     parts = named(train(one, work(1000.0), 1))
     assert parts["forward and backward"] == pytest.approx(3 * 2 * 153_856 * 1000 / 2 / 1e12)
-    message = 500 * 64 * 4
-    assert parts["tensor all-reduce"] == pytest.approx(2 * 4 * 4 * (message / 1e10 + 2e-6))
+    message = 500 * 64 * 4 / 1e10 + 2e-6
+    # One number of each learned token, and then three.
+    sums = 2 * (500 * 4 * (1 + 3) / 1e10 + 2 * 2e-6)
+    assert parts["tensor all-reduce"] == pytest.approx(2 * 18 * message + sums)
     recomputing = replace(one, config=replace(one.config, activation_checkpointing=True))
-    assert named(train(recomputing, work(1000.0), 1))["tensor all-reduce"] == pytest.approx(
-        1.5 * parts["tensor all-reduce"]
-    )
-    assert named(forward(one, work(1000.0)))["tensor all-reduce"] == pytest.approx(
-        0.5 * parts["tensor all-reduce"]
-    )
+    parts = named(train(recomputing, work(1000.0), 1))
+    assert parts["tensor all-reduce"] == pytest.approx(2 * (18 + 8) * message + sums)
+    assert named(forward(one, work(1000.0)))["tensor all-reduce"] == pytest.approx(2 * 9 * message + sums)
+
+
+def test_tensor_ranks_that_share_tokens_gather_and_scatter_them():
+    # Each of 16 all-reduces of a micro-batch is a scatter and a gather. The backward pass gathers the inputs
+    # of 8 products again, beside others. The embedding's output is scattered and the last layer's gathered,
+    # and their gradients likewise.
+    one = side(layout="t2", backend="megatron", sequence_parallel=True)
+    parts = named(train(one, work(1000.0), 1))
+    half = 500 * 64 * 4 / 1e10 + 1e-6
+    sums = 1000 * 4 * (1 + 3) / 1e10 + 2 * 2e-6
+    beside = 8 * NO_LOSS.overlap_cost
+    assert parts["tensor all-reduce"] == pytest.approx((2 * 16 + 4 + beside) * half + sums)
+    # Gradients of nine norms.
+    assert parts["shared gradients"] == pytest.approx(9 * 64 * 4 / 1e10 + 2e-6)
 
 
 def test_the_bubble_of_a_pipeline():

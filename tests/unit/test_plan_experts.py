@@ -18,8 +18,8 @@ from hflow.launch.plan_file import compile_plan_file, plan_file_text
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.architectures import read_shape
 from hflow.planner.calibration import HostTimes, LinkRate
-from hflow.planner.cost.collectives import RankPlacement, all_gather, axis_ranks, dispatch
-from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
+from hflow.planner.cost.collectives import RankPlacement, all_gather, all_to_all, axis_ranks, dispatch
+from hflow.planner.cost.exchanges import expert_exchange
 from hflow.planner.cost.flops import (
     Work,
     attention_flops,
@@ -34,6 +34,13 @@ from hflow.planner.cost.flops import (
     touched_experts,
 )
 from hflow.planner.cost.generation import decode_step
+from hflow.planner.cost.rank_collectives import (
+    Passes,
+    bucket_collectives,
+    context_collectives,
+    expert_collectives,
+    total_time,
+)
 from hflow.planner.cost.roofline import MEMORY, Part
 from hflow.planner.cost.training import forward, local_weights
 from hflow.planner.cost.transfers import publish_weights
@@ -153,24 +160,53 @@ def test_the_device_waits_for_the_host_in_layers_with_experts():
     assert "experts' host" not in named(forward(side(MIXED, "d4e4", backend="megatron"), work))
 
 
-def test_tokens_go_to_their_experts_and_back():
+def test_tokens_that_are_sent_once_to_each_rank():
     # 100 tokens of 64 numbers of fp32 for 2 experts each, on 1.75 of 4 ranks; 3 of 4 are elsewhere, in 3
     # layers, twice.
-    wire = expert_exchange(side(MIXED, "d4e4", backend="megatron"), 100)
+    wire = expert_exchange(side(MIXED, "d4e4", backend="vllm"), 100)
     assert wire.transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
     assert wire.latency == pytest.approx(6 * 2e-6)
-    assert expert_exchange(side(MIXED, "d4", backend="megatron"), 100).seconds == 0
-    assert expert_exchange(side(SMALL, "d4", backend="megatron"), 100).seconds == 0
+    assert expert_exchange(side(MIXED, "d4", backend="vllm"), 100).seconds == 0
+    assert expert_exchange(side(SMALL, "d4", backend="vllm"), 100).seconds == 0
+
+
+def test_copies_of_tokens_go_to_their_experts_and_back():
+    def time(layout: str, num_passes: int) -> float:
+        replica = side(MIXED, layout, backend="megatron")
+        work = Work(1, 1, 100, 100, 0, 10_000)
+        return total_time(expert_collectives(replica, work, Passes.of(1, num_passes)), replica).transfer
+
+    # 100 tokens of 64 numbers of fp32, twice, and one weight of each; 3 of 4 are elsewhere, in 3 layers. Each
+    # rank learns the numbers of tokens of 8 experts from all.
+    sent, counts = 200 * 4 * 3 / 4 / 1e10, 4 * 8 * 8 * 3 / 4 / 1e10
+    assert time("d4e4", 1) == pytest.approx(3 * ((2 * 64 + 1) * sent + counts))
+    assert time("d4e4", 2) == pytest.approx(3 * (2 * (2 * 64 + 1) * sent + counts))
+    assert time("d4", 2) == 0
+    # Two tensor ranks have a half of the tokens each, and gather the copies; they sum the results.
+    gathered, counts = 200 * 4 / 2 / 1e10, 2 * 8 * 8 / 2 / 1e10
+    assert time("d4t2", 1) == pytest.approx(3 * ((2 * 64 + 1) * gathered + counts))
+    dense = side(SMALL, "d4t2", backend="megatron")
+    assert list(expert_collectives(dense, Work(1, 1, 100, 100, 0, 10_000), Passes.of(1, 2))) == []
+
+
+def test_an_all_to_all_takes_the_link_to_each_rank():
+    # 3 of 4 parts of 1 GB go elsewhere, over 10 GB/s.
+    assert all_to_all(1e9, RankPlacement(4), TOY).transfer == pytest.approx(0.075)
+    # With 4 ranks on each of 2 machines 3 of 8 stay on the machine, and 4 of 8 go over 1 GB/s.
+    assert all_to_all(1e9, RankPlacement(4, 2), TOY).transfer == pytest.approx(0.0375 + 0.5)
+    assert all_to_all(1e9, RankPlacement(), TOY).seconds == 0
 
 
 def test_keys_and_values_pass_every_context_rank():
     # A rank has 50 of 200 tokens. Keys and values of the others: 3/4 of 200 x 2 x 2 x 16 numbers of fp32. In
-    # four layers they are gathered, and their gradients scattered.
-    replica = side(SMALL, "c4", backend="megatron")
-    wire = context_exchange(replica, Work(1, 1, 50, 50, 0, 10_000), 1, 2)
-    assert wire.transfer == pytest.approx(2 * 4 * 3 / 4 * 200 * 64 * 4 / 1e10)
-    without = side(SMALL, "d4", backend="megatron")
-    assert context_exchange(without, Work(1, 1, 50, 50, 0, 10_000), 1, 2).seconds == 0
+    # four layers they are gathered, and their gradients scattered. Log-probs of 20 tokens are summed.
+    def time(layout: str) -> float:
+        replica = side(SMALL, layout, backend="megatron")
+        work = Work(1, 1, 50, 50, 5, 10_000)
+        return total_time(context_collectives(replica, work, Passes.of(1, 2)), replica).transfer
+
+    assert time("c4") == pytest.approx((2 * 4 * 200 * 64 * 4 + 2 * 20 * 4) * 3 / 4 / 1e10)
+    assert time("d4") == 0
 
 
 def test_ranks_of_experts():
@@ -192,10 +228,11 @@ def test_weights_with_expert_ranks():
     assert (whole.stage_weights, divided.stage_weights) == (rest + experts, rest + experts / 4)
     assert local_weights(whole) == local_weights(divided) == (rest + experts) / 4
     # The rest is reduced over four ranks, the experts of a rank over none.
-    wire = over_copies(all_gather, divided, 4)
-    assert wire == all_gather(4 * rest, divided.data, TOY)
-    wire = over_copies(all_gather, side(MIXED, "d4e2", backend="megatron"), 4)
-    assert wire.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
+    (one,) = bucket_collectives("all-gather", divided)
+    assert (one.ranks, one.times, one.num_bytes) == ("data", 1, 4 * rest)
+    pairs = side(MIXED, "d4e2", backend="megatron")
+    time = total_time(bucket_collectives("all-gather", pairs), pairs)
+    assert time.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
 
 
 def test_experts_are_sent_to_fewer_ranks_than_other_weights():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.inputs import PackedBatch
+from hflow.data.device_copy import to_device
 from hflow.data.unpack_returns import metric_tensor, num_entries
 from hflow.errors import RunError
 from hflow.types import Unit
@@ -46,7 +47,7 @@ class MetricAccumulator:
             RunError: if a tensor has none of these shapes.
         """
         for name, value in metrics.items():
-            x = metric_tensor(node, name, value).to(packed.input_ids.device).float()
+            x = _on_device(metric_tensor(node, name, value), packed.input_ids.device).float()
             at = unit if x.dim() == 0 else _unit_of(node, name, x, packed, unit)
             if packed.num_valid[at] > 0:
                 entries = x.expand(len(packed.valid[at])) if x.dim() == 0 else x
@@ -92,9 +93,14 @@ class MetricAccumulator:
         return _combine([metrics for metrics, _ in by_rank]) | totals
 
 
+def _on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a metric on the device of the batch. A body may return numbers, and tensors of the host."""
+    return to_device(x, device) if x.device.type == "cpu" else x
+
+
 def _numbers(scalars: Sequence[Tensor]) -> list[float]:
     """Return scalars of one device as numbers, in one transfer."""
-    return [float(x) for x in torch.stack(list(scalars)).tolist()] if scalars else []
+    return [float(x) for x in torch.stack(list(scalars)).tolist()] if scalars else []  # waits: once per step
 
 
 def _combine(by_rank: list[dict[str, tuple[float, int]]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from hflow.backends.common.inputs import count_valid, prepare_batch
 from hflow.backends.interface import NodeCall, TrainShard
 from hflow.data.batch import Batch
+from hflow.data.device_copy import to_device
 from hflow.data.packing import pack_sequences
 from hflow.types import Unit
 
@@ -85,7 +86,7 @@ class MicrobatchSplitter:
 
     def max_over_ranks(self, num_microbatches: int) -> int:
         """Return the largest number of micro-batches on any rank; a collective."""
-        return int(self._gather([[num_microbatches]]).amax())
+        return int(self._gather([[num_microbatches]]).amax())  # waits: once per infer node
 
     def _agree(self, merged: list[Batch | None], splits: list[list[Batch]]) -> list[list[int]]:
         """Return for each minibatch the largest number of micro-batches, and the counts of all ranks."""
@@ -95,13 +96,13 @@ class MicrobatchSplitter:
         ]
         by_rank = self._gather(local_counts)
         agreed = torch.cat([by_rank[:, :, :1].amax(0), by_rank[:, :, 1:].sum(0)], dim=1)
-        return [[int(x) for x in row] for row in agreed.tolist()]
+        return [[int(x) for x in row] for row in agreed.tolist()]  # waits: once per step
 
     def _gather(self, rows: list[list[int]]) -> torch.Tensor:
         """Return the integers of all ranks, `[ranks, ...]`."""
         if self.group is None:
             return torch.tensor([rows], dtype=torch.int64)
-        local_counts = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        local_counts = to_device(torch.tensor(rows, dtype=torch.int64), self.device)
         parts = [torch.empty_like(local_counts) for _ in range(self.group.size())]
         dist.all_gather(parts, local_counts, group=self.group)
         return torch.stack(parts)

@@ -143,7 +143,7 @@ def run_train(
         minibatch = minibatches[update % len(minibatches)]
         if not minibatch.totals[unit]:
             continue
-        is_first_epoch, has_changed = update < len(minibatches), bool(record.gradient_norms)
+        is_first_epoch, has_changed = update < len(minibatches), len(record.gradient_norms) > 0
         progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
         loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
         attempt = StepRecord()

@@ -111,7 +111,7 @@ def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 _BAND_ENDS = padded_length(1) * 2 ** np.arange(32)
 """Band -> the largest length in it."""
-_LARGEST_LENGTHS = frozenset(_BAND_ENDS.tolist())
+_LARGEST_LENGTHS = frozenset(_BAND_ENDS.tolist())  # host: numpy
 
 
 class LengthBand(NamedTuple):

@@ -152,7 +152,7 @@ class EmbeddedEngine(GenerationEngine):
             self._running.extend(member for group in groups for member in group.members)
             self._rows = None
         self._draw(logits)
-        return self._finish(has_entered=bool(groups))
+        return self._finish(has_entered=len(groups) > 0)
 
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
         """Remove all requests; return what each has drawn, running ones in slot order, then waiting ones."""
@@ -235,7 +235,8 @@ class EmbeddedEngine(GenerationEngine):
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
         positions = np.fromiter((len(r.ids) for r in self._running), np.int64, len(self._running))
-        tokens, logprobs = draw(logits, self._rows, positions, self._forced_tokens()).tolist()
+        drawn = draw(logits, self._rows, positions, self._forced_tokens())
+        tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             if logprob != logprob:
                 raise BackendError(
@@ -267,7 +268,7 @@ class EmbeddedEngine(GenerationEngine):
         slots = np.array([slot for slot in range(len(self._running)) if slot not in freed_slots], np.int64)
         lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
         assigned = assign_slots(slots, lengths)
-        moves = assigned != slots
+        moves = np.not_equal(assigned, slots)
         if moves.any():
             sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
             self._cache.move(sources, targets, int(lengths[moves].max()))

@@ -78,7 +78,8 @@ class ExpertRecorder:
         """Return the experts of each row of the step."""
         assert self._chosen is not None
         assert len(self._chosen) == self.num_layers, "every router runs once in a step"
-        data = torch.cat(self._chosen, dim=1).to(self._dtype).cpu().numpy().tobytes()
+        chosen = torch.cat(self._chosen, dim=1).to(self._dtype)
+        data = chosen.cpu().numpy().tobytes()  # waits: once per decode step if training replays routing
         size = self._num_bytes
         return [data[start : start + size] for start in range(0, len(data), size)]
 

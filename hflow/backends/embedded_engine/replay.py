@@ -15,6 +15,7 @@ from torch import Tensor
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.data.device_copy import to_device
 from hflow.errors import RunError
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]
@@ -73,7 +74,8 @@ class ReplayingEngine(EmbeddedEngine):
         self._draws = draws
 
     def _forced_tokens(self) -> Tensor:
-        return torch.tensor([self._next_token(request) for request in self._running], device=self._device)
+        tokens = [self._next_token(request) for request in self._running]
+        return to_device(torch.tensor(tokens), self._device)
 
     def _next_token(self, request: GenerationRequest) -> int:
         """Return the recorded next token of a request.

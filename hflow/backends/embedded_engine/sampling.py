@@ -96,22 +96,30 @@ def draw(
         forced: int64 `[S]`, tokens to use in place of drawn ones; None to draw.
 
     Returns:
-        float64 `[2, S]`: token ids, and their log-probs under `log_softmax(logits / temperature)` over the
-        whole vocabulary (temperature 1 for greedy sequences).
+        float64 `[2, S]` on the host: token ids, and their log-probs under `log_softmax(logits / temperature)`
+        over the whole vocabulary (temperature 1 for greedy sequences).
     """
     logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    tokens = _sample(logprobs, rows, positions) if forced is None else forced
-    drawn = logprobs.gather(1, tokens[:, None])[:, 0]
-    return torch.stack((tokens.double(), drawn.double()))
+    tokens, has_nucleus = (forced, None) if forced is not None else _sample(logprobs, rows, positions)
+    found = [tokens, logprobs.gather(1, tokens[:, None])[:, 0]]
+    found += [] if has_nucleus is None else [has_nucleus]
+    drawn = torch.stack([x.double() for x in found]).cpu()  # waits: once per decode step
+    if has_nucleus is not None and not drawn[2].all():  # host: copied above
+        return draw(logits, replace(rows, temperature=None, num_ranked=logits.shape[1]), positions)
+    return drawn[:2]
 
 
 def _sample(
     logprobs: Tensor, rows: SamplingRows, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """Return a token of each sequence, and whether it is right, as `_restrict` does."""
     uniform = to_device(torch.from_numpy(uniforms(rows.words, positions)), logprobs.device)
-    tokens = _inverse_cdf(_restrict(logprobs, rows), uniform)
-    return tokens if rows.greedy is None else torch.where(rows.greedy, logprobs.argmax(-1), tokens)
+    probabilities, has_nucleus = _restrict(logprobs, rows)
+    tokens = _inverse_cdf(probabilities, uniform)
+    if rows.greedy is not None:
+        tokens = torch.where(rows.greedy, logprobs.argmax(-1), tokens)
+    return tokens, has_nucleus
 
 
 def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -130,18 +138,20 @@ def _units(probabilities: Tensor) -> Tensor:
     return (probabilities * UNITS_OF_ONE).long()
 
 
-def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
+def _restrict(logprobs: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
     """Return probabilities `[S, V]`, 0 outside the `top_k` likeliest tokens and, of these, the nucleus.
+
+    The second result, bool `[S]`, says for which sequences they are right; None: for all.
 
     The nucleus is the smallest set of likeliest tokens with at least `top_p` of the probability that `top_k`
     leaves (Holtzman et al., "The curious case of neural text degeneration", 2020).
 
-    A whole vocabulary takes long to sort, so the `num_ranked` likeliest tokens are ranked first. They have
-    the nucleus unless the distribution is nearly flat; then all are ranked.
+    A whole vocabulary takes long to sort, so the `num_ranked` likeliest tokens are ranked. They have the
+    nucleus unless the distribution is nearly flat. The host sees that with the tokens, and ranks all then.
     """
     probabilities = logprobs.exp()
     if rows.top_k is None or rows.top_p is None:
-        return probabilities
+        return probabilities, None
     vocab_size = probabilities.shape[1]
     is_free = (rows.top_k >= vocab_size) & (rows.top_p >= 1)
     ranked = probabilities.topk(rows.num_ranked, dim=-1).values
@@ -151,8 +161,6 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     total = torch.where(has_whole_top_k, ranked.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
     wanted = rows.top_p * total
     has_nucleus = has_whole_top_k | (ranked.sum(-1, keepdim=True) >= wanted)
-    if rows.num_ranked < vocab_size and not bool((has_nucleus | is_free).all()):
-        return _restrict(logprobs, replace(rows, num_ranked=vocab_size))
     units = _units(ranked)
     kept = within & (units.cumsum(-1) - units < _units(wanted))
     num_kept = kept.sum(-1, keepdim=True)
@@ -161,7 +169,8 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     is_least = probabilities == least
     num_least = num_kept - (ranked > least).sum(-1, keepdim=True)
     is_kept = (probabilities > least) | (is_least & (is_least.cumsum(-1) <= num_least))
-    return probabilities.where(is_free | is_kept, 0)
+    restricted = probabilities.where(is_free | is_kept, 0)
+    return restricted, (has_nucleus | is_free)[:, 0] if rows.num_ranked < vocab_size else None
 
 
 def _num_ranked(params: Sequence[SamplingParams], vocab_size: int) -> int:

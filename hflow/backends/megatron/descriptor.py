@@ -55,6 +55,7 @@ BACKEND = Backend(
         has_pipeline_axis=True,
         has_context_axis=True,
         has_expert_axis=True,
+        sends_expert_copies=True,  # megatron's all-to-all dispatcher
         vocab_multiple=128,
         shares_prompts=True,
         chooses_kernels=True,

@@ -135,7 +135,7 @@ def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor) -> Tensor:
         ends = per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         product: Tensor = grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return product
-    parts = zip(x.split(per_expert.tolist()), weight, strict=True)
+    parts = zip(x.split(per_expert.tolist()), weight, strict=True)  # host: the dispatcher has copied it
     return torch.cat([linear(rows, matrix) for rows, matrix in parts])
 
 

@@ -285,7 +285,7 @@ class GroupAdamW(torch.optim.AdamW):
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         means, squares = self.moments(weights)
         beta1, beta2 = group["betas"]
-        count = torch.tensor(float(group["step"]), device=weights[0].device)
+        count = torch.full((), float(group["step"]), device=weights[0].device)
         torch._fused_adamw_(
             weights,
             gradients,

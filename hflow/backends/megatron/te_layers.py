@@ -83,7 +83,7 @@ class SeparateExperts(nn.Module):
             per_expert: int64 `[n]`, how many rows each expert has.
             weights: `[R]`, by which results are multiplied.
         """
-        splits = per_expert.tolist()
+        splits = per_expert.tolist()  # host: the dispatcher has copied it
         activated = gated_silu(self.linear_fc1(tokens, splits)[0], weights)
         return self.linear_fc2(activated, splits)[0], None
 

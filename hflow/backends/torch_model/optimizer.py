@@ -72,11 +72,11 @@ class TorchOptimizer:
             shard.grad = None if weight.grad is None else local_shard(weight.grad)
         norm = get_total_norm([shard.grad for shard in self._shards if shard.grad is not None])
         if self._group is None:
-            return norm.item()
+            return norm.item()  # waits: once per update
         # Without any gradient the norm is on the CPU, which NCCL cannot reduce.
-        square = norm.to(self._shards[0].device).square()
+        square = to_device(norm, self._shards[0].device).square() if norm.is_cpu else norm.square()
         dist.all_reduce(square, group=self._group)
-        return square.sqrt().item()
+        return square.sqrt().item()  # waits: once per update
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""

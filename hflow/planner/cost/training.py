@@ -3,7 +3,8 @@
 FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes,
 and Megatron to scatter gradients during the last backward pass, and to gather weights during the next forward
 pass. Only one layer's collectives and what takes longer than the computation cost time, but on a CPU, which
-hides nothing. Nothing else overlaps: all-reduces of tensor ranks and activations between stages come on top.
+hides nothing. Inputs that tensor ranks gather again in the backward pass are hidden by products. Nothing else
+overlaps: sums over tensor ranks and activations between stages come on top.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hflow.planner.cost.collectives import LinkTime, all_gather, all_reduce, reduce_scatter, send
-from hflow.planner.cost.exchanges import context_exchange, expert_exchange, over_copies
-from hflow.planner.cost.flops import Work, layer_parameters, stage_parameters
+from hflow.planner.cost.exchanges import expert_exchange
+from hflow.planner.cost.flops import Work, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
+from hflow.planner.cost.rank_collectives import (
+    LOGITS_AT_ONCE,
+    Passes,
+    bucket_collectives,
+    context_collectives,
+    expert_collectives,
+    fsdp_gathers,
+    fsdp_scatters,
+    gradient_norm,
+    num_units,
+    shared_gradients,
+    stage_messages,
+    tensor_collectives,
+    total_time,
+)
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.cost.transfers import offload
 from hflow.planner.weights.sharding import stage_layers
 
-GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32."""
-MIN_UNIT_BYTES = 4 << 20
-"""FSDP gathers layers below this size, in fp32, together with the rest of the model."""
-LOGITS_AT_ONCE = 1 << 26
-"""More logits than this are computed in chunks, and again in the backward pass."""
 ADAMW_BYTES = 40
 """Memory traffic of AdamW per weight, all in fp32: weight and two moments are read and written, the gradient
 is read (28), and is read twice and written once for its norm and clipping (12)."""
@@ -116,10 +125,14 @@ def _layer_passes(
         num * num_passes * replica.host_seconds,
         is_ahead=replica.launches_ahead,
     )
-    all_reduces = _tensor_all_reduces(replica, work, num, num_passes)
-    stage_transfers = _stage_sends(replica, work, num, num_passes)
-    keys = context_exchange(replica, work, num, num_passes)
-    tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
+    passes = Passes.of(num, num_passes)
+    all_reduces = total_time(tensor_collectives(replica, work, passes), replica)
+    stage_transfers = total_time(stage_messages(replica, work, passes), replica)
+    keys = total_time(context_collectives(replica, work, passes), replica)
+    if replica.traits.sends_expert_copies:
+        tokens = total_time(expert_collectives(replica, work, passes), replica)
+    else:
+        tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
     waiting = Part("experts' host", num * num_passes * replica.expert_seconds, LATENCY)
     exchanged = keys.seconds + tokens.seconds + waiting.seconds
     busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
@@ -135,7 +148,7 @@ def _layer_passes(
             bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,
             compute.limit,
         ),
-        *_fsdp_collectives(replica, num, num_passes, compute.seconds),
+        *_fsdp_collectives(replica, passes, compute.seconds),
     ]
 
 
@@ -152,53 +165,14 @@ def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> f
     return (num_stages - 1) / (num_microbatches * virtual_stages)
 
 
-def _tensor_all_reduces(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
-    """Return the time of all-reduces: two of the hidden states in each layer and pass."""
-    if replica.layout.tensor == 1:
-        return LinkTime()
-    first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
-    message = work.rows / num * replica.shape.hidden * replica.itemsize
-    visible = replica.hardware.calibration.overlap_cost if replica.traits.overlaps_tensor else 1.0
-    times = visible * num * num_passes * 2 * (last - first)
-    return all_reduce(message, replica.tensor, replica.hardware).times(times)
-
-
-def _stage_sends(replica: ReplicaCosts, work: Work, num: int, num_passes: int) -> LinkTime:
-    """Return the time of sending hidden states to the next stage, and their gradients back."""
-    if replica.layout.pipe == 1:
-        return LinkTime()
-    message = work.rows / num * replica.shape.hidden * replica.itemsize / replica.token_share
-    return send(message, replica.stage_link, replica.hardware).times(num * min(num_passes, 2))
-
-
-def _fsdp_collectives(replica: ReplicaCosts, num: int, num_passes: int, compute: float) -> list[Part]:
-    """Return the seconds of FSDP's collectives that computation does not hide.
-
-    A layer's weights are gathered in the forward and in the backward pass, where recomputation uses them too.
-    Those outside of layers stay gathered until the backward pass has ended, or in inference after the first
-    micro-batch. Gradients are scattered in the backward pass.
-    """
+def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
+    """Return the seconds of FSDP's collectives that computation does not hide."""
     if replica.traits.sharded_over_data != "everything" or replica.layout.num_copies == 1:
         return []
-    units, in_layers = _num_units(replica), 0.0
-    gather = LinkTime()
-    if units > 1:
-        layer = layer_parameters(replica.shape) * replica.itemsize
-        in_layers = layer * (units - 1)
-        gather = all_gather(layer, replica.data, replica.hardware)
-        gather = gather.times(num * (units - 1) * min(num_passes, 2))
-    rest = replica.stage_weights * replica.itemsize - in_layers
-    gather += all_gather(rest, replica.data, replica.hardware).times(num if num_passes > 1 else 1)
-    scatter = reduce_scatter(replica.trained_weights / units * GRADIENT_BYTES, replica.data, replica.hardware)
-    scatter = scatter.times(num * units if num_passes > 1 else 0)
+    gather = total_time(fsdp_gathers(replica, passes), replica)
+    scatter = total_time(fsdp_scatters(replica, passes), replica)
     visible = _visible(replica, gather.seconds + scatter.seconds, compute)
     return [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
-
-
-def _num_units(replica: ReplicaCosts) -> int:
-    """Return the number of units that FSDP gathers one after the other."""
-    is_unit = layer_parameters(replica.shape) * GRADIENT_BYTES >= MIN_UNIT_BYTES
-    return 1 + replica.shape.num_layers // replica.layout.pipe if is_unit else 1
 
 
 def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:
@@ -214,8 +188,8 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
     """
     if replica.traits.sharded_over_data != "optimizer" or replica.layout.num_copies == 1:
         return []
-    scatter = over_copies(reduce_scatter, replica, GRADIENT_BYTES)
-    gather = over_copies(all_gather, replica, replica.itemsize)
+    scatter = total_time(bucket_collectives("reduce-scatter", replica), replica)
+    gather = total_time(bucket_collectives("all-gather", replica), replica)
     if replica.traits.overlaps_optimizer:
         first = pass_seconds / (num_passes + 1)
         scatter = scatter.times(_visible(replica, scatter.seconds, pass_seconds - first))
@@ -231,15 +205,20 @@ def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
     """
     if not replica.launches_ahead:
         return 1.0
-    others = (_num_units(replica) - 1) / _num_units(replica)
+    others = (num_units(replica) - 1) / num_units(replica)
     visible = max(1 - others, 1 - computing * others / seconds)
     return visible + replica.hardware.calibration.overlap_cost * (1 - visible)
 
 
 def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
-    norm = all_reduce(GRADIENT_BYTES, replica.data, replica.hardware)
+    norm = gradient_norm(replica).link_time(replica)
+    shared = total_time(shared_gradients(replica), replica)
     stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.stream
-    return [norm.part("gradient norm"), Part("optimizer", stepping, MEMORY)]
+    return [
+        shared.part("shared gradients"),
+        norm.part("gradient norm"),
+        Part("optimizer", stepping, MEMORY),
+    ]
 
 
 def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:

@@ -8,6 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hflow.planner.backends import traits
+from hflow.planner.communicators import rank_groups
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.ir import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
@@ -89,12 +91,23 @@ def memory_section(plan: Plan, width: int) -> Section:
     for shown in full:
         gap = [Text()] if body else []
         body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
-    if brief or plan.forecast.host:
+    communicators = list(_communicator_lines(plan))
+    if brief or plan.forecast.host or communicators:
         body.append(Text())
     body += [dim(line) for line in _brief(brief, capacity)]
-    body += [dim(line) for line in _host_lines(plan.forecast.host)]
+    body += [dim(line) for line in (*_host_lines(plan.forecast.host), *communicators)]
     used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
     return Section("Memory", NOTE, (legend(used), Text(), *body))
+
+
+def _communicator_lines(plan: Plan) -> Iterator[str]:
+    """Yield how many communicators a rank of each replica has that divides a model in several ways."""
+    shapes = dict(plan.shapes)
+    for replica in plan.replicas:
+        if replica.role != "gen" and traits(replica.backend).is_model_parallel:
+            groups = rank_groups(replica.layout, traits(replica.backend), shapes.get(replica.model), 0)
+            if len(groups) > 1:
+                yield f"{len(groups)} communicators of a rank of {replica.name}, with buffers in the runtime"
 
 
 def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:
