@@ -27,7 +27,13 @@ from hflow.planner.plan_figures import plan_figures
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
 from hflow.planner.search import PLACEMENT, Evaluator, PastSearches, SearchProblem, search, with_settings
-from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.devices import (
+    assign_devices,
+    comparable_devices,
+    compositions,
+    group_sizes,
+    usable_devices,
+)
 from hflow.planner.search.explore import explore
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
@@ -143,6 +149,29 @@ def test_what_the_user_has_set_is_kept() -> None:
     assert compiled.config.models["actor"].tokens_per_microbatch == 4096
     layout = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, "models.critic.layout=d2"))
     assert str(layout.plan.replica("critic@train").layout) == "d2t1p1"
+
+
+@pytest.mark.parametrize(
+    ("pin", "rest"),
+    [
+        ("actor.gen=0", "actor,ref=8-15 critic=16-23"),  # with the rest of a machine idle
+        ("actor.gen=0-3", "actor,ref=4-15:d12 critic=16-23"),  # with a group that begins there
+        ("actor.gen=0,8", "actor,ref=16-23 critic=1-7,9-15:d14"),
+    ],
+)
+def test_others_are_placed_well_around_a_part_of_a_machine(pin: str, rest: str) -> None:
+    graph, request = problem("ppo", "h100-3x8", "qwen2.5-1.5b", tunes=False)
+    found = search(graph, replace(request, placement=pin))
+    by_hand = search(graph, replace(request, placement=f"{pin} {rest}"))
+    assert found.seconds <= by_hand.seconds * (1 + 1e-6)
+    plan = compile_plan(graph, found.request)
+    assert plan.forecast is not None
+    assert plan.forecast.period is not None
+    assert plan.forecast.period.seconds == pytest.approx(found.seconds, rel=0.03)
+    for replica in plan.replicas:
+        for first in range(0, len(replica.workers), replica.layout.tensor):
+            ranks = replica.workers[first : first + replica.layout.tensor]
+            assert len({plan.cluster.node_of(device) for device in ranks}) == 1
 
 
 def test_models_of_a_named_group_share_devices_and_groups_stay_apart() -> None:
@@ -516,6 +545,23 @@ def test_compositions_and_devices() -> None:
     assert assign_devices((4, 12), range(16), cluster) == ((12, 13, 14, 15), tuple(range(12)))
     assert assign_devices((6, 6, 4), range(16), cluster) is None  # four devices would be on two machines
     assert group_sizes(16, cluster) == tuple(range(1, 17))
+
+
+def test_devices_around_a_part_of_a_machine() -> None:
+    cluster = ClusterSpec("x", "cuda", 4, 8, 80 << 30)
+    assert usable_devices(tuple(range(32)), cluster) == (tuple(range(32)),)
+    usable = usable_devices(tuple(range(1, 32)), cluster)
+    assert [(len(devices), devices[0]) for devices in usable] == [(31, 1), (30, 2), (28, 4), (24, 8)]
+    assert group_sizes(28, cluster) == (1, 2, 4, 8, 12, 16, 20, 24, 28)
+    assert assign_devices((28,), range(4, 32), cluster) == (tuple(range(4, 32)),)
+    assert assign_devices((12, 16), range(4, 32), cluster) == (
+        tuple(range(4, 8)) + tuple(range(24, 32)),
+        tuple(range(8, 24)),
+    )
+    assert assign_devices((15,), (*range(7), *range(8, 16)), cluster) == ((*range(7), *range(8, 16)),)
+    assert assign_devices((20, 12), range(32), cluster) is None  # where all machines are free
+    assert comparable_devices(tuple(range(20, 32)), cluster) == (*range(4), *range(8, 16))
+    assert comparable_devices(tuple(range(16, 28)), cluster) == tuple(range(12))
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from hflow.errors import PlanError
 from hflow.planner.placement.replicas import Devices
-from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
 from hflow.planner.search.partition import Blocks, Partition, set_partitions
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -158,13 +158,15 @@ def _try_sizes(found: Exploration, partition: Partition) -> None:
     problem = evaluator.problem
     fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
     num_new = sum(devices is None for devices in fixed)
-    free = problem.free_devices
-    for sizes in (
-        compositions(len(free), num_new, group_sizes(len(free), problem.cluster)) if num_new else ((),)
-    ):
-        if found.num_tried >= found.budget:
-            return
-        _try_division(found, partition, sizes)
+    if not num_new:
+        _try_division(found, partition, ())
+        return
+    for usable in usable_devices(problem.free_devices, problem.cluster):
+        num = len(usable)
+        for sizes in compositions(num, num_new, group_sizes(num, problem.cluster)):
+            if found.num_tried >= found.budget:
+                return
+            _try_division(found, partition, sizes)
 
 
 def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]) -> Choice | None:
@@ -186,7 +188,10 @@ def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]
 def _devices(evaluator: Evaluator, partition: Partition, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
     """Return the devices of each group: those that the user named, or free ones."""
     fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
-    new = assign_devices(sizes, evaluator.problem.free_devices, evaluator.problem.cluster)
+    problem = evaluator.problem
+    usable = usable_devices(problem.free_devices, problem.cluster)
+    devices = next((some for some in usable if len(some) == sum(sizes)), ())
+    new = assign_devices(sizes, devices, problem.cluster)
     if new is None:
         return None
     rest = iter(new)
