@@ -17,7 +17,15 @@ from hflow.planner.memory import (
 )
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
-from hflow.planner.search import Basis, PeriodFunction, decide_layouts, nearest_fit, throttles
+from hflow.planner.search import (
+    Basis,
+    PeriodFunction,
+    chosen_layouts,
+    decide_layouts,
+    fits,
+    nearest_fit,
+    throttles,
+)
 from hflow.planner.serialise import plan_digest
 from hflow.planner.structure import plan_structure
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -48,17 +56,23 @@ def compile_plan(
             the devices. The message names a change that fits.
         NotYetError: if the graph trains on two streams.
     """
+    asked = searched or request
     structure, request = plan_structure(graph, request)
     decided, reasons = decide_layouts(graph, request, structure)
     if decided is not request:
         structure, request = plan_structure(graph, decided)
+    chosen = frozenset(dict(reasons)) if searched is None else chosen_layouts(graph, searched)
     plan = _with_caches(_with_rows(structure, request), request)
+    unrunnable = unrunnable_reasons(
+        plan, request, chosen=chosen, fits=lambda settings: fits(graph, asked, settings)
+    )
+    plan = dataclasses.replace(plan, unrunnable=unrunnable)
     estimates = build_forecast(plan, request)
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
         if with_limits and plan.cluster.device == "cuda":
             basis = Basis(graph, request, searched, simulate)
-            limits = throttles(basis, estimates, is_placed=not candidates)
+            limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
             estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
@@ -84,11 +98,10 @@ def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
-    """Return the plan with its routing table, weight routes, and what cannot run."""
+    """Return the plan with its routing table and weight routes."""
     heads = plan.placement(plan.schedule.streams[0].source).heads
-    plan = dataclasses.replace(
+    return dataclasses.replace(
         plan,
         routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
         weights=weight_routes(plan.graph, plan.groups, plan.replicas, request),
     )
-    return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request))

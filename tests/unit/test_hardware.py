@@ -368,7 +368,10 @@ def test_other_families_have_the_published_numbers_of_parameters(name, counts):
 def test_a_model_that_is_only_planned_is_not_run():
     large = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
     compiled = compile_recipe(GRPO, [*large, "cluster=h100-4x8", "models.actor.gen.engine=vllm"])
-    message = "models.actor is of family mixtral, which can be planned with megatron but not run yet. Set "
+    message = (
+        "models.actor is of family mixtral, which can be planned with megatron and vllm but not run yet. "
+        "With models.actor.backend=torch models.actor.gen.engine=embedded no plan fits into memory. Use "
+    )
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compiled)
 
@@ -382,7 +385,10 @@ def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
     assert route.rows == ()
     assert route.moved_bytes > 0
     with_vllm = compile_recipe(GRPO, [*mixtral, "models.actor.gen.engine=vllm"]).plan
-    assert any("vllm needs to know the tensors of the model" in reason for reason in with_vllm.unrunnable)
+    assert with_vllm.unrunnable[0].startswith(
+        "models.actor is of family mixtral, which can be planned with vllm but not run yet. Set "
+        "models.actor.gen.engine=embedded, or use a model of family "
+    )
 
 
 def test_a_model_by_name_is_one_that_transformers_builds():

@@ -40,6 +40,7 @@ from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.search.simulated import by_seconds
+from hflow.planner.unrunnable import layout_reasons
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
@@ -248,6 +249,46 @@ def test_a_pin_that_makes_a_plan_impossible_is_named(
     request = replace(request, placement=pins.get("placement"), free=request.free - set(pins) | {PLACEMENT})
     with pytest.raises(PlanError, match=message):
         search(graph, request)
+
+
+def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> None:
+    """GLM needs an engine that divides it, and those do not have its family yet."""
+    large = ("cluster=h100-8x8", "model@models.actor=glm-4.5-air", "models.actor.path=null")
+    with pytest.raises(PlanError) as refusal:
+        compile_recipe(RECIPES / "grpo.py", large)
+    assert re.fullmatch(
+        r"no placement fits into memory\. Set models\.actor\.gen\.engine=vllm \(\S+ GiB\)\. It can be "
+        r"planned with vllm, but not run yet: vllm does not have family glm4_moe\.",
+        str(refusal.value),
+    )
+    followed = (*large, "models.actor.gen.engine=vllm")
+    plan = compile_recipe(RECIPES / "grpo.py", followed, with_limits=True).plan
+    assert plan.replica("actor@gen").layout.expert > 1, "chosen, so there is nothing to remove"
+    (reason,) = plan.unrunnable
+    assert "With models.actor.gen.engine=embedded no plan fits into memory. Use a model" in reason
+    assert plan.forecast is not None
+    (backend,) = [limit for limit in plan.forecast.limits if "network" in limit.cause]
+    assert backend.remedies[0].settings == (("models.actor.backend", "megatron"),)
+    small = ("cluster=h100-1x8", "model@models.actor=gemma-2-2b", "models.actor.path=null")
+    plan = compile_recipe(RECIPES / "grpo.py", small, with_limits=True).plan
+    assert not plan.unrunnable
+    assert plan.forecast is not None
+    assert not [limit for limit in plan.forecast.limits if "megatron" in limit_text(limit)], (
+        "it would not run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_chosen", "instead"),
+    [
+        (False, "Remove c2 from the layout, or set models.m.backend=megatron."),
+        (True, "No layout without c2 fits into memory. Set models.m.backend=megatron."),
+    ],
+)
+def test_an_axis_is_to_be_removed_only_by_who_has_set_it(is_chosen: bool, instead: str) -> None:
+    replica = _replica("d2c2", "train", "torch", 0)
+    (reason,) = layout_reasons(replica, "ray", LARGE, is_chosen=is_chosen)
+    assert reason == f"m@train has layout d2t1p1c2, but torch has no context ranks. {instead}"
 
 
 def test_groups_and_complete_placements_are_not_searched() -> None:

@@ -26,6 +26,7 @@ from hflow.planner.search.remedies import other_backends
 from hflow.planner.search.result import placement_of, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
 from hflow.planner.staleness import admission_limit
+from hflow.planner.unrunnable import runs_family
 
 MIN_GAIN = 0.05
 """Share of a step below which a limit is not named."""
@@ -89,13 +90,16 @@ class Basis:
         return next(iter(by_seconds(evaluator, ranked, self.simulate, NUM_SIMULATED)), None)
 
 
-def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tuple[Limit, ...]:
+def throttles(
+    basis: Basis, forecast: Forecast, *, is_placed: bool = True, can_run: bool = True
+) -> tuple[Limit, ...]:
     """Return what holds a plan back: settings, then devices that are idle for much of a step.
 
     Args:
         basis: what the plan was made from.
         forecast: of the plan.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
+        can_run: whether the plan runs. Then only what runs as well is named.
     """
     if basis.request.hardware is None or forecast.missing or forecast.period is None:
         return ()
@@ -103,7 +107,9 @@ def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tu
     if not before:
         return ()
     limits = []
-    for what, settings in _parallel(basis, forecast):  # other devices may be best with another backend
+    for what, settings in _parallel(
+        basis, forecast, can_run
+    ):  # other devices may be best with another backend
         limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
     if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
@@ -143,7 +149,7 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield what, {key: min(larger)}
 
 
-def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield backends that divide layers, where training waits for the network or devices are idle.
 
     Devices may be idle because a model that divides its data alone can use no more of them, whatever limits
@@ -153,8 +159,11 @@ def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[s
     slowest = max(forecast.period.cycle, key=lambda step: step.seconds).node
     limit = next((row.limit for row in forecast.times if row.node == slowest), None)
     trains = any(node.name == slowest and node.spec.verb == "train" for node in basis.graph.nodes)
+    shapes = basis.request.shapes
     backends = {
-        key: name for key, name in other_backends(basis.graph, basis.request) if key.endswith(".backend")
+        key: name
+        for key, name in other_backends(basis.graph, basis.request)
+        if key.endswith(".backend") and (not can_run or runs_family(name, shapes.get(key.split(".")[1])))
     }
     if basis.searched is None or not backends:
         return

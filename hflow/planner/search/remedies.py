@@ -24,6 +24,7 @@ from hflow.planner.search.explore import explore
 from hflow.planner.search.pins import MEMORY_SETTINGS, Pin, layout_keys, pins_of, value_of
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
+from hflow.planner.unrunnable import runs_family
 
 MAX_DEVICES = 1024
 """Largest cluster to suggest."""
@@ -89,7 +90,8 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
     if changes:
         removed = f" and remove {names}" if names else ""
-        return NoFit(f". Set {' '.join(changes)}{removed} ({needed}).", is_too_large)
+        text = f". Set {' '.join(changes)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+        return NoFit(text, is_too_large)
     them = "it" if len(causes) == 1 else "them"
     text = f" with {names}. Without {them}, {_replacement(causes, *found)} fits ({needed})."
     return NoFit(text, is_too_large=False)
@@ -214,7 +216,25 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
         texts.insert(0, f"placement='{placement_of(choice)}'")
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
-    return f"Set {' '.join(texts)} ({gib(_needed(choice))})."
+    return f"Set {' '.join(texts)} ({gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+
+
+def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
+    """Return a sentence if backends among some changes do not run the family of their model yet."""
+    names: dict[str, str] = {}
+    for key, value in changes:
+        shape = request.shapes.get(key.removeprefix("models.").partition(".")[0])
+        if key.endswith((".backend", ".gen.engine")) and shape and not runs_family(value, shape):
+            names[value] = shape.family
+    return "".join(
+        f" It can be planned with {name}, but not run yet: {name} does not have family {family}."
+        for name, family in names.items()
+    )
+
+
+def fits(graph: Graph, request: PlanRequest, settings: Mapping[str, Any]) -> bool:
+    """Return whether a request has a plan that fits with other settings."""
+    return _search(graph, with_settings(request, settings)) is not None
 
 
 def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:
