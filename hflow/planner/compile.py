@@ -71,7 +71,7 @@ def compile_plan(
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
         if with_limits and plan.cluster.device == "cuda":
-            basis = Basis(graph, request, searched, simulate)
+            basis = Basis(graph, request, searched, simulate, plan.engines)
             limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
             estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes

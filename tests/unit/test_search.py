@@ -451,13 +451,13 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
 
 def test_a_placement_that_is_fastest_only_when_responses_are_late_is_found() -> None:
     """Taking turns on all devices is fastest by the analytic period, which leaves out late responses."""
-    ahead = ("schedule.max_staleness=4", "workload.response_cv=1.0", "batch=128")
+    ahead = ("schedule.max_staleness=4", "workload.response_cv=1.5", "batch=128")
     graph, request = problem("grpo", "h100-2x8", "qwen2.5-7b", *ahead, tunes=False)
     assert request.hardware is not None
     evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
     first = by_seconds(evaluator, explore(evaluator).ranked(), simulated_period, most=6)[0]
     found = search(graph, request, simulate=simulated_period)
-    assert found.seconds < 0.95 * first[1]
+    assert found.seconds < 0.97 * first[1]
     assert min(candidate.seconds for candidate in found.candidates) == found.seconds
 
 
@@ -510,6 +510,27 @@ def test_the_fullest_stage_of_a_model_whose_first_layers_have_no_experts_counts(
     assert plan.forecast.candidates[0].memory_bytes == fullest.total
     stage = plan.replica("actor@train").layout.world // plan.replica("actor@train").layout.pipe
     assert min(fullest.devices) == stage, "of the second stage"
+
+
+@pytest.mark.parametrize("cluster", ["h100-1x1", "h100-1x8"])
+def test_an_engine_that_generates_slowly_is_named(cluster: str) -> None:
+    """Also where it was chosen since another one is not installed here."""
+    small = (
+        *(f"cluster={cluster}", "model@models.actor=qwen2.5-1.5b", "models.actor.path=null"),
+        *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=400"),
+    )
+    setting = "models.actor.gen.engine=vllm"
+    embedded = (*small, "models.actor.gen.engine=embedded")
+    plan = compile_recipe(RECIPES / "grpo.py", embedded, with_limits=True).plan
+    assert plan.forecast is not None
+    limit = plan.forecast.limits[0]
+    slow = "the embedded engine limits how fast samples are generated"
+    assert re.fullmatch(rf"{slow}\. With {setting} a step takes \d+ % less\.", limit_text(limit))
+    followed = plan_figures(compile_recipe(RECIPES / "grpo.py", (*small, setting)).plan).seconds_per_step
+    before = plan_figures(plan).seconds_per_step
+    assert followed is not None
+    assert before is not None
+    assert 1 - followed / before == pytest.approx(limit.remedies[0].gain, abs=0.01)
 
 
 def test_idle_devices_that_nothing_uses_are_named() -> None:

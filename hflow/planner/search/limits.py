@@ -15,6 +15,7 @@ from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.cost.roofline import NETWORK
 from hflow.planner.forecast import Forecast, Limit, Remedy
+from hflow.planner.ir import EngineChoice
 from hflow.planner.memory.capacity import MEMORY_MARGIN
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
@@ -57,6 +58,8 @@ class Basis:
     """The request before the planner chose; it would choose again. None: it chose nothing."""
     simulate: PeriodFunction | None = None
     """Gives the seconds of a step where analytic periods are estimates."""
+    engines: tuple[EngineChoice, ...] = ()
+    """The engine of each replica that generates."""
 
     def is_chosen(self, key: str) -> bool:
         """Return whether the planner chose a setting."""
@@ -107,9 +110,8 @@ def throttles(
     if not before:
         return ()
     limits = []
-    for what, settings in _parallel(
-        basis, forecast, can_run
-    ):  # other devices may be best with another backend
+    others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
+    for what, settings in others:  # with another backend other devices may be best
         limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
     if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
@@ -159,11 +161,8 @@ def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple
     slowest = max(forecast.period.cycle, key=lambda step: step.seconds).node
     limit = next((row.limit for row in forecast.times if row.node == slowest), None)
     trains = any(node.name == slowest and node.spec.verb == "train" for node in basis.graph.nodes)
-    shapes = basis.request.shapes
     backends = {
-        key: name
-        for key, name in other_backends(basis.graph, basis.request)
-        if key.endswith(".backend") and (not can_run or runs_family(name, shapes.get(key.split(".")[1])))
+        key: name for key, name in _usable_backends(basis, can_run) if not key.endswith(".gen.engine")
     }
     if basis.searched is None or not backends:
         return
@@ -171,6 +170,32 @@ def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple
         yield f"{slowest} waits for the network for most of its seconds", backends
     elif any(share > MUCH_IDLE for _, share in forecast.period.idle):
         yield "models that are divided over data alone cannot use more devices well", backends
+
+
+def _engines(basis: Basis, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the engines that are made for the cluster's devices, where replicas have others."""
+    names = {choice.replica.partition("@")[0]: choice.engine for choice in basis.engines}
+    settings = {
+        key: name
+        for key, name in _usable_backends(basis, can_run)
+        if key.endswith(".gen.engine") and names.get(_model_of(key), name) != name
+    }
+    if settings:
+        slow = " and ".join(dict.fromkeys(names[_model_of(key)] for key in settings))
+        yield f"the {slow} engine limits how fast samples are generated", settings
+
+
+def _usable_backends(basis: Basis, can_run: bool) -> Iterator[tuple[str, str]]:
+    """Yield other backends and engines; those that do not run a model only where the plan cannot run."""
+    shapes = basis.request.shapes
+    for key, name in other_backends(basis.graph, basis.request):
+        if not can_run or runs_family(name, shapes.get(_model_of(key))):
+            yield key, name
+
+
+def _model_of(key: str) -> str:
+    """Return the model in a key such as `models.actor.backend`."""
+    return key.split(".")[1]
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:
