@@ -6,7 +6,7 @@ import dataclasses
 
 from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
-from hflow.planner.forecast import Candidate
+from hflow.planner.forecast import Candidate, Forecast
 from hflow.planner.ir import Plan
 from hflow.planner.memory import (
     check_host_memory,
@@ -15,6 +15,7 @@ from hflow.planner.memory import (
     host_memory_warnings,
     margin_warnings,
 )
+from hflow.planner.plan_figures import leaves_waiting_out
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
 from hflow.planner.search import (
@@ -49,7 +50,8 @@ def compile_plan(
         candidates: placements that were compared, if the planner has chosen this one.
         with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
         searched: the request before the planner chose this one; limits need it.
-        simulate: as in `search`; for limits.
+        simulate: as in `search`; gives the seconds of a step where the period leaves out waiting. On
+            CPUs this takes a moment only where the plan is shown or was compared with others.
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together, or the estimated memory exceeds that of
@@ -70,6 +72,8 @@ def compile_plan(
     estimates = build_forecast(plan, request)
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
+        if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
+            estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
         if with_limits and plan.cluster.device == "cuda":
             basis = Basis(graph, request, searched, simulate, plan.engines)
             limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
@@ -85,6 +89,21 @@ def compile_plan(
         )
     plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
+
+
+def _simulated(plan: Plan, forecast: Forecast, simulate: PeriodFunction) -> Forecast:
+    """Return the forecast of a plan with what the state machine takes, if its period leaves out waiting."""
+    period, pace = forecast.period, forecast.pace
+    if period is None or pace is None or not period.seconds or not leaves_waiting_out(plan):
+        return forecast
+    workload = dict(forecast.workload)[plan.schedule.streams[0].name]
+    seconds = {row.node: row.seconds for row in forecast.times}
+    step = simulate(plan.schedule, seconds, pace, workload)
+    shares = dict(step.idle)
+    idle = tuple((lane, shares.get(lane, share)) for lane, share in period.idle)
+    return dataclasses.replace(
+        forecast, period=dataclasses.replace(period, simulated=step.seconds, idle=idle)
+    )
 
 
 def _with_caches(plan: Plan, request: PlanRequest) -> Plan:

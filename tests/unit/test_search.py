@@ -46,7 +46,7 @@ from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
-from hflow.runtime.simulation.simulate_plan import simulated_period
+from hflow.runtime.simulation.simulate_plan import simulate_plan, simulated_period
 
 LONG = pytest.mark.long
 PPO_ON_8 = (
@@ -429,8 +429,9 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
     figures, forecast = plan_figures(plan), plan.forecast
     assert forecast is not None
     assert forecast.period is not None
-    assert forecast.candidates[0].seconds > forecast.period.seconds, "late responses are waited for"
-    assert (figures.seconds_per_step, figures.is_lower_bound) == (forecast.candidates[0].seconds, False)
+    assert forecast.period.simulated == pytest.approx(forecast.candidates[0].seconds, rel=0.01)
+    assert forecast.period.simulated > forecast.period.seconds, "late responses are waited for"
+    assert (figures.seconds_per_step, figures.is_lower_bound) == (forecast.period.simulated, False)
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render_plan(plan))
     seconds = seconds_text(forecast.period.seconds)
@@ -445,8 +446,36 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
     chosen = {key for key, _ in forecast.candidates[0].settings}
     assert not [limit for limit in forecast.limits if limit.cause.partition("=")[0] in chosen]
 
-    by_hand = compile_recipe(RECIPES / "grpo.py", (*AHEAD, "placement='actor=0-1:d2 actor.gen=2-3:d2'")).plan
-    assert plan_figures(by_hand).is_lower_bound
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("placement='actor=0-1:d2 actor.gen=2-3:d2'",),
+        ("schedule.max_staleness=0", "schedule.sync_every=2"),
+    ],
+)
+def test_a_plan_names_the_seconds_and_idle_shares_of_its_simulation(keys: tuple[str, ...]) -> None:
+    plan = compile_recipe(RECIPES / "grpo.py", (*AHEAD, *keys)).plan
+    assert plan.forecast is not None
+    assert plan.forecast.period is not None
+    figures, simulation = plan_figures(plan), simulate_plan(plan)
+    assert not figures.is_lower_bound
+    assert figures.seconds_per_step == pytest.approx(simulation.period, rel=0.04)
+    shares = dict(simulation.run.idle)
+    for lane, share in plan.forecast.period.idle:
+        assert share == pytest.approx(shares[lane], abs=0.04)
+    assert simulation.document()["planned_seconds_per_step"] == figures.seconds_per_step
+
+
+def test_a_bound_is_said_to_be_one() -> None:
+    ahead = ("schedule.max_staleness=1", "workload.response_cv=0.5")
+    plan = compile_recipe(RECIPES / "grpo.py", ("cluster=cpu-1x2", *ahead)).plan
+    assert plan_figures(plan).is_lower_bound
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(render_plan(plan))
+    shown = " ".join(console.export_text().split())
+    assert "Waiting for late responses is left out, also of idle shares." in shown
 
 
 def test_a_placement_that_is_fastest_only_when_responses_are_late_is_found() -> None:
