@@ -149,6 +149,18 @@ def _check_racks(cluster: ClusterSpec, rack_devices: int) -> None:
     )
 
 
+def _larger_devices(config: RunConfig, device: Device, recipe: str | Path) -> tuple[Device, ...]:
+    """Return the devices of the same type with more memory, the smallest first.
+
+    Those in racks are left out, as not every number of machines fills one.
+    """
+    if config.device_memory_gib is not None:  # it would hold for the others as well
+        return ()
+    others = (d for d in known_devices(recipe).values() if d.type == device.type and d.rack is None)
+    larger = (other for other in others if other.memory_gib > device.memory_gib)
+    return tuple(sorted(larger, key=lambda other: (other.memory_gib, other.name)))
+
+
 def _with_memory(device: Device, memory_gib: float) -> Device:
     if memory_gib <= device.overhead_gib:
         raise ConfigError(
@@ -195,6 +207,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         seed=config.seed,
         deterministic=config.deterministic,
         hardware=hardware,
+        larger_devices=_larger_devices(config, hardware.device, recipe),
         workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),

@@ -251,6 +251,19 @@ def test_a_pin_that_makes_a_plan_impossible_is_named(
         search(graph, request)
 
 
+def test_what_fits_on_no_number_of_devices_is_explained_and_a_larger_kind_is_named() -> None:
+    """The engine of 405B parameters is on one machine, and eight H100 are too small for it."""
+    large = ("model@models.actor=llama-3.1-405b", "models.actor.path=null", "models.actor.gen.engine=vllm")
+    with pytest.raises(PlanError) as refusal:
+        compile_recipe(RECIPES / "grpo.py", (*large, "cluster=h100-8x8"))
+    found = re.search(r"Set cluster=(h200-\S+) \(\S+ GiB\)\.$", str(refusal.value))
+    assert "an engine of actor@gen is within a machine, where 8 devices have 593.0 GiB for 756.0 GiB" in str(
+        refusal.value
+    )
+    assert found
+    assert compile_recipe(RECIPES / "grpo.py", (*large, f"cluster={found[1]}")).plan.forecast
+
+
 def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> None:
     """GLM needs an engine that divides it, and those do not have its family yet."""
     large = ("cluster=h100-8x8", "model@models.actor=glm-4.5-air", "models.actor.path=null")

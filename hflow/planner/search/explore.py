@@ -101,7 +101,7 @@ def _kind(choice: Choice) -> Hashable:
 def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
     """Return the best choices for a problem; none if nothing fits."""
     found = Exploration(evaluator, budget, keeps_alternatives)
-    if _is_too_large(evaluator):
+    if too_large(evaluator):
         return found
     for blocks in divisions(evaluator):
         _try_sizes(found, evaluator.partition(blocks))
@@ -110,15 +110,17 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
     return found
 
 
-def _is_too_large(evaluator: Evaluator) -> bool:
-    """Return whether a replica does not fit on any number of devices, even alone."""
+def too_large(evaluator: Evaluator) -> str | None:
+    """Return a replica that does not fit on any number of devices, even alone; None if each one does."""
     problem = evaluator.problem
     num_free = len(problem.free_devices)
     if problem.fixed or not num_free:
-        return False
+        return None
     sizes = group_sizes(num_free, problem.cluster)[::-1]
-    return any(
-        not any(evaluator.table.options(name, tuple(range(size))) for size in sizes) for name in problem.loose
+    options = evaluator.table.options
+    return next(
+        (name for name in problem.loose if not any(options(name, tuple(range(size))) for size in sizes)),
+        None,
     )
 
 
