@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_hardware
@@ -108,12 +108,28 @@ def device_calibration(device: Device, recipe: str | Path, file: str | None = No
     """
     if file is not None:
         values = {"name": Path(file).stem, **read_yaml(Path(file))}
-        calibration = from_mapping(Calibration, values, file)
+        calibration = calibration_of(values, file)
         check_device(calibration, device.name, f"calibration={file}")
         return calibration
     known = _known(Calibration, "calibrations", recipe)
     named = (calibration for calibration in known.values() if device.name in calibration.devices)
     return next(named, known[device.type])
+
+
+def calibration_of(values: Mapping[str, Any], file: str | Path) -> Calibration:
+    """Return the calibration in a file.
+
+    Args:
+        values: the content of the file.
+        file: its path, for messages.
+
+    Raises:
+        ConfigError: naming the file, the key, and what is expected.
+    """
+    try:
+        return from_mapping(Calibration, values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:

@@ -306,14 +306,14 @@ def test_a_calibration_of_other_hardware_is_refused(recipe):
     ("change", "message"),
     [
         (("decode: 0.7", "decode: 0"), "memory.decode is 0; it must be more than 0"),
-        (("disk_gb_per_s", "disc_gb_per_s"), "unknown key"),
+        (("disk_gb_per_s", "disc_gb_per_s"), "unknown key 'transfers.disc_gb_per_s'; did you mean"),
         (("  megatron: {}\n", ""), "host.megatron is missing; it has no default"),
         (("  fp32: {share: 0.45}\n", ""), "matmul.fp32 is missing; it has no default"),
     ],
 )
 def test_a_calibration_that_cannot_be(change: tuple[str, str], message: str, recipe):
     file = calibration(recipe, change)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: {message}")):
         cluster_hardware(RunConfig(name="mine", cluster="h100-1x8", calibration=file), recipe)
 
 
