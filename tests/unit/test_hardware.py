@@ -584,9 +584,19 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
 
 def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
     path = f"models.actor.path={tmp_path}/later"
-    request = requested(GRPO, path)
-    shape = request.shapes["actor"]
-    assert (shape.family, shape.hidden, request.warnings) == ("qwen2", 128, ())
+    missing = f"models.actor.path is {tmp_path}/later, which does not exist on this machine"
+    with pytest.raises(ConfigError) as refusal:
+        compile_recipe(GRPO, [path])
+    assert str(refusal.value) == (
+        f"{missing}, and its architecture is the recipe's. Correct the path, or name the sizes of a model "
+        "that only other machines have, as model@models.actor=qwen2.5-0.5b."
+    )
+    plan = compile_recipe(GRPO, [path, "model@models.actor=qwen2.5-0.5b", "cluster=h100-1x8"]).plan
+    assert dict(plan.shapes)["actor"].hidden == 896
+    assert (
+        f"{missing}. Its sizes are those of the architecture; a run needs a checkpoint there."
+        in plan.warnings
+    )
     (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
     assert warning == (
         f"models.actor.path is {tmp_path}/later, which does not exist on this machine. A run needs a "
@@ -596,6 +606,20 @@ def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
     (tmp_path / "later").mkdir()
     (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
     assert warning.startswith(f"models.actor.path is {tmp_path}/later, which has no config.json. ")
+
+
+def test_an_architecture_on_the_command_line_goes_before_the_checkpoint_of_the_recipe():
+    other, cluster = "model@models.actor=qwen3-30b-a3b", "cluster=h100-4x8"
+    compiled = compile_recipe(GRPO, [other, cluster])
+    assert dict(compiled.plan.shapes)["actor"].family == "qwen3_moe"
+    assert compiled.config.models["actor"].path is None
+    (warning,) = [text for text in compiled.plan.warnings if text.startswith("models.actor: ")]
+    assert "(hidden_size 128) is not used, as the command line has another architecture" in warning
+    silent = compile_recipe(GRPO, [other, cluster, "models.actor.path=null"])
+    assert silent.plan.digest == compiled.plan.digest
+    assert not [text for text in silent.plan.warnings if text.startswith("models.actor: ")]
+    same = compile_recipe(GRPO, ["model@models.actor=tiny-qwen2"])
+    assert same.config.models["actor"].path is not None, "it has the sizes of the checkpoint"
 
 
 def test_a_plan_names_the_path_without_a_checkpoint(tmp_path):
