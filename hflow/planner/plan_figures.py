@@ -34,6 +34,8 @@ class PlanFigures:
     is_lower_bound: bool = False
     """Whether seconds, days and dollars leave out waiting for late responses; samples per second are an upper
     bound then."""
+    missing: tuple[str, ...] = ()
+    """Why figures are unknown, one line for each cause."""
 
 
 def leaves_waiting_out(plan: Plan) -> bool:
@@ -85,4 +87,5 @@ def plan_figures(plan: Plan) -> PlanFigures:
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,
         is_lower_bound=is_lower_bound,
+        missing=() if forecast is None else forecast.missing,
     )
