@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from comparison import Comparison, Row, compare, costs, hardware, rows, seconds, spread
 
 from hflow.planner.cost.collectives import RankPlacement, send
+from hflow.planner.cost.replica_costs import ReplicaCosts
+from hflow.planner.cost.roofline import Part
 from hflow.planner.cost.transfers import load_weights
-from hflow.planner.ir import RouteRow, WeightRoute
+from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
 
 
@@ -27,7 +29,7 @@ def from_one_rank(row: Row) -> float:
     receivers = int(row["generate_gpus"])
     engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers), "vllm")
     ranks = RankPlacement(1, receivers)
-    return seconds(load_weights(route(row, receivers, 1.0), engine, ranks, engine.hardware.inter, 1))
+    return seconds(_loaded(row, route(row, receivers, 1.0), engine, ranks, 1))
 
 
 def from_hosts(row: Row) -> float:
@@ -37,7 +39,7 @@ def from_hosts(row: Row) -> float:
     machines = -(-receivers // 8)
     whole = route(row, receivers, (machines - 1) / machines)
     part = 1e9 * float(row["gigabytes"]) / receivers
-    parts = load_weights(whole, engine, spread(receivers, 1), engine.hardware.inter, receivers)
+    parts = _loaded(row, whole, engine, spread(receivers, 1), receivers)
     return seconds(parts) + send(part, engine.hardware.host, engine.hardware).seconds
 
 
@@ -47,7 +49,15 @@ def in_shards(row: Row) -> float:
     engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers // t, t), "vllm")
     sources = int(row["train_gpus"])
     moved = route(row, receivers // t, 1.0)
-    return seconds(load_weights(moved, engine, spread(receivers, 1), engine.hardware.inter, sources))
+    return seconds(_loaded(row, moved, engine, spread(receivers, 1), sources))
+
+
+def _loaded(
+    row: Row, moved: WeightRoute, engine: ReplicaCosts, ranks: RankPlacement, sources: int
+) -> list[Part]:
+    """Return the parts of loading a model with as many tensors as the row says."""
+    num, network = int(row["tensors"]), engine.hardware.inter
+    return load_weights(moved, engine, ranks, network, sources, num_tensors=num)
 
 
 def route(row: Row, copies: int, crossing: float) -> WeightRoute:
@@ -58,7 +68,6 @@ def route(row: Row, copies: int, crossing: float) -> WeightRoute:
         "m@train",
         "m@gen",
         "pull",
-        rows=(RouteRow("tensor", (0, int(row["tensors"])), (), 0, 0),),
         moved_bytes=round(num_bytes),
         node_bytes=round(num_bytes * crossing),
         transport="collective",

@@ -15,6 +15,7 @@ from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
 from hflow.launch.data_settings import check_data, replaced_data_warnings
 from hflow.launch.model_fit import check_model_fit
+from hflow.launch.model_overrides import with_overridden_models
 from hflow.launch.plan_request import plan_request
 from hflow.launch.shown_metrics import check_metric_names
 from hflow.launch.trackers import check_trackers
@@ -60,6 +61,8 @@ class ReadRecipe:
     recipe: Recipe
     is_decided: bool
     """Whether the configuration was given as a whole, so that nothing is left to choose."""
+    warnings: tuple[str, ...] = ()
+    """What overrides replace besides the keys that they name."""
 
 
 class RecipeReader:
@@ -86,9 +89,10 @@ class RecipeReader:
             RecipeError: for an error in the recipe.
             ConfigError: for an unknown key, or a value that does not fit.
         """
-        is_decided, set_keys = config is not None, frozenset[str]()
+        is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
         if config is None:
             config, set_keys = self._configs.load(overrides)
+            config, warnings = with_overridden_models(config, overrides)
         spec = self._recipe.spec()
         check_names(config, spec)
         graph = build_graph(apply_overrides(spec, config.nodes))
@@ -97,7 +101,9 @@ class RecipeReader:
         check_data(config, graph)
         check_metric_names(config, graph)
         check_trackers(config.report)
-        return ReadRecipe(self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided)
+        return ReadRecipe(
+            self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided, warnings
+        )
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
@@ -189,7 +195,9 @@ def compile_read(
 
     def requested(config: RunConfig) -> PlanRequest:
         request = plan_request(config, graph, recipe)
-        return replace(request, engines=engines or {}, warnings=(*request.warnings, *replaced))
+        return replace(
+            request, engines=engines or {}, warnings=(*request.warnings, *read.warnings, *replaced)
+        )
 
     request = requested(config)
     check_unused_keys(graph, request)

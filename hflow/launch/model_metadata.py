@@ -86,20 +86,39 @@ def overruled_architectures(config: RunConfig) -> tuple[str, ...]:
     """Return a warning for each model whose checkpoint has other sizes than its configured architecture."""
     warnings = []
     for name, model in config.models.items():
-        file = _checkpoint_config(model)
-        if file is None or model.architecture is None:
-            continue
-        saved, configured = read_json_object(file), model.architecture
-        in_both = (key for key in SIZES if saved.get(key) and configured.get(key))
-        key = next((key for key in in_both if saved[key] != configured[key]), None)
-        if key is not None:
+        if (size := differing_size(model)) is not None:
+            key, saved, configured = size
             warnings.append(
-                f"models.{name}: the checkpoint {model.path} ({key} {saved[key]}) is used, not the "
-                f"architecture ({key} {configured[key]}). To silence this, remove model@models.{name} from "
+                f"models.{name}: the checkpoint {model.path} ({key} {saved}) is used, not the "
+                f"architecture ({key} {configured}). To silence this, remove model@models.{name} from "
                 f"the defaults of the YAML or from the command line, or set models.{name}.architecture=null. "
                 f"To train the architecture from random weights, set models.{name}.path=null."
             )
     return tuple(warnings)
+
+
+def differing_size(model: ModelConfig) -> tuple[str, Any, Any] | None:
+    """Return the first size in which a model's checkpoint and its architecture differ, with both values."""
+    file, configured = _checkpoint_config(model), model.architecture
+    if file is None or configured is None:
+        return None
+    saved = read_json_object(file)
+    in_both = (key for key in SIZES if saved.get(key) and configured.get(key))
+    return next(
+        ((key, saved[key], configured[key]) for key in in_both if saved[key] != configured[key]), None
+    )
+
+
+def has_config(model: ModelConfig) -> bool:
+    """Return whether the path of a model has a checkpoint."""
+    return _checkpoint_config(model) is not None
+
+
+def missing_text(name: str, model: ModelConfig) -> str:
+    """Return a clause about a path without a checkpoint."""
+    assert model.path is not None, "only a path can be missing"
+    problem = "has no config.json" if Path(model.path).is_dir() else "does not exist on this machine"
+    return f"models.{name}.path is {model.path}, which {problem}"
 
 
 def missing_checkpoints(config: RunConfig, graph: Graph) -> tuple[str, ...]:
@@ -107,11 +126,10 @@ def missing_checkpoints(config: RunConfig, graph: Graph) -> tuple[str, ...]:
     warnings = []
     for spec in graph.models:
         model = config.models.get(spec.name, ModelConfig())
-        if model.path is None or model.architecture is not None or _checkpoint_config(model) is not None:
+        if model.path is None or model.architecture is not None or has_config(model):
             continue
-        problem = "has no config.json" if Path(model.path).is_dir() else "does not exist on this machine"
         warnings.append(
-            f"models.{spec.name}.path is {model.path}, which {problem}. A run needs a checkpoint there. "
+            f"{missing_text(spec.name, model)}. A run needs a checkpoint there. "
             f"Correct the path, or plan with an architecture, as model@models.{spec.name}=qwen2.5-0.5b."
         )
     return tuple(warnings)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_hardware
@@ -108,12 +108,28 @@ def device_calibration(device: Device, recipe: str | Path, file: str | None = No
     """
     if file is not None:
         values = {"name": Path(file).stem, **read_yaml(Path(file))}
-        calibration = from_mapping(Calibration, values, file)
+        calibration = calibration_of(values, file)
         check_device(calibration, device.name, f"calibration={file}")
         return calibration
     known = _known(Calibration, "calibrations", recipe)
     named = (calibration for calibration in known.values() if device.name in calibration.devices)
     return next(named, known[device.type])
+
+
+def calibration_of(values: Mapping[str, Any], file: str | Path) -> Calibration:
+    """Return the calibration in a file.
+
+    Args:
+        values: the content of the file.
+        file: its path, for messages.
+
+    Raises:
+        ConfigError: naming the file, the key, and what is expected.
+    """
+    try:
+        return from_mapping(Calibration, values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]:
@@ -147,6 +163,18 @@ def _check_racks(cluster: ClusterSpec, rack_devices: int) -> None:
         f"cluster {cluster.name!r}: a rack has {rack_devices} {kind} devices, which machines of {size} do "
         f"not fill. Set cluster={kind}-{-(-cluster.num_devices // fitting)}x{fitting}."
     )
+
+
+def _larger_devices(config: RunConfig, device: Device, recipe: str | Path) -> tuple[Device, ...]:
+    """Return the devices of the same type with more memory, the smallest first.
+
+    Those in racks are left out, as not every number of machines fills one.
+    """
+    if config.device_memory_gib is not None:  # it would hold for the others as well
+        return ()
+    others = (d for d in known_devices(recipe).values() if d.type == device.type and d.rack is None)
+    larger = (other for other in others if other.memory_gib > device.memory_gib)
+    return tuple(sorted(larger, key=lambda other: (other.memory_gib, other.name)))
 
 
 def _with_memory(device: Device, memory_gib: float) -> Device:
@@ -195,6 +223,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         seed=config.seed,
         deterministic=config.deterministic,
         hardware=hardware,
+        larger_devices=_larger_devices(config, hardware.device, recipe),
         workload=_workload(config, hardware.device.name),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),

@@ -352,6 +352,11 @@ def backend_of_any_family() -> str:
     return next(name for name in BACKENDS if traits(name).families is None)
 
 
+def engine_of_any_family() -> str:
+    """Return the name of the first engine that generates with every language model of transformers."""
+    return next(name for name in ENGINES if traits(name).families is None)
+
+
 def _module(registry: Mapping[str, str], what: str, name: str) -> str:
     if name not in registry:
         raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")

@@ -6,7 +6,7 @@ import dataclasses
 
 from hflow.graph.ir import Graph
 from hflow.planner.build_forecast import build_forecast
-from hflow.planner.forecast import Candidate
+from hflow.planner.forecast import Candidate, Forecast
 from hflow.planner.ir import Plan
 from hflow.planner.memory import (
     check_host_memory,
@@ -15,9 +15,18 @@ from hflow.planner.memory import (
     host_memory_warnings,
     margin_warnings,
 )
+from hflow.planner.plan_figures import leaves_waiting_out
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import routing_table
-from hflow.planner.search import Basis, PeriodFunction, decide_layouts, nearest_fit, throttles
+from hflow.planner.search import (
+    Basis,
+    PeriodFunction,
+    chosen_layouts,
+    decide_layouts,
+    fits,
+    nearest_fit,
+    throttles,
+)
 from hflow.planner.serialise import plan_digest
 from hflow.planner.structure import plan_structure
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -41,24 +50,33 @@ def compile_plan(
         candidates: placements that were compared, if the planner has chosen this one.
         with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
         searched: the request before the planner chose this one; limits need it.
-        simulate: as in `search`; for limits.
+        simulate: as in `search`; gives the seconds of a step where the period leaves out waiting. On
+            CPUs this takes a moment only where the plan is shown or was compared with others.
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together, or the estimated memory exceeds that of
             the devices. The message names a change that fits.
         NotYetError: if the graph trains on two streams.
     """
+    asked = searched or request
     structure, request = plan_structure(graph, request)
     decided, reasons = decide_layouts(graph, request, structure)
     if decided is not request:
         structure, request = plan_structure(graph, decided)
+    chosen = frozenset(dict(reasons)) if searched is None else chosen_layouts(graph, searched)
     plan = _with_caches(_with_rows(structure, request), request)
+    unrunnable = unrunnable_reasons(
+        plan, request, chosen=chosen, fits=lambda settings: fits(graph, asked, settings)
+    )
+    plan = dataclasses.replace(plan, unrunnable=unrunnable)
     estimates = build_forecast(plan, request)
     if estimates is not None:
         estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
+        if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
+            estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
         if with_limits and plan.cluster.device == "cuda":
-            basis = Basis(graph, request, searched, simulate)
-            limits = throttles(basis, estimates, is_placed=not candidates)
+            basis = Basis(graph, request, searched, simulate, plan.engines)
+            limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
             estimates = dataclasses.replace(estimates, limits=limits)
         capacity = plan.cluster.memory_bytes
         check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
@@ -73,6 +91,21 @@ def compile_plan(
     return dataclasses.replace(plan, digest=plan_digest(plan))
 
 
+def _simulated(plan: Plan, forecast: Forecast, simulate: PeriodFunction) -> Forecast:
+    """Return the forecast of a plan with what the state machine takes, if its period leaves out waiting."""
+    period, pace = forecast.period, forecast.pace
+    if period is None or pace is None or not period.seconds or not leaves_waiting_out(plan):
+        return forecast
+    workload = dict(forecast.workload)[plan.schedule.streams[0].name]
+    seconds = {row.node: row.seconds for row in forecast.times}
+    step = simulate(plan.schedule, seconds, pace, workload)
+    shares = dict(step.idle)
+    idle = tuple((lane, shares.get(lane, share)) for lane, share in period.idle)
+    return dataclasses.replace(
+        forecast, period=dataclasses.replace(period, simulated=step.seconds, idle=idle)
+    )
+
+
 def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan with the caches of its engines, as far as its devices have figures."""
     caches = {} if request.hardware is None else engine_caches(plan, request)
@@ -84,11 +117,10 @@ def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
-    """Return the plan with its routing table, weight routes, and what cannot run."""
+    """Return the plan with its routing table and weight routes."""
     heads = plan.placement(plan.schedule.streams[0].source).heads
-    plan = dataclasses.replace(
+    return dataclasses.replace(
         plan,
         routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
         weights=weight_routes(plan.graph, plan.groups, plan.replicas, request),
     )
-    return dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request))

@@ -6,10 +6,11 @@ anything starts: the layouts that the user left open, and whether the plan is re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from hflow.planner.model_shape import LEFT_OUT_BY_DEFAULT
 from hflow.planner.workload import Workload
 
 
@@ -186,10 +187,21 @@ class Period:
     """The critical cycle, which reaches this maximum: only making it faster shortens the period."""
     slots: tuple[Slot, ...]
     idle: tuple[tuple[str, float], ...]
-    """Device group, or engine with its own devices -> fraction of the period in which it is idle."""
+    """Device group, or engine with its own devices -> fraction of a step in which it is idle."""
     num_steps: int = 1
     """Steps that `slots` cover before they repeat: more than one if nodes do not fire in every step, or
     engines take weights only every few steps."""
+    simulated: float | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """Seconds of a step that the state machine takes where `seconds` leaves out waiting for late responses.
+    Idle shares are of these then."""
+
+
+class SimulatedStep(NamedTuple):
+    """A step in the steady state that the state machine reaches on the virtual clock."""
+
+    seconds: float
+    idle: tuple[tuple[str, float], ...]
+    """As in `Period`."""
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,15 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 @lru_cache
+def num_tensors(shape: ModelShape) -> int:
+    """Return the number of tensors of the whole model; the experts of a layer count as one."""
+    layers = equal_layers(shape, 0, shape.num_layers)
+    return len(other_tensors(shape)) + sum(
+        (last - first) * len(layer_template(shape, first)) for first, last in layers
+    )
+
+
+@lru_cache
 def expert_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that expert ranks divide."""
     return sum(

@@ -34,33 +34,35 @@ class PlanFigures:
     is_lower_bound: bool = False
     """Whether seconds, days and dollars leave out waiting for late responses; samples per second are an upper
     bound then."""
+    missing: tuple[str, ...] = ()
+    """Why figures are unknown, one line for each cause."""
 
 
 def leaves_waiting_out(plan: Plan) -> bool:
     """Return whether the period leaves out waiting for late responses.
 
-    That is so if generation runs ahead. A synchronous step takes as long as its longest response.
+    That is so if generation runs ahead of new weights, or several steps use the same ones. A synchronous step
+    takes as long as its longest response.
     """
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
-    runs_ahead = bool(stream.models) and plan.schedule.settings.max_staleness > 0
+    settings = plan.schedule.settings
+    runs_ahead = bool(stream.models) and (settings.max_staleness > 0 or settings.sync_every > 1)
     return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
 
 
 def step_seconds(plan: Plan) -> tuple[float | None, bool]:
     """Return the seconds of a step, and whether they are a lower bound.
 
-    Where the period leaves out waiting for late responses, they are what the state machine took when the
-    planner compared placements, if it did.
+    Where the period leaves out waiting for late responses, they are what the state machine takes, if the plan
+    was simulated.
     """
     period = plan.forecast.period if plan.forecast is not None else None
     if plan.forecast is None or period is None or not period.seconds:
         return None, False
-    if not leaves_waiting_out(plan):
-        return period.seconds, False
-    if not plan.forecast.candidates:
-        return period.seconds, True
-    return max(period.seconds, plan.forecast.candidates[0].seconds), False
+    if period.simulated is not None:
+        return max(period.seconds, period.simulated), False
+    return period.seconds, leaves_waiting_out(plan)
 
 
 def plan_figures(plan: Plan) -> PlanFigures:
@@ -85,4 +87,5 @@ def plan_figures(plan: Plan) -> PlanFigures:
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,
         is_lower_bound=is_lower_bound,
+        missing=() if forecast is None else forecast.missing,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
-from hflow.planner.hardware import Hardware
+from hflow.planner.hardware import Device, Hardware
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape, trained_shape
 from hflow.types.layer_kernels import TransformerEngine
@@ -51,6 +51,8 @@ class PlanRequest:
     in any case."""
     hardware: Hardware | None = None
     """Figures of devices and links; None: no forecast."""
+    larger_devices: tuple[Device, ...] = ()
+    """Other devices of the same type with more memory, in this order: what to use if nothing fits."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Flat configuration (models, optimizers, data) that enters the plan and its digest."""

@@ -6,7 +6,8 @@ run starts (`hflow/launch/preflight.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
 
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.architectures import EXPERT_FAMILIES, FAMILIES, can_run
@@ -15,6 +16,7 @@ from hflow.planner.backends import (
     backend_of_any_family,
     context_backend,
     engine_kind,
+    engine_of_any_family,
     expert_backend,
     model_parallel_backend,
     training_backend,
@@ -25,18 +27,35 @@ from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layer_kernels import layer_reasons
 from hflow.planner.layout import Layout
+from hflow.planner.model_shape import ModelShape
 from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.types.attention_kernel import head_size_problem, packed_kernel
 
-
-def unrunnable_reasons(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
-    """Return why a plan cannot run, each naming the node or replica and what to set instead."""
-    return tuple(_reasons(plan, request))
+FitsFunction = Callable[[Mapping[str, Any]], bool]
+"""Returns whether a plan with other settings fits into memory."""
 
 
-def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+def unrunnable_reasons(
+    plan: Plan,
+    request: PlanRequest,
+    *,
+    chosen: Container[str] = (),
+    fits: FitsFunction = lambda _: True,
+) -> tuple[str, ...]:
+    """Return why a plan cannot run, each naming the node or replica and what to set instead.
+
+    Args:
+        plan: a plan with replicas and weight routes.
+        request: what the plan is made of.
+        chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
+        fits: tries settings for models that a backend does not divide: no others do as much for memory.
+    """
+    return tuple(_reasons(plan, request, chosen, fits))
+
+
+def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: FitsFunction) -> Iterator[str]:
     workers = request.settings.get("workers")
     yield from _shared_device_reasons(plan)
     for node in plan.graph.nodes:
@@ -49,12 +68,13 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield from _routing_replay_reasons(node, plan, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
-    yield from _family_reasons(plan)
+    yield from _family_reasons(plan, fits)
     yield from _head_size_reasons(plan, request)
     yield from layer_reasons(plan, request)
     for replica in plan.replicas:
-        yield from layout_reasons(replica, workers)
-        if replica.role == "gen":
+        shape = request.shapes.get(replica.model)
+        yield from layout_reasons(replica, workers, shape, is_chosen=replica.name in chosen)
+        if replica.role == "gen" and runs_family(replica.backend, shape):
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
@@ -76,19 +96,36 @@ def _reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         )
 
 
-def _family_reasons(plan: Plan) -> Iterator[str]:
-    """Yield the replicas whose backend does not build the family of their model yet."""
-    shapes = dict(plan.shapes)
+def runs_family(backend: str, shape: ModelShape | None) -> bool:
+    """Return whether a backend or an engine runs models of a family; of unknown sizes, each says itself."""
+    return shape is None or can_run(shape) or traits(backend).families is None
+
+
+def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
+    """Yield the models of families that their backends and engines do not build yet."""
+    backends: dict[str, dict[str, str]] = {}
+    shapes, known = dict(plan.shapes), ", ".join(FAMILIES)
     for replica in plan.replicas:
-        shape = shapes.get(replica.model)
-        if replica.role == "gen" or shape is None or can_run(shape):
-            continue
-        if traits(replica.backend).families is not None:
-            yield (
-                f"models.{replica.model} is of family {shape.family}, which can be planned with "
-                f"{replica.backend} but not run yet. Set models.{replica.model}.backend="
-                f"{backend_of_any_family()}, or use a model of family {', '.join(FAMILIES)}."
-            )
+        if not runs_family(replica.backend, shapes.get(replica.model)):
+            is_engine = replica.role == "gen"
+            key = f"models.{replica.model}.{'gen.engine' if is_engine else 'backend'}"
+            backends.setdefault(replica.model, {})[key] = replica.backend
+    others: dict[str, str] = {}
+    for keys in backends.values():
+        others |= {
+            key: engine_of_any_family() if key.endswith("engine") else backend_of_any_family() for key in keys
+        }
+    is_possible = bool(backends) and fits(others)
+    for model, keys in backends.items():
+        names = " and ".join(dict.fromkeys(keys.values()))
+        settings = " ".join(f"{key}={others[key]}" for key in keys)
+        instead = (
+            f"Set {settings}, or use" if is_possible else f"With {settings} no plan fits into memory. Use"
+        )
+        yield (
+            f"models.{model} is of family {shapes[model].family}, which can be planned with {names} but not "
+            f"run yet. {instead} a model of family {known}."
+        )
 
 
 def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
@@ -108,30 +145,33 @@ def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_att
     return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 
 
-def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
+def layout_reasons(
+    replica: Replica, workers: str | None, shape: ModelShape | None, *, is_chosen: bool = False
+) -> Iterator[str]:
     """Yield a reason where the backend cannot run a replica's layout.
 
     Args:
         replica: one of a plan.
         workers: the setting `workers`.
+        shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
+        is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
     """
-    layout = replica.layout
-    if layout.context > 1 and not traits(replica.backend).has_context_axis:
-        yield (
-            f"{replica.name} has layout {layout}, but {replica.backend} has no context ranks. Remove "
-            f"c{layout.context} from the layout, or set models.{replica.model}.backend={context_backend()}."
-        )
-    if layout.expert > 1 and not traits(replica.backend).has_expert_axis:
-        instead = f", or set models.{replica.model}.backend={expert_backend()}" * (replica.role != "gen")
-        yield (
-            f"{replica.name} has layout {layout}, but {replica.backend} does not divide experts. Remove "
-            f"e{layout.expert} from the layout{instead}."
-        )
-    if traits(replica.backend).is_model_parallel:
-        if layout.pipe > 1 and not traits(replica.backend).has_pipeline_axis:
+    layout, has = replica.layout, f"{replica.name} has layout {replica.layout}, but {replica.backend}"
+    own = traits(replica.backend)
+    if layout.context > 1 and not own.has_context_axis:
+        rank, backend = f"c{layout.context}", f"models.{replica.model}.backend={context_backend()}"
+        yield f"{has} has no context ranks. {_without(rank, is_chosen)}{_or_set(backend, is_chosen)}."
+    if layout.expert > 1 and not own.has_expert_axis and runs_family(replica.backend, shape):
+        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={expert_backend()}"
+        other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
+        yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
+    if own.is_model_parallel:
+        if layout.pipe > 1 and not own.has_pipeline_axis:
+            instead = Layout(layout.data, layout.tensor * layout.pipe)
+            setting = f"Set models.{replica.model}.gen.layout={instead}"
             yield (
-                f"{replica.name} has layout {layout}, but {replica.backend} has no pipeline stages. Set "
-                f"models.{replica.model}.gen.layout={Layout(layout.data, layout.tensor * layout.pipe)}."
+                f"{has} has no pipeline stages. "
+                f"{_without(f'p{layout.pipe}', is_chosen) if is_chosen else setting}."
             )
         if replica.role == "gen" or workers != "inproc" or layout.world == 1:
             return
@@ -144,10 +184,15 @@ def layout_reasons(replica: Replica, workers: str | None) -> Iterator[str]:
         setting = (
             f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
         )
-        yield (
-            f"{replica.name} has layout {layout}, but {replica.backend} supports data parallelism only. Set "
-            f"models.{replica.model}.{setting}."
-        )
+        yield f"{has} supports data parallelism only. Set models.{replica.model}.{setting}."
+
+
+def _without(axis: str, is_chosen: bool) -> str:
+    return f"No layout without {axis} fits into memory" if is_chosen else f"Remove {axis} from the layout"
+
+
+def _or_set(setting: str, is_chosen: bool) -> str:
+    return f". Set {setting}" if is_chosen else f", or set {setting}"
 
 
 def _shared_device_reasons(plan: Plan) -> Iterator[str]:

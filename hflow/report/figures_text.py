@@ -47,7 +47,8 @@ def render_what_if(found: WhatIf) -> RenderableType:
         number("$ of the run"),
     )
     shown = table(text("change"), *columns)
-    add_row(shown, dim("as configured"), *_cells(found.base, 1.0))
+    is_known = found.base.seconds_per_step is not None
+    add_row(shown, dim("as configured"), *_cells(found.base, 1.0 if is_known else None))
     refusals = []
     for row in found.rows:
         if row.figures is None:
@@ -61,7 +62,9 @@ def render_what_if(found: WhatIf) -> RenderableType:
     known = (found.base, *(row.figures for row in found.rows if row.figures))
     if any(figures.is_lower_bound for figures in known):
         notes.append(dim(LOWER_BOUND))
-    return Group(shown, Text(""), *refusals, *notes)
+    unknown = dict.fromkeys(line for figures in known for line in figures.missing)
+    reasons = [Text.assemble((f"{UNKNOWN} ", "bold"), line) for line in unknown]
+    return Group(shown, Text(""), *refusals, *reasons, *notes)
 
 
 def broken(change: str) -> str:

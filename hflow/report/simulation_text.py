@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.planner.forecast import Period, Slot
+from hflow.planner.plan_figures import step_seconds
 from hflow.report.formatting import count_text, plural, seconds_text, share_text
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.header import staleness_line
@@ -135,13 +136,13 @@ def _rows(simulation: Simulation) -> Iterator[tuple[str, Text]]:
 
 
 def _planned(simulation: Simulation) -> str:
-    forecast = simulation.plan.forecast
-    period = forecast.period if forecast else None
-    if period is None:
+    seconds, is_lower_bound = step_seconds(simulation.plan)
+    if seconds is None:
         return "unknown"
-    more = round(100 * (simulation.period / period.seconds - 1), 1)
+    more = round(100 * (simulation.period / seconds - 1), 1)
     compared = f"{abs(more):g} % {'more' if more > 0 else 'less'}" if more else "as much"
-    return f"{seconds_text(period.seconds)} a step; the simulated step takes {compared}"
+    bound = ", a lower bound" if is_lower_bound else ""
+    return f"{seconds_text(seconds)} a step{bound}; the simulated step takes {compared}"
 
 
 def _limit(simulation: Simulation) -> str:

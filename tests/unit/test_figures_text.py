@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from hflow.launch.size import SizedCluster, Sizes, Target
-from hflow.launch.what_if import Changed, WhatIf
+from hflow.launch.what_if import Changed, WhatIf, what_if
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
 from hflow.planner.plan_figures import PlanFigures
@@ -101,6 +101,20 @@ def test_what_follows_from_a_change_is_named_in_words() -> None:
     with console.capture() as capture:
         console.print(render_what_if(WhatIf(figures, (changed,))))
     assert "late responses" not in capture.get()
+
+
+def test_unknown_figures_have_a_reason():
+    keys = ["models.actor.path=nowhere", "models.actor.architecture=null"]
+    found = what_if("recipes/grpo.py", keys, ["seed=2", "model@models.actor=tiny-qwen2"])
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render_what_if(found))
+    lines = capture.get().splitlines()
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- actor: there is no checkpoint in nowhere (models.actor.path), so its memory, weight routes and "
+        "seconds, and the period of the plan, are not estimated"
+    ]
+    assert "1.00" not in capture.get(), "nothing is compared"
 
 
 def test_a_long_change_is_not_broken_within_a_number() -> None:

@@ -306,14 +306,14 @@ def test_a_calibration_of_other_hardware_is_refused(recipe):
     ("change", "message"),
     [
         (("decode: 0.7", "decode: 0"), "memory.decode is 0; it must be more than 0"),
-        (("disk_gb_per_s", "disc_gb_per_s"), "unknown key"),
+        (("disk_gb_per_s", "disc_gb_per_s"), "unknown key 'transfers.disc_gb_per_s'; did you mean"),
         (("  megatron: {}\n", ""), "host.megatron is missing; it has no default"),
         (("  fp32: {share: 0.45}\n", ""), "matmul.fp32 is missing; it has no default"),
     ],
 )
 def test_a_calibration_that_cannot_be(change: tuple[str, str], message: str, recipe):
     file = calibration(recipe, change)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: {message}")):
         cluster_hardware(RunConfig(name="mine", cluster="h100-1x8", calibration=file), recipe)
 
 
@@ -368,7 +368,10 @@ def test_other_families_have_the_published_numbers_of_parameters(name, counts):
 def test_a_model_that_is_only_planned_is_not_run():
     large = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
     compiled = compile_recipe(GRPO, [*large, "cluster=h100-4x8", "models.actor.gen.engine=vllm"])
-    message = "models.actor is of family mixtral, which can be planned with megatron but not run yet. Set "
+    message = (
+        "models.actor is of family mixtral, which can be planned with megatron and vllm but not run yet. "
+        "With models.actor.backend=torch models.actor.gen.engine=embedded no plan fits into memory. Use "
+    )
     with pytest.raises(NotYetError, match=message):
         refuse_unrunnable(compiled)
 
@@ -382,7 +385,10 @@ def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
     assert route.rows == ()
     assert route.moved_bytes > 0
     with_vllm = compile_recipe(GRPO, [*mixtral, "models.actor.gen.engine=vllm"]).plan
-    assert any("vllm needs to know the tensors of the model" in reason for reason in with_vllm.unrunnable)
+    assert with_vllm.unrunnable[0].startswith(
+        "models.actor is of family mixtral, which can be planned with vllm but not run yet. Set "
+        "models.actor.gen.engine=embedded, or use a model of family "
+    )
 
 
 def test_a_model_by_name_is_one_that_transformers_builds():
@@ -578,9 +584,19 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
 
 def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
     path = f"models.actor.path={tmp_path}/later"
-    request = requested(GRPO, path)
-    shape = request.shapes["actor"]
-    assert (shape.family, shape.hidden, request.warnings) == ("qwen2", 128, ())
+    missing = f"models.actor.path is {tmp_path}/later, which does not exist on this machine"
+    with pytest.raises(ConfigError) as refusal:
+        compile_recipe(GRPO, [path])
+    assert str(refusal.value) == (
+        f"{missing}, and its architecture is the recipe's. Correct the path, or name the sizes of a model "
+        "that only other machines have, as model@models.actor=qwen2.5-0.5b."
+    )
+    plan = compile_recipe(GRPO, [path, "model@models.actor=qwen2.5-0.5b", "cluster=h100-1x8"]).plan
+    assert dict(plan.shapes)["actor"].hidden == 896
+    assert (
+        f"{missing}. Its sizes are those of the architecture; a run needs a checkpoint there."
+        in plan.warnings
+    )
     (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
     assert warning == (
         f"models.actor.path is {tmp_path}/later, which does not exist on this machine. A run needs a "
@@ -590,6 +606,20 @@ def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
     (tmp_path / "later").mkdir()
     (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
     assert warning.startswith(f"models.actor.path is {tmp_path}/later, which has no config.json. ")
+
+
+def test_an_architecture_on_the_command_line_goes_before_the_checkpoint_of_the_recipe():
+    other, cluster = "model@models.actor=qwen3-30b-a3b", "cluster=h100-4x8"
+    compiled = compile_recipe(GRPO, [other, cluster])
+    assert dict(compiled.plan.shapes)["actor"].family == "qwen3_moe"
+    assert compiled.config.models["actor"].path is None
+    (warning,) = [text for text in compiled.plan.warnings if text.startswith("models.actor: ")]
+    assert "(hidden_size 128) is not used, as the command line has another architecture" in warning
+    silent = compile_recipe(GRPO, [other, cluster, "models.actor.path=null"])
+    assert silent.plan.digest == compiled.plan.digest
+    assert not [text for text in silent.plan.warnings if text.startswith("models.actor: ")]
+    same = compile_recipe(GRPO, ["model@models.actor=tiny-qwen2"])
+    assert same.config.models["actor"].path is not None, "it has the sizes of the checkpoint"
 
 
 def test_a_plan_names_the_path_without_a_checkpoint(tmp_path):

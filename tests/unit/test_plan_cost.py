@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import plan_graphs as graphs
 import pytest
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
+from hflow.launch.compile import compile_recipe
 from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate
 from hflow.planner.cost import transfers
 from hflow.planner.cost.collectives import (
@@ -62,16 +64,15 @@ from hflow.planner.cost.transfers import (
     crossing_bytes,
     keep_weights,
     load_weights,
-    num_tensors,
     publish_weights,
     redistribute,
     save_checkpoint,
 )
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Link, Rack
-from hflow.planner.ir import Replica, RouteRow, WeightRoute
+from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import num_parameters
+from hflow.planner.model_shape import num_parameters, num_tensors, tensors
 from hflow.planner.routing import rank_order
 from hflow.planner.workload import Workload
 from hflow.weights.buckets import BUCKET_BYTES
@@ -665,17 +666,29 @@ def test_the_busiest_port_is_a_senders_if_few_send():
     assert crossing_bytes(replace(route, transport="collective"), 8, 2, 4, sources=1) == 1e9
 
 
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
 def test_each_tensor_takes_a_moment():
-    rows = (
-        RouteRow("layers.{}.q", (0, 4), ((0, 1),), 0, 0),
-        RouteRow("layers.{}.q", (0, 4), ((1, 2),), 0, 0),
-        RouteRow("embedding", None, ((0, 1),), 0, 0),
-    )
-    route = WeightRoute("m", "m@train", "m@gen", "pull", (), rows, 0, 0, 0, "ipc")
-    assert num_tensors(route) == 5
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 0, 0, 0, "ipc")
     calibration = replace(NO_LOSS, transfers=replace(NO_LOSS.transfers, tensor_us=100.0))
     one = side(hardware=replace(TOY, calibration=calibration))
-    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == {"tensors": pytest.approx(5e-4)}
+    few = load_weights(route, one, RankPlacement(), TOY.inter, 1, num_tensors=5)
+    assert named(few) == {"tensors": pytest.approx(5e-4)}
+    all_of_them = len(tensors(one.shape)) * 1e-4
+    assert named(load_weights(route, one, RankPlacement(), TOY.inter, 1)) == {
+        "tensors": pytest.approx(all_of_them)
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen3-30b-a3b", "llama-3.1-8b"])
+def test_all_tensors_of_a_route_are_counted(name: str):
+    plan = compile_recipe(
+        RECIPES / "grpo.py", [f"model@models.actor={name}", "models.actor.path=null", "cluster=h100-4x8"]
+    ).plan
+    rows = {(row.tensor, row.layers) for route in plan.weights for row in route.rows}
+    counted = sum(layers[1] - layers[0] if layers else 1 for _, layers in rows)
+    assert num_tensors(dict(plan.shapes)["actor"]) == counted
 
 
 def test_transports_through_memory_take_no_road_on_a_cpu():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.backends.vllm_engine import memory
 from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
 from hflow.backends.vllm_engine.support import check
+from hflow.planner.architectures import FAMILIES
 from hflow.planner.backends import BackendTraits, EngineKind, Variation
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ ENGINE = EngineKind(
         is_model_parallel=True,
         vocab_multiple=64,
         pads_whole_vocab=True,
+        families=tuple(FAMILIES),
     ),
     factory=_make_engine,
     has_own_process=True,

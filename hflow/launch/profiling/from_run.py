@@ -28,7 +28,7 @@ from hflow.graph.ir import Level
 from hflow.launch.compile import read_recipe
 from hflow.launch.find_run import find_run
 from hflow.launch.plan_file import PlanFile, read_plan_file
-from hflow.launch.plan_request import plan_request
+from hflow.launch.plan_request import calibration_of, plan_request
 from hflow.launch.profiling.run_times import STEP, RunTimes, read_run_times
 from hflow.planner.calibration import Calibration
 from hflow.planner.compile import compile_plan
@@ -84,7 +84,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
         raise ConfigError(f"{directory.path} has no {directory.trace.name}, as it has not ended; wait for it")
     file = read_plan_file(directory.path)
     config = file.configuration()
-    base = from_mapping(Calibration, file.rows["hardware"]["calibration"], str(file.path))
+    base = calibration_of(file.rows["hardware"]["calibration"], file.path)
     measured_on = file.rows["hardware"]["device"]["name"]
     if measured_on != device:
         raise PlanError(

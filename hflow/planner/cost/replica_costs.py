@@ -15,7 +15,14 @@ from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
-from hflow.planner.model_shape import DTYPE_BYTES, ModelShape, expert_layers, num_parameters, trained_shape
+from hflow.planner.model_shape import (
+    DTYPE_BYTES,
+    ModelShape,
+    expert_layers,
+    num_parameters,
+    num_tensors,
+    trained_shape,
+)
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""
@@ -125,6 +132,11 @@ class ReplicaCosts:
         if self.config.lora is None:
             return self.stage_weights
         return num_parameters(trained_shape(self.shape, self.config.lora)) / self.layout.pipe
+
+    @cached_property
+    def num_trained_tensors(self) -> int:
+        """Number of tensors that training changes."""
+        return num_tensors(trained_shape(self.shape, self.config.lora))
 
     @property
     def mean_copies(self) -> float:

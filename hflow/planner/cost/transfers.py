@@ -46,6 +46,7 @@ def load_weights(
     network: Link,
     num_sources: int,
     merges: bool = False,
+    num_tensors: int | None = None,
 ) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
@@ -59,13 +60,15 @@ def load_weights(
         network: the link over which weights cross machines.
         num_sources: ranks that send.
         merges: whether adapters are sent, which the engine adds to its weights.
+        num_tensors: each takes a moment of its own; None: those that training changes.
     """
     if route.how == "shared":
         return _checksums(replica.trained_weights * replica.itemsize, replica)
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
-    calls = num_tensors(route) * replica.hardware.calibration.transfers.tensor_us * 1e-6
+    num = replica.num_trained_tensors if num_tensors is None else num_tensors
+    calls = num * replica.hardware.calibration.transfers.tensor_us * 1e-6
     arrival = _arrival(route, replica, ranks, network, needed, num_sources)
     # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
     sent = route.moved_bytes + _near_bytes(route)
@@ -94,12 +97,6 @@ def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
 def _near_bytes(route: WeightRoute) -> int:
     """Return the bytes that are sent to engines on the senders' devices, in place."""
     return route.held_bytes if route.near or route.transport == "ipc" else 0
-
-
-def num_tensors(route: WeightRoute) -> int:
-    """Return the number of a route's tensors, each of which costs a moment of its own."""
-    distinct = {(row.tensor, row.layers) for row in route.rows}
-    return sum(layers[1] - layers[0] if layers else 1 for _, layers in distinct)
 
 
 def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines: int, sources: int) -> float:

@@ -83,7 +83,8 @@ def _peaks(phases: list[Rows]) -> Iterator[tuple[str, dict[str, ShownValue]]]:
 def _period(period: Rows | None) -> Iterator[tuple[str, dict[str, ShownValue]]]:
     if period is None:
         return
-    yield "a step", {"": ShownValue(period["seconds"], seconds(period["seconds"]))}
+    step = max(period["seconds"], period.get("simulated") or 0.0)
+    yield "a step", {"": ShownValue(step, seconds(step))}
     cycle = [[arc["node"], arc["why"], arc["lag"]] for arc in period["cycle"]]
     yield "critical cycle", {"": ShownValue(cycle, " > ".join(node for node, _, _ in cycle))}
     for group, share in period["idle"]:

@@ -16,13 +16,14 @@ from hflow.graph.ir import Graph
 from hflow.planner.backends import traits
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan, Replica
+from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.options import MIN_DIFFERENCE
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known, overlaps
-from hflow.planner.search.remedies import nearest_fit, no_fit
+from hflow.planner.search.remedies import fits, nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
@@ -36,7 +37,9 @@ __all__ = [
     "PeriodFunction",
     "SearchProblem",
     "SearchResult",
+    "chosen_layouts",
     "decide_layouts",
+    "fits",
     "free_settings",
     "nearest_fit",
     "search",
@@ -147,6 +150,14 @@ def decide_layouts(
         return request, ()
     result = make_result(evaluator, ranked[:1], 0, {ranked[0]: ranked[0].period})
     return result.request, result.layouts
+
+
+def chosen_layouts(graph: Graph, request: PlanRequest) -> frozenset[str]:
+    """Return the replicas whose layout a search chooses."""
+    names = {f"{model}@{role}" for model, role in replica_roles(graph)}
+    if request.hardware is None:
+        return frozenset()
+    return frozenset(names - SearchProblem(graph, request, request.hardware).layouts.keys())
 
 
 def free_settings(models: Iterable[str]) -> frozenset[str]:

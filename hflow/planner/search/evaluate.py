@@ -22,6 +22,7 @@ from hflow.planner.memory.host import published_by
 from hflow.planner.memory.phases import group_phases
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
+from hflow.planner.search.devices import comparable_devices
 from hflow.planner.search.group_memory import Fit, GroupMemory, Phases
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, publish
@@ -177,8 +178,10 @@ class Evaluator:
         return None
 
     def costed_devices(self, block: tuple[str, ...], devices: Devices) -> Devices:
-        """Return the devices for which a group is costed: equal numbers of free devices are equal."""
-        return devices if self.fixed_devices(block) is not None else tuple(range(len(devices)))
+        """Return the devices for which a group is costed: free ones count like others on as many machines."""
+        if self.fixed_devices(block) is not None:
+            return devices
+        return comparable_devices(devices, self.problem.cluster)
 
     def costed(self, choice: Choice, block: tuple[str, ...]) -> Devices:
         """Return the devices for which a group of a choice was costed."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from hflow.errors import PlanError
 from hflow.planner.placement.replicas import Devices
-from hflow.planner.search.devices import assign_devices, compositions, group_sizes
+from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
 from hflow.planner.search.partition import Blocks, Partition, set_partitions
 from hflow.planner.unrunnable import unrunnable_reasons
@@ -101,7 +101,7 @@ def _kind(choice: Choice) -> Hashable:
 def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
     """Return the best choices for a problem; none if nothing fits."""
     found = Exploration(evaluator, budget, keeps_alternatives)
-    if _is_too_large(evaluator):
+    if too_large(evaluator):
         return found
     for blocks in divisions(evaluator):
         _try_sizes(found, evaluator.partition(blocks))
@@ -110,15 +110,17 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
     return found
 
 
-def _is_too_large(evaluator: Evaluator) -> bool:
-    """Return whether a replica does not fit on any number of devices, even alone."""
+def too_large(evaluator: Evaluator) -> str | None:
+    """Return a replica that does not fit on any number of devices, even alone; None if each one does."""
     problem = evaluator.problem
     num_free = len(problem.free_devices)
     if problem.fixed or not num_free:
-        return False
+        return None
     sizes = group_sizes(num_free, problem.cluster)[::-1]
-    return any(
-        not any(evaluator.table.options(name, tuple(range(size))) for size in sizes) for name in problem.loose
+    options = evaluator.table.options
+    return next(
+        (name for name in problem.loose if not any(options(name, tuple(range(size))) for size in sizes)),
+        None,
     )
 
 
@@ -158,13 +160,15 @@ def _try_sizes(found: Exploration, partition: Partition) -> None:
     problem = evaluator.problem
     fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
     num_new = sum(devices is None for devices in fixed)
-    free = problem.free_devices
-    for sizes in (
-        compositions(len(free), num_new, group_sizes(len(free), problem.cluster)) if num_new else ((),)
-    ):
-        if found.num_tried >= found.budget:
-            return
-        _try_division(found, partition, sizes)
+    if not num_new:
+        _try_division(found, partition, ())
+        return
+    for usable in usable_devices(problem.free_devices, problem.cluster):
+        num = len(usable)
+        for sizes in compositions(num, num_new, group_sizes(num, problem.cluster)):
+            if found.num_tried >= found.budget:
+                return
+            _try_division(found, partition, sizes)
 
 
 def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]) -> Choice | None:
@@ -186,7 +190,10 @@ def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]
 def _devices(evaluator: Evaluator, partition: Partition, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
     """Return the devices of each group: those that the user named, or free ones."""
     fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
-    new = assign_devices(sizes, evaluator.problem.free_devices, evaluator.problem.cluster)
+    problem = evaluator.problem
+    usable = usable_devices(problem.free_devices, problem.cluster)
+    devices = next((some for some in usable if len(some) == sum(sizes)), ())
+    new = assign_devices(sizes, devices, problem.cluster)
     if new is None:
         return None
     rest = iter(new)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from hflow.planner.architectures import can_run
 from hflow.planner.backends import engine_kind
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
@@ -98,15 +97,10 @@ def _in_one_machine(cluster: ClusterSpec, devices: Devices, size: int) -> bool:
 
 
 def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Devices) -> int:
-    """Return for how many reasons a run would refuse a layout.
-
-    Expert ranks do not count for families that can only be planned.
-    """
+    """Return for how many reasons a run would refuse a layout."""
     replica, request = problem.replica(name), problem.request
-    shape = request.shapes.get(replica.model)
-    if shape is not None and not can_run(shape):
-        layout = replace(layout, expert=1)
-    num = len(list(layout_reasons(replace(replica, layout=layout), request.settings.get("workers"))))
+    shape, workers = request.shapes.get(replica.model), request.settings.get("workers")
+    num = len(list(layout_reasons(replace(replica, layout=layout), workers, shape)))
     if replica.role == "gen":
         one = replace(layout, data=1, expert=1)
         copy = replace(replica, layout=one, workers=devices[: one.world])

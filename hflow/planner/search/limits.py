@@ -15,6 +15,7 @@ from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.cost.roofline import NETWORK
 from hflow.planner.forecast import Forecast, Limit, Remedy
+from hflow.planner.ir import EngineChoice
 from hflow.planner.memory.capacity import MEMORY_MARGIN
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
@@ -26,6 +27,7 @@ from hflow.planner.search.remedies import other_backends
 from hflow.planner.search.result import placement_of, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
 from hflow.planner.staleness import admission_limit
+from hflow.planner.unrunnable import runs_family
 
 MIN_GAIN = 0.05
 """Share of a step below which a limit is not named."""
@@ -56,6 +58,8 @@ class Basis:
     """The request before the planner chose; it would choose again. None: it chose nothing."""
     simulate: PeriodFunction | None = None
     """Gives the seconds of a step where analytic periods are estimates."""
+    engines: tuple[EngineChoice, ...] = ()
+    """The engine of each replica that generates."""
 
     def is_chosen(self, key: str) -> bool:
         """Return whether the planner chose a setting."""
@@ -89,13 +93,16 @@ class Basis:
         return next(iter(by_seconds(evaluator, ranked, self.simulate, NUM_SIMULATED)), None)
 
 
-def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tuple[Limit, ...]:
+def throttles(
+    basis: Basis, forecast: Forecast, *, is_placed: bool = True, can_run: bool = True
+) -> tuple[Limit, ...]:
     """Return what holds a plan back: settings, then devices that are idle for much of a step.
 
     Args:
         basis: what the plan was made from.
         forecast: of the plan.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
+        can_run: whether the plan runs. Then only what runs as well is named.
     """
     if basis.request.hardware is None or forecast.missing or forecast.period is None:
         return ()
@@ -103,7 +110,8 @@ def throttles(basis: Basis, forecast: Forecast, *, is_placed: bool = True) -> tu
     if not before:
         return ()
     limits = []
-    for what, settings in _parallel(basis, forecast):  # other devices may be best with another backend
+    others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
+    for what, settings in others:  # with another backend other devices may be best
         limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
     if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
@@ -143,7 +151,7 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield what, {key: min(larger)}
 
 
-def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield backends that divide layers, where training waits for the network or devices are idle.
 
     Devices may be idle because a model that divides its data alone can use no more of them, whatever limits
@@ -154,7 +162,7 @@ def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[s
     limit = next((row.limit for row in forecast.times if row.node == slowest), None)
     trains = any(node.name == slowest and node.spec.verb == "train" for node in basis.graph.nodes)
     backends = {
-        key: name for key, name in other_backends(basis.graph, basis.request) if key.endswith(".backend")
+        key: name for key, name in _usable_backends(basis, can_run) if not key.endswith(".gen.engine")
     }
     if basis.searched is None or not backends:
         return
@@ -162,6 +170,32 @@ def _parallel(basis: Basis, forecast: Forecast) -> Iterator[tuple[str, Mapping[s
         yield f"{slowest} waits for the network for most of its seconds", backends
     elif any(share > MUCH_IDLE for _, share in forecast.period.idle):
         yield "models that are divided over data alone cannot use more devices well", backends
+
+
+def _engines(basis: Basis, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the engines that are made for the cluster's devices, where replicas have others."""
+    names = {choice.replica.partition("@")[0]: choice.engine for choice in basis.engines}
+    settings = {
+        key: name
+        for key, name in _usable_backends(basis, can_run)
+        if key.endswith(".gen.engine") and names.get(_model_of(key), name) != name
+    }
+    if settings:
+        slow = " and ".join(dict.fromkeys(names[_model_of(key)] for key in settings))
+        yield f"the {slow} engine limits how fast samples are generated", settings
+
+
+def _usable_backends(basis: Basis, can_run: bool) -> Iterator[tuple[str, str]]:
+    """Yield other backends and engines; those that do not run a model only where the plan cannot run."""
+    shapes = basis.request.shapes
+    for key, name in other_backends(basis.graph, basis.request):
+        if not can_run or runs_family(name, shapes.get(_model_of(key))):
+            yield key, name
+
+
+def _model_of(key: str) -> str:
+    """Return the model in a key such as `models.actor.backend`."""
+    return key.split(".")[1]
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:

@@ -17,7 +17,7 @@ def reason(evaluator: Evaluator, choice: Choice, best: Choice, seconds: Mapping[
     """Return how the replicas are divided, how much slower that is, and what the step waits for."""
     waits = waiting(evaluator, choice)
     if choice is best:
-        return f"{division(choice)}: {waits}"
+        return f"{division(choice)}: shortest, {waits}"
     if not seconds[best]:
         return division(choice)
     slower = seconds[choice] / seconds[best] - 1

@@ -14,22 +14,24 @@ from typing import Any
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import ENGINES, engine_kind, model_parallel_backend, traits
+from hflow.planner.hardware import GIB
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.memory.capacity import gib
+from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.explore import explore
+from hflow.planner.search.explore import explore, too_large
+from hflow.planner.search.layouts import MAX_TENSOR_RANKS
 from hflow.planner.search.pins import MEMORY_SETTINGS, Pin, layout_keys, pins_of, value_of
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
+from hflow.planner.unrunnable import runs_family
 
 MAX_DEVICES = 1024
 """Largest cluster to suggest."""
-NOTHING_FITS = (
-    f"Nothing fits on up to {MAX_DEVICES} devices of this kind. Use larger devices or a smaller model."
-)
+NOTHING_FITS = f"Nothing fits on up to {MAX_DEVICES} devices of this kind"
 REMEDY_BUDGET = 100
 """Candidates of one attempt."""
 
@@ -74,7 +76,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         next(attempts)  # nothing fits there
     fitting = _first_fit(graph, attempts)
     if fitting is None:
-        return NoFit(f". {NOTHING_FITS}", is_too_large=True)
+        return NoFit(f". {_nothing_fits(graph, _released(request, pins))}", is_too_large=True)
     attempt, found = _fewest_changes(graph, request, *fitting)
     causes = list(pins)
     changed = replace(with_settings(request, dict(attempt.changes)), cluster=attempt.request.cluster)
@@ -89,7 +91,8 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
     if changes:
         removed = f" and remove {names}" if names else ""
-        return NoFit(f". Set {' '.join(changes)}{removed} ({needed}).", is_too_large)
+        text = f". Set {' '.join(changes)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+        return NoFit(text, is_too_large)
     them = "it" if len(causes) == 1 else "them"
     text = f" with {names}. Without {them}, {_replacement(causes, *found)} fits ({needed})."
     return NoFit(text, is_too_large=False)
@@ -108,10 +111,60 @@ def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) ->
         attempts = (attempt for attempt in attempts if attempt.request.cluster == request.cluster)
     fitting = _first_fit(graph, attempts)
     if fitting is None:
-        return NOTHING_FITS if may_grow else "Use more or larger devices."
+        return _nothing_fits(graph, _anywhere(request)) if may_grow else "Use more or larger devices."
     attempt, found = _fewest_changes(graph, request, *fitting)
     attempt, found = _fewest_opened(graph, request, attempt, found)
     return _sentence(request, attempt, *found)
+
+
+def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
+    """Return why nothing fits on any number of devices, and the smallest other kind on which it does.
+
+    Args:
+        graph: a checked graph.
+        request: one whose placement is free.
+    """
+    text = NOTHING_FITS
+    *_, largest = _anywhere_attempts(graph, request)
+    if cause := _cause(graph, largest.request):
+        text += f": {cause}"
+    assert request.hardware is not None
+    for device in request.larger_devices:
+        name = f"{device.name}-{request.cluster.num_nodes}x{request.cluster.devices_per_node}"
+        other = replace(
+            request,
+            cluster=replace(request.cluster, name=name, memory_bytes=device.memory_bytes),
+            hardware=replace(request.hardware, device=device),
+        )
+        fitting = _first_fit(graph, _anywhere_attempts(graph, other))
+        if fitting is not None:
+            attempt, (_, choice) = _fewest_changes(graph, other, *fitting)
+            settings = " ".join(_as_written(dict(attempt.changes)))
+            there = f"cluster={attempt.request.cluster.name} {settings}".rstrip()
+            return f"{text}. Set {there} ({gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+    return f"{text}. Use larger devices or a smaller model."
+
+
+def _cause(graph: Graph, request: PlanRequest) -> str | None:
+    """Return which replica does not even fit alone, and why."""
+    assert request.hardware is not None
+    try:
+        evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+    except PlanError:
+        return None
+    name, problem = too_large(evaluator), evaluator.problem
+    shape = None if name is None else request.shapes.get(problem.replica(name).model)
+    if name is None or shape is None:
+        return None
+    if problem.replica(name).role != "gen":
+        return f"{name} does not fit on any number of devices, even alone"
+    dtype = problem.config(name).compute_dtype
+    is_divided = problem.traits(name).is_model_parallel
+    num = min(MAX_TENSOR_RANKS, request.cluster.devices_per_node) if is_divided else 1
+    room = num * (problem.memory_limit - round(request.hardware.device.overhead_gib * GIB))
+    where = f"within a machine, where {num} devices have" if num > 1 else "on one device, which has"
+    weights = DTYPE_BYTES[dtype] * num_parameters(shape)
+    return f"an engine of {name} is {where} {gib(room)} for {gib(weights)} of weights in {dtype}"
 
 
 def _first_fit(graph: Graph, attempts: Iterable[Attempt]) -> tuple[Attempt, Found] | None:
@@ -214,7 +267,25 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
         texts.insert(0, f"placement='{placement_of(choice)}'")
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
-    return f"Set {' '.join(texts)} ({gib(_needed(choice))})."
+    return f"Set {' '.join(texts)} ({gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+
+
+def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
+    """Return a sentence if backends among some changes do not run the family of their model yet."""
+    names: dict[str, str] = {}
+    for key, value in changes:
+        shape = request.shapes.get(key.removeprefix("models.").partition(".")[0])
+        if key.endswith((".backend", ".gen.engine")) and shape and not runs_family(value, shape):
+            names[value] = shape.family
+    return "".join(
+        f" It can be planned with {name}, but not run yet: {name} does not have family {family}."
+        for name, family in names.items()
+    )
+
+
+def fits(graph: Graph, request: PlanRequest, settings: Mapping[str, Any]) -> bool:
+    """Return whether a request has a plan that fits with other settings."""
+    return _search(graph, with_settings(request, settings)) is not None
 
 
 def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:

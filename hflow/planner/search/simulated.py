@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hflow.planner.forecast import Pace
+from hflow.planner.forecast import Pace, SimulatedStep
 from hflow.planner.ir import Schedule
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.partition import Blocks
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.workload import Workload
 
-PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], float]
-"""Return the seconds of a step that the state machine reaches, given the schedule, the seconds of its nodes,
+PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], SimulatedStep]
+"""Return the step that the state machine reaches, given the schedule, the seconds of its nodes,
 the pace of generation and the lengths of samples."""
 
 
@@ -74,4 +74,4 @@ def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction 
     if simulate is None or pace is None:
         return choice.period
     workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
-    return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload)
+    return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload).seconds

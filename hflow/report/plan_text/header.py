@@ -191,7 +191,7 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
     note = ""
     if is_lower_bound:
         note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
-    elif seconds > period.seconds:
+    elif seconds_text(seconds) != seconds_text(period.seconds):
         note = f", with waiting for late responses; without it {seconds_text(period.seconds)}"
     rate = f" a step: {_rate(plan, seconds)}{note}"
     yield "period", Text.assemble((seconds_text(seconds), "bold"), rate)

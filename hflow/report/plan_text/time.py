@@ -9,6 +9,7 @@ from rich.text import Text
 
 from hflow.planner.forecast import NodeTime, Period
 from hflow.planner.ir import Plan, ScheduledNode
+from hflow.planner.plan_figures import step_seconds
 from hflow.report.formatting import plural, seconds_text
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.graph import cadence
@@ -77,7 +78,12 @@ def period_section(plan: Plan, width: int) -> Section:
     period = plan.forecast.period
     if period is None:
         return Section("Period", absent="the seconds of some nodes are not known")
-    return Section("Period", PERIOD_NOTE, (_cycle(plan, period), Text(), *gantt(period, width)))
+    note = PERIOD_NOTE
+    if period.simulated is not None:
+        note += " Cycle and chart leave out waiting for late responses; idle shares count it."
+    elif step_seconds(plan)[1]:
+        note += " Waiting for late responses is left out, also of idle shares."
+    return Section("Period", note, (_cycle(plan, period), Text(), *gantt(period, width)))
 
 
 def _cycle(plan: Plan, period: Period) -> Table:

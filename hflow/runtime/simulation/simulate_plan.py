@@ -8,10 +8,11 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Level
-from hflow.planner.forecast import Forecast, Pace
+from hflow.planner.forecast import Forecast, Pace, SimulatedStep
 from hflow.planner.ir import Plan, Schedule
 from hflow.planner.period import steady_period
 from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.plan_figures import step_seconds
 from hflow.planner.workload import Workload
 from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import SimulatedRun
@@ -61,15 +62,14 @@ class Simulation:
 
     def document(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`: seconds, shares of 1, and counts over the whole run."""
-        run, forecast = self.run, self.plan.forecast
-        planned = forecast.period if forecast else None
+        run = self.run
         return {
             "recipe": self.plan.recipe,
             "digest": self.plan.digest,
             "steps": self.num_steps,
             "seed": self.seed,
             "seconds_per_step": self.period,
-            "planned_seconds_per_step": planned.seconds if planned else None,
+            "planned_seconds_per_step": step_seconds(self.plan)[0],
             "generation_alone": self.generation_alone,
             "training_alone": self.training_alone,
             "in_turns": dict(self.in_turns),
@@ -144,8 +144,8 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
 
 def simulated_period(
     schedule: Schedule, seconds: Mapping[str, float], pace: Pace, workload: Workload
-) -> float:
-    """Return the seconds of a step that the state machine reaches on the virtual clock.
+) -> SimulatedStep:
+    """Return the step that the state machine reaches on the virtual clock.
 
     To compare plans quickly, a large batch is simulated as a smaller one of which each sample represents
     several: slots and limits shrink with it.
@@ -177,7 +177,7 @@ def simulated_period(
         slots={stream.name: max(1, pace.slots // scale)},
         speeds={stream.name: lambda num_running: pace.speed(num_running * scale)},
     )
-    return run.timeline.period()
+    return SimulatedStep(run.timeline.period(), run.idle)
 
 
 def trained_part(schedule: Schedule) -> Schedule:
