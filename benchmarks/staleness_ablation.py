@@ -77,7 +77,7 @@ class Tuning:
     seeds: tuple[int, ...] = (100, 101)
 
 
-TUNING = Tuning({"addition": (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4), "multiplication": (5e-5, 1e-4, 2e-4, 4e-4)})
+TUNING = Tuning({"addition": (5e-5, 1e-4, 2e-4, 4e-4), "multiplication": (5e-5, 1e-4, 2e-4, 4e-4)})
 T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Degrees of freedom -> 97.5 % quantile of Student's t."""
 

@@ -16,6 +16,7 @@ from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
+from hflow.launch.merged_checkpoint import is_adapter
 from hflow.model_config import check_model_config
 from hflow.planner.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.backends import backend_of_any_family, traits
@@ -112,6 +113,19 @@ def differing_size(model: ModelConfig) -> tuple[str, Any, Any] | None:
 def has_config(model: ModelConfig) -> bool:
     """Return whether the path of a model has a checkpoint."""
     return _checkpoint_config(model) is not None
+
+
+def check_is_whole(name: str, model: ModelConfig) -> None:
+    """Check that the path of a model is not that of an adapter.
+
+    Raises:
+        ConfigError: if it is.
+    """
+    if model.path is not None and is_adapter(Path(model.path)):
+        raise ConfigError(
+            f"models.{name}.path is {model.path}, which holds an adapter; merge it by hflow export "
+            f"{model.path} DIRECTORY, and set that"
+        )
 
 
 def missing_text(name: str, model: ModelConfig) -> str:

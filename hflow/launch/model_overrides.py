@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hflow.config import RunConfig
 from hflow.errors import ConfigError
-from hflow.launch.model_metadata import differing_size, has_config, missing_text
+from hflow.launch.model_metadata import check_is_whole, differing_size, has_config, missing_text
 
 _PATH_KEY = re.compile(r"\+*models\.(\w+)\.path=")
 _ARCHITECTURE_KEY = re.compile(r"[+~]*(?:model@models\.(\w+)|models\.(\w+)\.architecture)\b")
@@ -31,6 +31,7 @@ def with_overridden_models(config: RunConfig, overrides: Sequence[str]) -> tuple
         model = models[name]
         if model.path is None or model.architecture is None:
             continue
+        check_is_whole(name, model)
         if not has_config(model):
             if name not in named:
                 raise ConfigError(

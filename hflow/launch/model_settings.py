@@ -12,8 +12,7 @@ from hflow.errors import ConfigError
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.compile import Compiled
-from hflow.launch.merged_checkpoint import is_adapter
-from hflow.launch.model_metadata import model_dtype, source_model
+from hflow.launch.model_metadata import check_is_whole, model_dtype, source_model
 from hflow.launch.plan_request import num_firings
 from hflow.shipped import shipped_recipes
 from hflow.types.layer_kernels import LayerKernels
@@ -51,11 +50,7 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
             f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
             f"or choose an architecture with model@models.{spec.name}=tiny-qwen2"
         )
-    if config.path is not None and is_adapter(Path(config.path)):
-        raise ConfigError(
-            f"models.{spec.name}.path is {config.path}, which holds an adapter; merge it by hflow export "
-            f"{config.path} DIRECTORY, and set that"
-        )
+    check_is_whole(spec.name, config)
     if config.path is not None and not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); "
