@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor of host memory on a device: itself on the CPU, else a copy.
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device: itself if it is there, else a copy of one in host memory.
 
     The copy goes through pinned memory, which torch reuses. A copy of other memory would wait until the
     device has done all earlier work.
     """
-    if torch.device(device).type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+    if x.device.type == torch.device(device).type:
+        return x
+    return x.pin_memory().to(device, non_blocking=True)

@@ -169,10 +169,8 @@ def layout_reasons(
         if layout.pipe > 1 and not own.has_pipeline_axis:
             instead = Layout(layout.data, layout.tensor * layout.pipe)
             setting = f"Set models.{replica.model}.gen.layout={instead}"
-            yield (
-                f"{has} has no pipeline stages. "
-                f"{_without(f'p{layout.pipe}', is_chosen) if is_chosen else setting}."
-            )
+            remedy = _without(f"p{layout.pipe}", is_chosen) if is_chosen else setting
+            yield f"{has} has no pipeline stages. {remedy}."
         if replica.role == "gen" or workers != "inproc" or layout.world == 1:
             return
         if training_backend(replica.backend).needs_process_per_rank:

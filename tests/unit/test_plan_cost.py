@@ -50,7 +50,7 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
 from hflow.planner.cost.kernels import layer_products
-from hflow.planner.cost.rank_collectives import LOGITS_AT_ONCE, MIN_UNIT_BYTES
+from hflow.planner.cost.rank_collectives import MIN_UNIT_BYTES
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
 from hflow.planner.cost.training import (
     bubble,
@@ -72,6 +72,7 @@ from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Link, Rack
 from hflow.planner.ir import Replica, WeightRoute
 from hflow.planner.layout import Layout
+from hflow.planner.memory import activations
 from hflow.planner.model_shape import num_parameters, num_tensors, tensors
 from hflow.planner.routing import rank_order
 from hflow.planner.workload import Workload
@@ -141,7 +142,7 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
 
 
 def test_the_planners_traits_of_the_torch_backend_are_right():
-    assert LOGITS_AT_ONCE == LOGITS_PER_CHUNK
+    assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
     assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
     assert transfers.BUCKET_BYTES == BUCKET_BYTES

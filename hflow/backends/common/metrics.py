@@ -47,7 +47,7 @@ class MetricAccumulator:
             RunError: if a tensor has none of these shapes.
         """
         for name, value in metrics.items():
-            x = _on_device(metric_tensor(node, name, value), packed.input_ids.device).float()
+            x = to_device(metric_tensor(node, name, value), packed.input_ids.device).float()
             at = unit if x.dim() == 0 else _unit_of(node, name, x, packed, unit)
             if packed.num_valid[at] > 0:
                 entries = x.expand(len(packed.valid[at])) if x.dim() == 0 else x
@@ -91,11 +91,6 @@ class MetricAccumulator:
             dist.all_gather_object(by_rank, (local_metrics, local_sums), group=group)
         totals = {name: sum(rank_sums[name] for _, rank_sums in by_rank) for name in sums}
         return _combine([metrics for metrics, _ in by_rank]) | totals
-
-
-def _on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a metric on the device of the batch. A body may return numbers, and tensors of the host."""
-    return to_device(x, device) if x.device.type == "cpu" else x
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[float]:

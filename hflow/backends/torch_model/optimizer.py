@@ -74,7 +74,7 @@ class TorchOptimizer:
         if self._group is None:
             return norm.item()  # waits: once per update
         # Without any gradient the norm is on the CPU, which NCCL cannot reduce.
-        square = to_device(norm, self._shards[0].device).square() if norm.is_cpu else norm.square()
+        square = to_device(norm, self._shards[0].device).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt().item()  # waits: once per update
 

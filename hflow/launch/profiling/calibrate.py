@@ -36,7 +36,7 @@ from hflow.planner.architectures import read_shape
 from hflow.planner.backends import BACKENDS, traits
 from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
 from hflow.planner.cost.collectives import RankPlacement
-from hflow.planner.cost.flops import work_of
+from hflow.planner.cost.flops import Work, work_of
 from hflow.planner.cost.generation import decode_step
 from hflow.planner.cost.kernels import elementwise_bytes
 from hflow.planner.cost.replica_costs import ReplicaCosts
@@ -122,9 +122,7 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
     costs = replace(_costs(backend, model, hardware, dtype), host=host)
     times = []
     for _, num, tokens, trains, seconds in measure.training_steps(backend, kind, dtype, [model], [batch]):
-        work = work_of([tokens] * num, tokens // 4, 1)
-        parts = train(costs, work, 1) if trains else forward(costs, work)
-        planned = sum(part.seconds for part in parts)
+        planned = _planned_seconds(costs, _work(num, tokens), trains)
         times.append(LayerTime(model, num * tokens, dtype, trains, seconds, planned))
     return times
 
@@ -275,13 +273,24 @@ def _training_times(backend: str, hardware: Hardware, dtype: Literal["fp32", "bf
     timed = measure.training_steps(backend, hardware.device.type, dtype, measure.MODELS, measure.BATCHES)
     for model, sequences, tokens, trains, seconds in timed:
         costs = _costs(backend, model, hardware, dtype)
-        work = work_of([tokens] * sequences, tokens // 4, 1)
-        parts = train(costs, work, 1) if trains else forward(costs, work)
+        work = _work(sequences, tokens)
+        kernels = _planned_seconds(costs, work, trains)
         # A backward pass costs as much as two forward passes, and launches its kernels once.
         others = model.num_layers * (3 if trains else 1) * _pass_seconds(costs, work.rows)
         num_layers = model.num_layers * (2 if trains else 1)
-        rows.append(StepTime(seconds, sum(part.seconds for part in parts), others, num_layers, sequences))
+        rows.append(StepTime(seconds, kernels, others, num_layers, sequences))
     return rows
+
+
+def _work(num_sequences: int, num_tokens: int) -> Work:
+    """Return the work of what `measure.training_steps` computes."""
+    return work_of([num_tokens] * num_sequences, num_tokens // 4, 1)
+
+
+def _planned_seconds(costs: ReplicaCosts, work: Work, trains: bool) -> float:
+    """Return the seconds of one micro-batch by the cost model."""
+    parts = train(costs, work, 1) if trains else forward(costs, work)
+    return sum(part.seconds for part in parts)
 
 
 def _costs(

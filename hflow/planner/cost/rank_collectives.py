@@ -31,6 +31,8 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.layout import Layout
+from hflow.planner.memory.activations import LOGITS_PER_CHUNK
+from hflow.planner.memory.rank import FP32_BYTES
 from hflow.planner.model_shape import ModelShape, expert_layers
 from hflow.planner.weights.sharding import stage_layers
 
@@ -39,12 +41,8 @@ Ranks = Literal["data", "tensor", "pipe", "context", "expert", "expert_data", "e
 """The ranks that exchange: those of a field of `ReplicaCosts`, the first and the last pipeline stage, or the
 tensor ranks that hold the same key-value head."""
 
-FP32_BYTES = 4
-"""Gradients are reduced in fp32."""
 MIN_UNIT_BYTES = 4 << 20
 """FSDP gathers layers below this size, in fp32, together with the rest of the model."""
-LOGITS_AT_ONCE = 1 << 26
-"""More logits than this are computed in chunks, and again in the backward pass."""
 MIN_BUCKET_WEIGHTS = 40_000_000
 BUCKET_WEIGHTS_PER_RANK = 1_000_000
 """Megatron exchanges weights and gradients in buckets of so many weights, or so many for each data rank."""
@@ -175,7 +173,7 @@ def _vocabulary_sums(replica: ReplicaCosts, work: Work, passes: Passes) -> Itera
     """Yield what the parts of a vocabulary exchange for each learned token: a maximum, and three sums."""
     learned = work.learned / passes.num
     logits = learned * replica.shape.vocab / replica.layout.tensor
-    num_chunks = max(1, math.ceil(logits / LOGITS_AT_ONCE))
+    num_chunks = max(1, math.ceil(logits / LOGITS_PER_CHUNK))
     times = passes.num * num_chunks * (1 + (passes.backward if num_chunks > 1 else 0))
     row = FP32_BYTES * learned / num_chunks
     yield Collectives("all-reduce", "tensor", row, times)
@@ -264,7 +262,7 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
     Those outside of layers stay gathered until the backward pass has ended, or in inference after the first
     micro-batch.
     """
-    if not _is_sharded(replica):
+    if not is_sharded(replica, "everything"):
         return
     units, in_layers = num_units(replica), 0.0
     if units > 1:
@@ -277,14 +275,15 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
 
 def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
     """Yield the sums of gradients in backward passes, where weights are sharded over data ranks."""
-    if _is_sharded(replica) and passes.backward:
+    if is_sharded(replica, "everything") and passes.backward:
         units = num_units(replica)
         gradients = replica.trained_weights / units * FP32_BYTES
         yield Collectives("reduce-scatter", "data", gradients, passes.num * units)
 
 
-def _is_sharded(replica: ReplicaCosts) -> bool:
-    return replica.traits.sharded_over_data == "everything" and replica.layout.num_copies > 1
+def is_sharded(replica: ReplicaCosts, what: Literal["everything", "optimizer"]) -> bool:
+    """Return whether ranks with equal parts of a model each keep a share of all, or of the optimizer."""
+    return replica.traits.sharded_over_data == what and replica.layout.num_copies > 1
 
 
 # --------------------------------------------------------------- a distributed optimizer
@@ -292,9 +291,9 @@ def bucket_collectives(
     kind: Literal["reduce-scatter", "all-gather"], replica: ReplicaCosts, stage: int = 0
 ) -> Iterator[Collectives]:
     """Yield the sums of gradients for a sharded optimizer state, or the gathers of new weights from it."""
-    layout, shape = replica.layout, replica.shape
-    if replica.traits.sharded_over_data != "optimizer" or layout.num_copies == 1:
+    if not is_sharded(replica, "optimizer"):
         return
+    layout, shape = replica.layout, replica.shape
     width = FP32_BYTES if kind == "reduce-scatter" else replica.itemsize
     num, num_of_experts = num_buckets(shape, layout, stage)
     others, experts = _bucket_weights(shape, layout, stage)

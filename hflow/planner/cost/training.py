@@ -16,7 +16,6 @@ from hflow.planner.cost.exchanges import expert_exchange
 from hflow.planner.cost.flops import Work, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.rank_collectives import (
-    LOGITS_AT_ONCE,
     Passes,
     bucket_collectives,
     context_collectives,
@@ -24,6 +23,7 @@ from hflow.planner.cost.rank_collectives import (
     fsdp_gathers,
     fsdp_scatters,
     gradient_norm,
+    is_sharded,
     num_units,
     shared_gradients,
     stage_messages,
@@ -33,6 +33,7 @@ from hflow.planner.cost.rank_collectives import (
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.cost.transfers import offload
+from hflow.planner.memory.activations import LOGITS_PER_CHUNK
 from hflow.planner.weights.sharding import stage_layers
 
 ADAMW_BYTES = 40
@@ -167,7 +168,7 @@ def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> f
 
 def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
     """Return the seconds of FSDP's collectives that computation does not hide."""
-    if replica.traits.sharded_over_data != "everything" or replica.layout.num_copies == 1:
+    if not is_sharded(replica, "everything"):
         return []
     gather = total_time(fsdp_gathers(replica, passes), replica)
     scatter = total_time(fsdp_scatters(replica, passes), replica)
@@ -186,7 +187,7 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
         pass_seconds: of all passes of one micro-batch.
         num_passes: passes of a micro-batch through a layer.
     """
-    if replica.traits.sharded_over_data != "optimizer" or replica.layout.num_copies == 1:
+    if not is_sharded(replica, "optimizer"):
         return []
     scatter = total_time(bucket_collectives("reduce-scatter", replica), replica)
     gather = total_time(bucket_collectives("all-gather", replica), replica)
@@ -223,9 +224,8 @@ def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
 
 def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:
     learned = work.learned / num_microbatches(replica, work)
-    return (
-        replica.shape.head == "lm" and learned * replica.shape.vocab / replica.layout.tensor > LOGITS_AT_ONCE
-    )
+    logits = learned * replica.shape.vocab / replica.layout.tensor
+    return replica.shape.head == "lm" and logits > LOGITS_PER_CHUNK
 
 
 def _stage_bytes(replica: ReplicaCosts) -> float:

@@ -13,12 +13,7 @@ from hflow.planner.cost.roofline import LATENCY, MEMORY, Part
 from hflow.planner.forecast import EdgeTraffic
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import WeightRoute
-from hflow.planner.memory.transfer import num_writers
-
-BUCKET_BYTES = 64 << 20
-"""Weights are transferred in buckets of about this size."""
-STATE_BYTES = 12
-"""The optimizer state that is saved besides: fp32 weights and two moments."""
+from hflow.planner.memory.transfer import BUCKET_BYTES, STATE_BYTES, num_writers
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
