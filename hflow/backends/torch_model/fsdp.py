@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hflow.backends.torch_model.shard_collectives import use_messages
+
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes in fp32 is gathered with the rest of the model: collectives of its own would cost
 more time than the saved memory is worth."""
@@ -57,6 +59,7 @@ def place_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            use_messages(module, group)
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

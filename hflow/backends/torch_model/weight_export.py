@@ -23,6 +23,7 @@ from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.interface import MERGED, ModelSettings
 from hflow.backends.torch_model.heads import head_file, head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
+from hflow.backends.torch_model.shard_collectives import gather_in_place
 from hflow.durable_files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
 from hflow.weights.adapters import A, B, merge
@@ -351,12 +352,11 @@ def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:
     group: ProcessGroup = bucket[0][1].device_mesh.get_group()
     num_ranks = group.size()
     sizes = [[_num_held(x, rank, num_ranks) for _, x in bucket] for rank in range(num_ranks)]
-    width = max(map(sum, sizes))
-    local_entries = torch.cat([x.to_local().reshape(-1) for _, x in bucket])
-    padded = local_entries.new_zeros(width)
-    padded[: len(local_entries)] = local_entries
-    received = padded.new_empty(num_ranks, width)
-    dist.all_gather_into_tensor(received.view(-1), padded, group)
+    received = bucket[0][1].to_local().new_empty(num_ranks, max(map(sum, sizes)))
+    rank = group.rank()
+    mine = received[rank, : sum(sizes[rank])].split(sizes[rank])
+    torch._foreach_copy_(mine, [x.to_local().reshape(-1) for _, x in bucket])
+    gather_in_place(received.view(-1), group)
     by_rank = [row[: sum(lengths)].split(lengths) for row, lengths in zip(received, sizes, strict=True)]
     for (name, x), pieces in zip(bucket, zip(*by_rank, strict=True), strict=True):
         yield name, torch.cat(pieces).view(x.shape)

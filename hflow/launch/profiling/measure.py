@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, SamplingParams, TrainShard
 from hflow.backends.packed_attention import PackedLayout, attend
+from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_parts
 from hflow.data.batch import Batch, Column
 from hflow.launch.profiling.fit import CollectiveTime, ProductTime
 from hflow.planner.backends import factories
@@ -173,14 +174,14 @@ def ring_collectives(
     """Return the collectives that training uses: all-reduce, all-gather and reduce-scatter.
 
     Args:
-        whole: reduced, or gathered into.
-        part: of each rank; `whole` has one for each.
+        whole: reduced, or gathered into, with this rank's part in its place.
+        part: of the sum. `whole` has one for each rank.
         group: the ranks; None: all.
     """
     return (
         partial(dist.all_reduce, whole, group=group),
-        partial(dist.all_gather_into_tensor, whole, part, group=group),
-        partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        partial(gather_in_place, whole, group),
+        partial(sum_parts, part, whole, group),
     )
 
 

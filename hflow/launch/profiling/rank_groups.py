@@ -313,7 +313,8 @@ def _results(group: ProcessGroup, num: int, device: torch.device) -> list[bool]:
     all_reduce()
     is_reduced = torch.equal(whole, total)
     gathered = torch.empty_like(entries)
-    _, all_gather, _ = ring_collectives(gathered, (entries + me)[mine].clone(), group)
+    gathered[mine] = (entries + me)[mine]
+    _, all_gather, _ = ring_collectives(gathered, part, group)
     all_gather()
     senders = torch.arange(size, device=device).repeat_interleave(num // size)
     return [is_reduced, torch.equal(gathered, entries + senders), is_scattered, is_sent]
