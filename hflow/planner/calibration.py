@@ -158,9 +158,13 @@ class Calibration:
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     """Seconds that computation loses for each second of collectives that run beside it, as both need the
     device's units and memory."""
+    sample_us: NonNegative = 0.0
+    """Microseconds of each sample outside of its engine: its episode, its reward, the store and the ledger.
+    The controller handles samples one after the other, beside engines on GPUs, and on their cores on a
+    CPU."""
     node_us: NonNegative = 0.0
-    """Microseconds of each execution of a batch node besides its work: messages to its workers and back, and
-    what the controller does in between."""
+    """Microseconds of each execution of a batch node, and of each update of an engine's weights, besides its
+    work: messages to its workers and back, and what the controller does in between."""
     is_measured: StrictBool = False
     """Whether it was measured on the user's hardware, rather than shipped with hflow."""
     missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)

@@ -13,7 +13,9 @@ from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.plan_file import plan_file_text
 from hflow.launch.plan_request import cluster_hardware
+from hflow.launch.profiling.from_run import planned_run
 from hflow.launch.profiling.run_times import MIN_STEPS, WARM_STEPS
+from hflow.launch.profiling.short_run import find_overheads
 from hflow.planner.ir import Plan
 from hflow.planner.serialise import to_plain
 from hflow.runtime import events as ev
@@ -122,6 +124,20 @@ def test_a_plan_predicts_what_a_run_with_other_figures_took(compiled: Compiled, 
     assert "torch" not in found.unmeasured
     assert found.node_us == pytest.approx(4000, rel=0.1)
     assert plan.digest == compiled.plan.digest
+
+
+def test_the_time_of_samples_and_messages_is_found(compiled: Compiled, tmp_path: Path):
+    assert compiled.plan.hardware
+    values = to_plain(compiled.plan.hardware.calibration)
+    values |= {"devices": ["cpu"], "sample_us": 300.0, "node_us": 4000.0}
+    del values["name"]
+    (tmp_path / "truth.yaml").write_text(yaml.safe_dump(values))
+    truth = compile_recipe(RECIPE, (*SETTINGS, *GIVEN, f"calibration={tmp_path / 'truth.yaml'}")).plan
+    write_run(compiled, tmp_path / "run", truth)
+    found = find_overheads(*planned_run(RunDirectory(tmp_path / "run")), num_samples=4 * 8)
+    assert found.sample_us == pytest.approx(300, rel=1e-3)
+    assert found.node_us == pytest.approx(4000, rel=0.1)
+    assert found.missed < 0.01
 
 
 def test_lengths_come_from_the_run_unless_they_are_configured(compiled: Compiled, tmp_path: Path):

@@ -429,6 +429,17 @@ def test_small_layers_are_gathered_at_once_and_seen_whole():
     assert named(forward(side(layout="d2"), work(1000.0)))["all-gather"] == pytest.approx(gather)
 
 
+def test_shards_are_copied_where_the_device_is_its_own_host():
+    # 641,024 bytes over two ranks, at 1e11 bytes/s. In training, a rank reads and writes its half of the
+    # weights, all weights, and all gradients.
+    cpu = replace(TOY, device=replace(TOY.device, type="cpu"))
+    half, whole = 2 * 641_024 / 2 / 1e11, 2 * 641_024 / 1e11
+    on_cpu = side(layout="d2", hardware=cpu)
+    assert named(train(on_cpu, work(1000.0), 1))["copies of shards"] == pytest.approx(half + 2 * whole)
+    assert named(forward(on_cpu, work(1000.0)))["copies of shards"] == pytest.approx(half + whole)
+    assert "copies of shards" not in named(train(side(layout="d2"), work(1000.0), 1))
+
+
 def test_large_layers_are_gathered_while_others_compute():
     # 33 units, of which 32 hide behind the computation. 6,738,149,376 weights over eight ranks, 10 GB/s: the
     # 6,476,005,376 of layers are gathered twice in bf16, the others once; gradients are scattered in fp32.

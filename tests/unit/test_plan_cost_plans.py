@@ -1,9 +1,11 @@
 """Seconds of whole plans: what must be monotonic, which nodes have them, and published measurements."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import plan_graphs as graphs
 import pytest
+import yaml
 from cost_kit import A100, H100, LLAMA_7B, LLAMA_405B, SMALL, TINY, TOY, rollout, side, total
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,9 @@ from hflow.planner.cost.training import forward, train
 from hflow.planner.data.traffic_estimate import estimate_traffic
 from hflow.planner.forecast import MemoryCategory
 from hflow.planner.hardware import Hardware, Link
+from hflow.planner.ir import Plan
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.serialise import to_plain
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.workload import Workload
 
@@ -293,3 +297,44 @@ def test_decoding_runs_as_many_sequences_as_the_memory_model_grants_room():
         generating.append(forecast.times[0].seconds)
     assert generating == sorted(generating, reverse=True)
     assert generating[0] > 1.5 * generating[1]
+
+
+def plan_with(figures: dict[str, float], directory: Path, *settings: str) -> Plan:
+    """Return a plan of GRPO with 32 samples of 9 tokens, with some figures of its calibration changed."""
+    settings = ("models.actor.path=null", "batch=4", "workload.response_cv=0", *settings)
+    hardware = compile_recipe("recipes/grpo.py", settings).plan.hardware
+    assert hardware
+    values = {**to_plain(hardware.calibration), "devices": [hardware.device.name], **figures}
+    del values["name"]
+    file = directory / "figures.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return compile_recipe("recipes/grpo.py", (*settings, f"calibration={file}")).plan
+
+
+@pytest.mark.parametrize(("cluster", "adds_up"), [("cpu-1x1", True), ("h100-1x1", False)])
+def test_samples_take_the_time_of_the_controller(cluster: str, adds_up: bool, tmp_path: Path):
+    none, some, most = (
+        plan_with({"sample_us": us}, tmp_path, f"cluster={cluster}").forecast for us in (0.0, 1.0, 1e6)
+    )
+    assert none
+    assert some
+    assert most
+    seconds = [{row.node: row.seconds for row in f.times}["actor_gen"] for f in (none, some, most)]
+    assert seconds[1] - seconds[0] == pytest.approx(32e-6 if adds_up else 0.0)
+    assert seconds[2] == pytest.approx(32.0 + (seconds[0] if adds_up else 0.0))
+    # Each of 32 responses of 4 tokens waits for a second of all others.
+    assert none.pace
+    assert most.pace
+    before = none.pace.seconds_per_token if adds_up else 0.0
+    assert most.pace.seconds_per_token == pytest.approx(32 / 4 + before)
+
+
+def test_messages_of_batch_nodes_and_weight_updates(tmp_path: Path):
+    plans = [plan_with({"node_us": us}, tmp_path, "cluster=cpu-1x2") for us in (0.0, 5000.0)]
+    before, after = (
+        {row.node: row.seconds for row in plan.forecast.times} for plan in plans if plan.forecast
+    )
+    slower = {node: after[node] - before[node] for node in before}
+    assert {node for node, more in slower.items() if more} >= {"group_advantage", "actor_train", "actor@gen"}
+    assert slower["actor_gen"] == 0
+    assert slower["actor@gen"] == pytest.approx(5e-3)

@@ -12,12 +12,14 @@ from hflow.launch.profiling import calibrate, measure
 from hflow.launch.profiling.calibrate import measure_hardware
 from hflow.launch.profiling.fit import (
     CollectiveTime,
+    LoadTime,
     ProductTime,
     StepTime,
     cold_seconds,
     decode_seconds,
     fit_decode,
     fit_link,
+    fit_loads,
     fit_matmul,
     fit_memory,
     fit_training,
@@ -53,9 +55,22 @@ def test_the_rate_of_a_link_is_found_from_all_reduces():
     assert held_out_error(rows, lambda seen: lambda row: link_seconds(row, fit_link(seen, link), link)) < 1e-6
 
 
+def test_messages_that_take_equally_long_show_no_less_than_their_rate():
+    link = Link("near", gb_per_s=10.0, latency_us=0.0)
+    found = fit_link([CollectiveTime(2_000_000, 2, 1e-3), CollectiveTime(20_000, 2, 1e-3)], link)
+    assert (found.share, found.launch_us) == (pytest.approx(0.2, rel=0.05), pytest.approx(1000, rel=0.5))
+    assert fit_link([CollectiveTime(2000, 2, 2e-3), CollectiveTime(20_000, 2, 1e-3)], link).share > 0
+
+
 def test_an_all_gather_moves_half_the_bytes_of_an_all_reduce():
     assert CollectiveTime(1000, 4, 1.0).moved_bytes == 1500
     assert CollectiveTime(1000, 4, 1.0, is_all_reduce=False).moved_bytes == 750
+
+
+def test_the_time_of_a_tensor_is_found_from_weight_updates():
+    rows = [LoadTime(10, 1_000_000, 10 * 300e-6 + 1e-3), LoadTime(40, 8_000_000, 40 * 300e-6 + 8e-3)]
+    assert fit_loads(rows, seconds_per_byte=1e-9) == pytest.approx(300e-6)
+    assert fit_loads(rows, seconds_per_byte=1e-6) == 0.0
 
 
 def test_the_rate_at_which_weights_are_read_is_found_from_products_with_few_rows():
@@ -118,16 +133,19 @@ def test_a_profile_of_this_cpu_is_a_calibration_that_plans_can_name(tmp_path: Pa
     monkeypatch.setattr(measure, "SIDES", ((32, 64), (64, 64)))
     monkeypatch.setattr(measure, "COLD_BYTES", {"cpu": 2**23})
     monkeypatch.setattr(measure, "COLLECTIVE_BYTES", (4096, 65536))
-    monkeypatch.setattr(measure, "MODELS", (measure.SmallModel(64, 128, 1), measure.SmallModel(128, 128, 2)))
+    sizes = ((64, 128, 1), (128, 128, 2), (128, 256, 1))
+    monkeypatch.setattr(measure, "MODELS", tuple(measure.SmallModel(*size) for size in sizes))
     monkeypatch.setattr(measure, "SEQUENCES", (1, 4))
     monkeypatch.setattr(measure, "LENGTHS", (8,))
     monkeypatch.setattr(measure, "BATCHES", ((1, 8), (2, 8)))
     lines = []
     found = measure_hardware("cpu", tmp_path / "here.yaml", lines.append)
-    parts = ["matrix products", "memory, attention and disk", "collectives", "decode steps"]
-    assert lines == [*parts, "training with torch"]
-    missed = {"matmul fp32", "matmul bf16", "weights from memory", "collectives", "decode", "torch"}
-    assert set(found.calibration.missed) == missed
+    parts = ["collectives", "matrix products", "memory, attention and disk", "new weights", "decode steps"]
+    assert lines == [*parts, "training with torch", "a short run"]
+    missed = {"matmul fp32", "matmul bf16", "weights from memory", "new weights", "decode", "torch"}
+    assert set(found.calibration.missed) == {*missed, "collectives", "step of a short run"}
+    assert found.calibration.sample_us > 0
+    assert found.calibration.node_us > 0
     assert "inter" in found.calibration.unmeasured
 
     file = str(found.file)

@@ -101,7 +101,7 @@ class _ReduceScatter(_Buffers):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: ProcessGroup,
-        op: dist.ReduceOp,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """Sum this rank's part of the input; returns when the sum is there."""

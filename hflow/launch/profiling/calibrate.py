@@ -19,12 +19,14 @@ from hflow.launch.plan_request import cluster_hardware, known_devices
 from hflow.launch.profiling import measure
 from hflow.launch.profiling.fit import (
     CollectiveTime,
+    LoadTime,
     ProductTime,
     StepTime,
     cold_seconds,
     decode_seconds,
     fit_decode,
     fit_link,
+    fit_loads,
     fit_matmul,
     fit_memory,
     fit_training,
@@ -32,6 +34,7 @@ from hflow.launch.profiling.fit import (
     link_seconds,
     training_seconds,
 )
+from hflow.launch.profiling.short_run import ShortRunError, measure_overheads
 from hflow.planner.architectures import read_shape
 from hflow.planner.backends import BACKENDS, traits
 from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
@@ -39,15 +42,22 @@ from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
 from hflow.planner.cost.generation import decode_step
 from hflow.planner.cost.kernels import elementwise_bytes
+from hflow.planner.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
 from hflow.planner.cost.replica_costs import ReplicaCosts
 from hflow.planner.cost.training import forward, train
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES
 
+NUM_PROCESSES = 2
+"""Processes that are measured together on a CPU."""
+SHARDED = "torch"
+"""The backend whose collectives are measured on a CPU."""
+MIN_SHARE = 0.05
+"""Smallest part of a sharded step that its collectives are taken for."""
 ENGINE = "embedded"
 """The engine whose decode steps are measured."""
-NEVER_MEASURED = ("inter", "vllm", "time per tensor", "messages")
+NEVER_MEASURED = ("inter", "vllm")
 """Parts that one machine, or a few small kernels, cannot show."""
 
 
@@ -96,11 +106,13 @@ def measure_hardware(
         raise ConfigError(f"{name} cannot be measured: torch finds no CUDA device; set --device cpu")
     _check_writable(file)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    measure.use_one_core(kind)
     try:
         calibration = _calibration(hardware, report_progress, file.stem)
     finally:
         torch.set_num_threads(threads)
+    _write(calibration, file)
+    calibration = _with_overheads(calibration, file, hardware, report_progress)
     _write(calibration, file)
     return HardwareProfile(calibration, file)
 
@@ -116,7 +128,7 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
         ConfigError: if no hardware file is for the device.
     """
     hardware = machine_hardware(device_at_hand() if kind == "cuda" else "cpu")
-    dtype: Literal["bf16", "fp32"] = "bf16" if kind == "cuda" else "fp32"
+    dtype = _dtype(kind)
     model, batch = measure.LAYERS[kind]
     host = hardware.calibration.host[backend]
     costs = replace(_costs(backend, model, hardware, dtype), host=host)
@@ -152,70 +164,172 @@ def machine_hardware(name: str) -> Hardware:
 
 def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -> Calibration:
     device, shipped = hardware.device, hardware.calibration
-    kind, dtypes = device.type, ("fp32", "bf16")
+    kind = device.type
     missed: dict[str, float] = {}
     unmeasured = list(NEVER_MEASURED)
 
+    report("collectives")
+    num_ranks = torch.cuda.device_count() if kind == "cuda" else NUM_PROCESSES
+    sharded = measure.sharded_steps(num_ranks) if kind == "cpu" else []
+    found = replace(
+        shipped,
+        name=name,
+        devices=(device.name,),
+        source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
+        is_measured=True,
+    )
+    if kind == "cuda" and num_ranks > 1:
+        sizes = measure.collectives(kind, num_ranks)
+        found = replace(found, intra=fit_link(sizes, hardware.intra))
+        missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+    elif kind == "cuda":
+        unmeasured.append("intra")
+
+    with measure.neighbours(kind, num_ranks - 1) as neighbours_train:
+        engine = _with_kernels(replace(hardware, calibration=found), report, missed)
+        neighbours_train.set()
+        found = _with_training(replace(hardware, calibration=engine), sharded, report, missed)
+    if kind == "cuda":
+        unmeasured.append("time per tensor")
+    return replace(found, missed=missed, unmeasured=tuple(unmeasured))
+
+
+def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dict[str, float]) -> Calibration:
+    """Return a calibration with the kernels of one device and its engine.
+
+    Args:
+        hardware: its calibration has the other figures.
+        report: called with a line for each part.
+        missed: to which is added how far the figures miss.
+    """
+    device, found = hardware.device, hardware.calibration
+    kind, bandwidth = device.type, device.memory_gb_per_s * 1e9
     report("matrix products")
-    matmul = dict(shipped.matmul)
-    for precision in dtypes:
+    matmul = dict(found.matmul)
+    for precision in ("fp32", "bf16"):
         rows, peak = measure.products(kind, precision), device.tflops[precision] * 1e12
         matmul[precision] = fit_matmul(rows, peak)
         missed[f"matmul {precision}"] = held_out_error(rows, partial(_product, peak=peak))
 
     report("memory, attention and disk")
-    dtype: Literal["bf16", "fp32"] = "bf16" if kind == "cuda" else "fp32"
-    bandwidth = device.memory_gb_per_s * 1e9
+    dtype = _dtype(kind)
     cold = measure.cold_products(kind, dtype)
     reading = _Reading(matmul[dtype], device.tflops[dtype] * 1e12, bandwidth, DTYPE_BYTES[dtype])
     memory = replace(reading.fit(cold), stream=measure.copy_rate(kind) / bandwidth)
     missed["weights from memory"] = held_out_error(cold, reading.predict)
     attention = measure.attention_flops(kind, dtype) / (device.tflops[dtype] * 1e12)
     host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
-    copy_gb_per_s = measure.copy_rate("cpu") / 2e9
     transfers = replace(
-        shipped.transfers,
-        store_gb_per_s=copy_gb_per_s,
+        found.transfers,
+        store_gb_per_s=measure.copy_rate("cpu") / 2e9,
         disk_gb_per_s=measure.disk_rate() / 1e9,
-        checksum_gb_per_s=measure.checksum_rate() / 1e9 if kind == "cpu" else None,
+        checksum_gb_per_s=None,
     )
 
-    report("collectives")
-    num_ranks = torch.cuda.device_count() if kind == "cuda" else 2
-    intra = shipped.intra
-    if num_ranks > 1:
-        sizes = measure.collectives(kind, num_ranks)
-        intra = fit_link(sizes, hardware.intra)
-        missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
-    else:
-        unmeasured.append("intra")
+    if kind == "cpu":
+        report("new weights")
+        loads, checksum_rate = measure.loads(dtype), measure.checksum_rate()
+        # They are copied once, and summed where they come from and where they arrive.
+        of_byte = 2 / (memory.stream * bandwidth) + 2 / checksum_rate
+        of_tensor = fit_loads(loads, of_byte)
+        transfers = replace(transfers, tensor_us=of_tensor * 1e6, checksum_gb_per_s=checksum_rate / 1e9)
+        missed["new weights"] = held_out_error(loads, partial(_loading, of_byte=of_byte))
 
     report("decode steps")
     found = replace(
-        shipped,
-        name=name,
-        devices=(device.name,),
-        source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
-        matmul=matmul,
-        attention=attention,
-        memory=memory,
-        intra=intra,
-        host_copy=host_copy,
-        transfers=transfers,
-        is_measured=True,
+        found, matmul=matmul, attention=attention, memory=memory, host_copy=host_copy, transfers=transfers
     )
-    host = dict(shipped.host)
+    host = dict(found.host)
     figures = replace(hardware, calibration=found)
     steps = _decode_times(figures, dtype)
-    host[ENGINE] = replace(fit_decode(steps), expert_us=shipped.host[ENGINE].expert_us)
+    host[ENGINE] = replace(fit_decode(steps), expert_us=host[ENGINE].expert_us)
     missed["decode"] = held_out_error(steps, _decode)
-    is_ahead = kind != "cpu"
+    return replace(found, host=host)
+
+
+def _with_training(
+    hardware: Hardware,
+    sharded: Sequence[float],
+    report: Callable[[str], None],
+    missed: dict[str, float],
+) -> Calibration:
+    """Return a calibration with the times of backends, and on a CPU of collectives.
+
+    Args:
+        hardware: its calibration has the other figures.
+        sharded: seconds of `measure.sharded_steps`, on a CPU.
+        report: called with a line for each part.
+        missed: to which is added how far the figures miss.
+    """
+    found, kind = hardware.calibration, hardware.device.type
+    dtype, is_ahead = _dtype(kind), kind != "cpu"
+    host, intra = dict(found.host), found.intra
     for backend in BACKENDS:
         report(f"training with {backend}")
-        calls = _training_times(backend, figures, dtype)
-        host[backend] = replace(fit_training(calls, is_ahead), expert_us=shipped.host[backend].expert_us)
+        calls = _training_times(backend, hardware, dtype)
+        host[backend] = replace(fit_training(calls, is_ahead), expert_us=host[backend].expert_us)
         missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
-    return replace(found, host=host, missed=missed, unmeasured=tuple(unmeasured))
+        if backend == SHARDED and sharded:
+            sizes = _collectives_of_steps(sharded, calls, hardware, dtype)
+            intra = fit_link(sizes, hardware.intra)
+            missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+    return replace(found, host=host, intra=intra)
+
+
+def _dtype(kind: str) -> Literal["bf16", "fp32"]:
+    """Return the precision of the models that are measured."""
+    return "bf16" if kind == "cuda" else "fp32"
+
+
+def _collectives_of_steps(
+    sharded: Sequence[float], calls: Sequence[StepTime], hardware: Hardware, dtype: Literal["fp32", "bf16"]
+) -> list[CollectiveTime]:
+    """Return the mean collective of each sharded step: what it takes longer than on one rank.
+
+    Waiting for the slower rank is a part of it, as in a run.
+
+    Args:
+        sharded: seconds of the first batch on each rank, for each model inference and training.
+        calls: those of one rank, for each model and batch inference and training.
+        hardware: the calibration gives the seconds of copies and of the optimizer.
+        dtype: of the models.
+    """
+    per_model, rows = 2 * len(measure.BATCHES), []
+    alone = [calls[i] for i in range(len(calls)) if i % per_model < 2]
+    models = [(model, trains) for model in measure.MODELS for trains in (False, True)]
+    for (model, trains), seconds, one in zip(models, sharded, alone, strict=True):
+        whole = _costs(SHARDED, model, hardware, dtype)
+        costs = replace(
+            whole, layout=Layout(data=NUM_PROCESSES), data=RankPlacement(per_machine=NUM_PROCESSES)
+        )
+        work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2 if trains else 1)
+        all_of_them = [*fsdp_gathers(costs, passes), *fsdp_scatters(costs, passes)]
+        without = _planned_seconds(costs, work, trains) - total_time(all_of_them, costs).seconds
+        others = one.seconds + without - _planned_seconds(whole, work, trains)
+        num = sum(collectives.times for collectives in all_of_them)
+        size = sum(collectives.times * collectives.num_bytes for collectives in all_of_them)
+        took = max(seconds - others, MIN_SHARE * seconds)  # small differences are noise
+        rows.append(CollectiveTime(round(size / num), NUM_PROCESSES, took / num, False))
+    return rows
+
+
+def _with_overheads(
+    calibration: Calibration, file: Path, hardware: Hardware, report: Callable[[str], None]
+) -> Calibration:
+    """Return a calibration, which the file has too, with the time of samples and messages."""
+    report("a short run")
+    device = hardware.device
+    num_devices = NUM_PROCESSES
+    if device.type == "cuda":
+        num_devices = max(1, torch.cuda.device_count())
+        torch.cuda.empty_cache()  # the run needs the memory
+    try:
+        found = measure_overheads(file, device.name, num_devices)
+    except ShortRunError as error:
+        report(f"nothing, as the short run failed: {error}")
+        return replace(calibration, unmeasured=(*calibration.unmeasured, "samples and messages"))
+    missed = {**calibration.missed, "step of a short run": found.missed}
+    return replace(calibration, sample_us=found.sample_us, node_us=found.node_us, missed=missed)
 
 
 @dataclass(frozen=True)
@@ -244,6 +358,11 @@ def _product(seen: Sequence[ProductTime], peak: float) -> Callable[[ProductTime]
 def _link(seen: Sequence[CollectiveTime], hardware: Hardware) -> Callable[[CollectiveTime], float]:
     rate = fit_link(seen, hardware.intra)
     return lambda row: link_seconds(row, rate, hardware.intra)
+
+
+def _loading(seen: Sequence[LoadTime], of_byte: float) -> Callable[[LoadTime], float]:
+    of_tensor = fit_loads(seen, of_byte)
+    return lambda row: of_tensor * row.num_tensors + of_byte * row.num_bytes
 
 
 def _decode(seen: Sequence[StepTime]) -> Callable[[StepTime], float]:

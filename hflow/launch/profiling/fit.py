@@ -23,6 +23,8 @@ KERNEL_US = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 SHARPNESSES = (1.0, 1.5, 2.0, 4.0, 8.0)
 LAYER_US = np.geomspace(5.0, 5000.0, 150)
 PASSES = np.linspace(0.0, 60.0, 121)
+MIN_SLOPE = 1e-3
+"""Least part of the seconds of the fastest message that its bytes take, for a line to show the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,16 @@ class StepTime:
     sequences: int
 
 
-Timed = TypeVar("Timed", ProductTime, CollectiveTime, StepTime)
+@dataclass(frozen=True)
+class LoadTime:
+    """Seconds in which an engine takes new weights."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+Timed = TypeVar("Timed", ProductTime, CollectiveTime, LoadTime, StepTime)
 
 
 def held_out_error(
@@ -123,12 +134,23 @@ def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
     slope, launch = _positive_least_squares(
         np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], (seconds - latency) / seconds
     )
-    return LinkRate(share=1 / (slope * link.gb_per_s * 1e9), launch_us=launch * 1e6)
+    fastest = float(max(moved / seconds))
+    # Messages that take equally long, whatever their size, only show that the link is no slower than this.
+    rate = 1 / slope if slope * fastest > MIN_SLOPE else fastest
+    return LinkRate(share=rate / (link.gb_per_s * 1e9), launch_us=launch * 1e6)
 
 
 def link_seconds(row: CollectiveTime, rate: LinkRate, link: Link) -> float:
     """Return the seconds of a collective, as the cost model has them."""
     return row.moved_bytes / (link.gb_per_s * 1e9 * rate.share) + rate.launch_us * 1e-6 + _latency(row, link)
+
+
+def fit_loads(rows: Sequence[LoadTime], seconds_per_byte: float) -> float:
+    """Return the seconds of each tensor in a weight update, given those of a byte; errors are relative."""
+    seconds = np.array([row.seconds for row in rows])
+    besides = seconds - seconds_per_byte * np.array([row.num_bytes for row in rows])
+    tensors = np.array([[row.num_tensors] for row in rows])
+    return _positive_least_squares(tensors / seconds[:, None], besides / seconds)[0]
 
 
 def fit_memory(
@@ -194,10 +216,14 @@ def fit_training(rows: Sequence[StepTime], is_ahead: bool) -> HostTimes:
         np.array([getattr(row, name) for row in rows], float)
         for name in ("seconds", "kernel_seconds", "pass_seconds", "num_layers")
     )
+    if not is_ahead:
+        layer, passes = _positive_least_squares(
+            np.stack([layers, ones], axis=1) / seconds[:, None], (seconds - kernels) / seconds
+        )
+        return HostTimes(layer_us=layer * 1e6, passes=passes)
     best, best_error = HostTimes(), math.inf
     for layer, passes in product(LAYER_US, PASSES):
-        device, host = kernels + passes * ones, layers * layer * 1e-6
-        predicted = np.maximum(device, host) if is_ahead else device + host
+        predicted = np.maximum(kernels + passes * ones, layers * layer * 1e-6)
         error = float(np.mean(np.log(predicted / seconds) ** 2))
         if error < best_error:
             best_error, best = error, HostTimes(layer_us=float(layer), passes=float(passes))

@@ -27,7 +27,7 @@ from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Level
 from hflow.launch.compile import read_recipe
 from hflow.launch.find_run import find_run
-from hflow.launch.plan_file import PlanFile, read_plan_file
+from hflow.launch.plan_file import read_plan_file
 from hflow.launch.plan_request import calibration_of, plan_request
 from hflow.launch.profiling.run_times import STEP, RunTimes, read_run_times
 from hflow.planner.calibration import Calibration
@@ -50,7 +50,17 @@ DELTA = 0.01
 MIN_CHANGE = 0.005
 """A figure that changes by less was not measured."""
 RATES = ("share", "attention", "decode", "stream", "store_gb_per_s", "disk_gb_per_s", "checksum_gb_per_s")
-TIMES = ("kernel_us", "launch_us", "layer_us", "gap_us", "step_us", "sequence_us", "tensor_us", "passes")
+TIMES = (
+    "kernel_us",
+    "launch_us",
+    "layer_us",
+    "gap_us",
+    "step_us",
+    "sequence_us",
+    "tensor_us",
+    "sample_us",
+    "passes",
+)
 FIGURES = frozenset((*RATES, *TIMES))
 """Names of the figures that a run corrects. Others describe shapes, which one run does not show."""
 
@@ -97,7 +107,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
             "of its devices; choose a run with workers=ray"
         )
     path = directory.path.resolve()
-    plan, times, predict = _planned(file, directory)
+    plan, times, predict = planned_run(directory)
     found, missed = fit_run(base, plan, times, predict)
     num_steps = len(times.seconds[STEP])
     source = f"{num_steps} steps of {path.parent.name}/{path.name}, which correct {base.name}"
@@ -115,8 +125,13 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
     )
 
 
-def _planned(file: PlanFile, directory: RunDirectory) -> tuple[Plan, RunTimes, Predict]:
-    """Return the run's plan, what it measured, and the predictions for its own lengths."""
+def planned_run(directory: RunDirectory) -> tuple[Plan, RunTimes, Predict]:
+    """Return a run's plan, what it measured, and the predictions for its own lengths.
+
+    Raises:
+        ConfigError: if it has too few steps.
+    """
+    file = read_plan_file(directory.path)
     base = file.configuration()
     config, graph, _ = read_recipe(file.recipe, config=replace(base, calibration=None, calibrate=None))
     request = replace(plan_request(config, graph, file.recipe), engines=file.engines)
@@ -152,8 +167,8 @@ def fit_run(
     measured = {name: medians[name] for name, seconds in predict(base).items() if seconds and name in medians}
     found = _fit(base, measured, predict)
     predicted = dict(predict(found))
-    found = replace(found, node_us=_message_seconds(plan, measured, medians[STEP]) * 1e6)
-    predicted[STEP] = _period(plan, predict(found))
+    found = replace(found, node_us=message_seconds(plan, measured, medians[STEP]) * 1e6)
+    predicted[STEP] = step_seconds(plan, predict(found))
     missed = {
         name: statistics.fmean(abs(predicted[name] / seconds - 1) for seconds in times.seconds[name][2::3])
         for name in (*measured, STEP)
@@ -192,19 +207,21 @@ def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> 
     return calibration(changes)
 
 
-def _message_seconds(plan: Plan, measured: Mapping[str, float], step_seconds: float) -> float:
-    """Return the seconds that each batch node takes besides, so that a step takes what it did (bisection)."""
+def message_seconds(plan: Plan, measured: Mapping[str, float], wanted: float) -> float:
+    """Return the seconds of messages of each node, so that a step takes what it did (bisection)."""
     nodes = [node.name for node in plan.schedule.nodes if node.level is Level.BATCH]
-    low, high = 0.0, step_seconds
+    nodes += [route.dst for route in plan.weights]
+    low, high = 0.0, wanted
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
         with_messages = {name: measured.get(name, 0.0) + middle for name in nodes}
-        is_less = _period(plan, {**measured, **with_messages}) < step_seconds
+        is_less = step_seconds(plan, {**measured, **with_messages}) < wanted
         low, high = (middle, high) if is_less else (low, middle)
     return low
 
 
-def _period(plan: Plan, seconds: Mapping[str, float]) -> float:
+def step_seconds(plan: Plan, seconds: Mapping[str, float]) -> float:
+    """Return the seconds of a step, given those of its nodes."""
     period = steady_period(plan.schedule, seconds)
     return 0.0 if period is None else period.seconds
 

@@ -1,18 +1,22 @@
 """Seconds of kernels, copies, collectives and decode steps on the device at hand, by torch.
 
-Everything is repeated for a moment, and the fastest time counts: something else disturbed the others. The
+Everything is repeated for a moment, and the median counts, as runs have no better luck than that. The
 same code runs on a CPU, where a device is one core and collectives use gloo, and on CUDA, with NCCL.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product, repeat, starmap
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +27,23 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, SamplingParams, TrainShard
+from hflow.backends.interface import (
+    ModelBackend,
+    ModelSettings,
+    NodeCall,
+    RankPosition,
+    SamplingParams,
+    TrainShard,
+)
 from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_parts
 from hflow.data.batch import Batch, Column
-from hflow.launch.profiling.fit import CollectiveTime, ProductTime
+from hflow.launch.profiling.fit import CollectiveTime, LoadTime, ProductTime
 from hflow.planner.backends import factories
 from hflow.types import Output, Unit
 from hflow.weights.checksum import weights_checksum
+from hflow.weights.incoming import IncomingWeights
+from hflow.workers.process_setup import keep_freed_memory
 
 SECONDS_EACH = 0.15
 """Time in which one measurement is repeated."""
@@ -46,9 +59,57 @@ COLD_ROWS = (1, 8, 32)
 COLD_BYTES = {"cpu": 128 * MIB, "cuda": 512 * MIB}
 """More than caches hold."""
 SEQUENCES, LENGTHS = (1, 8, 32, 128), (32, 128)
-BATCHES = ((1, 16), (8, 16), (32, 32), (64, 32))
+BATCHES = ((1, 16), (8, 16), (16, 32), (32, 32))
 """Sequences and tokens of each."""
 WARM_STEPS, TIMED_STEPS = 3, 12
+SHARDED_STEPS = 9
+
+
+def use_one_core(device: str) -> None:
+    """Compute as workers do: with one thread, and on a CPU with freed memory that stays with the process."""
+    torch.set_num_threads(1)
+    if device == "cpu":
+        keep_freed_memory()
+
+
+@contextmanager
+def neighbours(device: str, num: int) -> Iterator[Event]:
+    """Keep other devices of the machine busy, as in a run: those of a CPU share caches and memory.
+
+    They decode until the event is set, and train from then on.
+
+    Args:
+        device: `cpu`, or `cuda`, whose devices have memory of their own.
+        num: of the others.
+    """
+    context = get_context("spawn")
+    trains, is_busy = context.Event(), [context.Event() for _ in range(num if device == "cpu" else 0)]
+    processes = [context.Process(target=_keep_busy, args=(event, trains), daemon=True) for event in is_busy]
+    for process in processes:
+        process.start()
+    try:
+        for event in is_busy:
+            event.wait()
+        yield trains
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _keep_busy(is_busy: Event, trains: Event) -> None:
+    """Decode, and later train, until the process is killed."""
+    use_one_core("cpu")
+    decoding, training = (
+        chain.from_iterable(starmap(steps, repeat(args)))
+        for steps, args in (
+            (decode_steps, ("cpu", "fp32")),
+            (training_steps, ("torch", "cpu", "fp32", MODELS, BATCHES)),
+        )
+    )
+    while True:
+        next(training if trains.is_set() else decoding)
+        is_busy.set()
 
 
 def repeated(work: Callable[[], object], device: str) -> float:
@@ -67,7 +128,7 @@ def repeated(work: Callable[[], object], device: str) -> float:
         work()
         wait()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return statistics.median(times)
 
 
 def products(device: str, dtype: str) -> list[ProductTime]:
@@ -149,9 +210,36 @@ def collectives(device: str, ranks: int) -> list[CollectiveTime]:
     return [CollectiveTime(size, ranks, seconds, is_all_reduce) for size, seconds, is_all_reduce in times]
 
 
+def sharded_steps(ranks: int) -> list[float]:
+    """Return the seconds of each model's inference and training, sharded over processes of a CPU.
+
+    They are those of `training_steps` of the torch backend with the first batch on each rank.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_time_sharded_steps, args=(ranks, MODELS, BATCHES[0], directory), nprocs=ranks)
+        times: list[float] = json.loads((Path(directory) / "times.json").read_text())
+    return times
+
+
+def _time_sharded_steps(
+    rank: int, ranks: int, models: Sequence[SmallModel], batch: tuple[int, int], directory: str
+) -> None:
+    """Time steps on one rank; rank 0 writes what it measured."""
+    use_one_core("cpu")
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
+    times = []
+    for model in models:
+        backend = _training_backend("torch", model, "cpu", "fp32", RankPosition(dist.group.WORLD, data=ranks))
+        times += [collective_seconds(work, "cpu", SHARDED_STEPS) for work in _steps(backend, _batch(*batch))]
+    if rank == 0:
+        (Path(directory) / "times.json").write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> None:
     """Time collectives on one rank; rank 0 writes what it measured."""
-    torch.set_num_threads(1)
+    use_one_core(device)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend, file = ("nccl", "gloo")[device == "cpu"], Path(directory) / "rendezvous"
@@ -170,7 +258,7 @@ def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> Non
 
 def ring_collectives(
     whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[partial[object], ...]:
+) -> tuple[partial[Any], ...]:
     """Return the collectives that training uses: all-reduce, all-gather and reduce-scatter.
 
     Args:
@@ -186,11 +274,11 @@ def ring_collectives(
 
 
 def collective_seconds(work: Callable[[], object], device: str, num: int) -> float:
-    """Return the seconds of the fastest of some executions, which all ranks of the world begin together.
+    """Return the median seconds of some executions, which all ranks of the world begin together.
 
     The first one is not counted.
     """
-    return min([_seconds_together(work, device) for _ in range(num + 1)][1:])
+    return statistics.median([_seconds_together(work, device) for _ in range(num + 1)][1:])
 
 
 def _seconds_together(work: Callable[[], object], device: str) -> float:
@@ -239,7 +327,23 @@ def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int
             if step >= WARM_STEPS:
                 times.append(time.perf_counter() - start)
         context = num_sequences * (prompt + WARM_STEPS + TIMED_STEPS // 2)
-        yield model, num_sequences, context, min(times)
+        yield model, num_sequences, context, statistics.median(times)
+
+
+def loads(dtype: Literal["fp32", "bf16"]) -> list[LoadTime]:
+    """Return the seconds in which the embedded engine on a CPU takes and verifies new weights."""
+    found = []
+    for model in MODELS:
+        settings = ModelSettings("actor", architecture=model.architecture, device="cpu", dtype=dtype)
+        engine = EmbeddedEngine(settings, {"max_running": 1, "max_model_len": model.max_tokens})
+        weights = list(factories()["torch"](settings, RankPosition()).weights())
+        num_bytes = sum(tensor.nbytes for _, tensor in weights)
+        found.append(LoadTime(len(weights), num_bytes, repeated(partial(_load, engine, weights), "cpu")))
+    return found
+
+
+def _load(engine: EmbeddedEngine, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    engine.load_weights([IncomingWeights.of_tensors(lambda: weights)], engine.version + 1)
 
 
 def training_steps(
@@ -251,24 +355,33 @@ def training_steps(
 ) -> Iterator[tuple[SmallModel, int, int, bool, float]]:
     """Yield (model, sequences, tokens of each, whether it trains, seconds) of a backend's node."""
     for model in models:
-        settings = ModelSettings(
-            "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
-        )
-        built = factories()[backend](settings, RankPosition())
+        built = _training_backend(backend, model, device, dtype, RankPosition())
         for num_sequences, num_tokens in batches:
-            batch = _batch(num_sequences, num_tokens)
-            yield (
-                *(model, num_sequences, num_tokens, False),
-                repeated(partial(built.infer, INFER, [batch]), device),
-            )
-            shard = TrainShard((batch,))
-            yield (
-                *(model, num_sequences, num_tokens, True),
-                repeated(partial(built.train, TRAIN, [shard], 0), device),
-            )
+            works = _steps(built, _batch(num_sequences, num_tokens))
+            for trains, work in zip((False, True), works, strict=True):
+                yield model, num_sequences, num_tokens, trains, repeated(work, device)
 
 
-MODELS = (SmallModel(128, 512, 2), SmallModel(256, 768, 6), SmallModel(512, 1536, 3))
+def _training_backend(
+    name: str, model: SmallModel, device: str, dtype: Literal["fp32", "bf16"], position: RankPosition
+) -> ModelBackend:
+    settings = ModelSettings(
+        "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
+    )
+    backend: ModelBackend = factories()[name](settings, position)
+    return backend
+
+
+def _steps(backend: ModelBackend, batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return inference and training of a batch."""
+    return (
+        partial(backend.infer, INFER, [batch]),
+        partial(backend.train, TRAIN, [TrainShard((batch,))], 0),
+    )
+
+
+MODELS = (SmallModel(128, 512, 2), SmallModel(256, 768, 6), SmallModel(768, 2048, 3))
+"""Their weights are in a cache of the second level, of the third level, and in no cache of most CPUs."""
 LAYERS = {
     "cpu": (SmallModel(512, 1536, 3), (64, 32)),
     "cuda": (SmallModel(3584, 18944, 2, head_size=128, max_tokens=1024), (8, 1024)),

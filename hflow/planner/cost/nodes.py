@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -33,7 +33,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.schedule import shared_groups
 from hflow.planner.staleness import certified_lag
-from hflow.planner.workload import Workload, sample_lengths
+from hflow.planner.workload import Workload, expected_max, sample_lengths
 
 Parts = list[Part] | None
 """None where the planner does not know the sizes of a model that it needs."""
@@ -96,7 +96,20 @@ class Costs:
             if share := self._share_of_kept_weights(name):
                 of_engine += [part.times(share) for part in keep_weights(replica)]
             parts += [replace(part, name=mark + part.name) for part in of_engine]
-        return [*parts, *self._source_body()]
+        samples = len(self._lengths) * self._sample_seconds
+        hidden = sum(part.seconds for part in parts) if self._is_beside else 0.0
+        episodes = Part("episodes", max(0.0, samples - hidden), LATENCY)
+        return [*parts, episodes, *self._source_body()]
+
+    @property
+    def _sample_seconds(self) -> float:
+        """Seconds of one sample outside of its engine."""
+        return self._hardware.calibration.sample_us * 1e-6
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether engines compute while the controller handles samples; on a CPU they share cores."""
+        return self._hardware.device.type != "cpu"
 
     def _source_body(self) -> list[Part]:
         """Return what the node type of the source states for one sample. Samples run at the same time."""
@@ -109,12 +122,15 @@ class Costs:
         if not replicas:
             return None
         slots = min(math.prod(rollout.slots(replica)) for replica in replicas.values())
-        steps = tuple(
-            (num, sum(seconds_per_token(r, self._workload, rollout, num) for r in replicas.values()))
-            for num in _running_counts(slots)
-        )
+        steps = tuple((num, self._token_seconds(replicas.values(), num)) for num in _running_counts(slots))
         beside = sum(part.seconds for part in self._source_body())
         return Pace(slots, steps[-1][1], steps, beside)
+
+    def _token_seconds(self, replicas: Iterable[ReplicaCosts], num: int) -> float:
+        """Return the seconds in which each of some running responses gets one token."""
+        generating = sum(seconds_per_token(r, self._workload, self._rollout, num) for r in replicas)
+        episodes = num * self._sample_seconds / expected_max(self._workload, 1)
+        return max(generating, episodes) if self._is_beside else generating + episodes
 
     def node(self, node: ScheduledNode) -> Parts:
         """Return the time of one execution of a node."""
@@ -125,13 +141,13 @@ class Costs:
         body = self._body(node, edge)
         if body is None:
             return None
-        return [*self._messages(node), *moving, *body, *self.offloading(node)]
+        messages = [self._messages] if node.level is Level.BATCH else []
+        return [*messages, *moving, *body, *self.offloading(node)]
 
-    def _messages(self, node: ScheduledNode) -> list[Part]:
-        """Return the time between controller and workers of a batch node."""
-        is_batch = node.level is Level.BATCH
-        seconds = self._hardware.calibration.node_us * 1e-6 if is_batch else 0.0
-        return [Part("messages", seconds, LATENCY)]
+    @property
+    def _messages(self) -> Part:
+        """The time between controller and workers of a batch node, or of a weight update."""
+        return Part("messages", self._hardware.calibration.node_us * 1e-6, LATENCY)
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""
@@ -145,8 +161,8 @@ class Costs:
         network = self._network((*senders, *workers))
         loading = load_weights(route, replica, ranks, network, len(senders), merges)
         if set(senders).isdisjoint(workers):  # they were published before
-            return loading
-        return [*loading, *self._moving_state(route.src, "weights")]
+            return [self._messages, *loading]
+        return [self._messages, *loading, *self._moving_state(route.src, "weights")]
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""

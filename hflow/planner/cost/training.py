@@ -10,12 +10,14 @@ overlaps: sums over tensor ranks and activations between stages come on top.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hflow.planner.cost.exchanges import expert_exchange
 from hflow.planner.cost.flops import Work, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.rank_collectives import (
+    Collectives,
     Passes,
     bucket_collectives,
     context_collectives,
@@ -167,13 +169,33 @@ def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> f
 
 
 def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
-    """Return the seconds of FSDP's collectives that computation does not hide."""
+    """Return the seconds of FSDP's collectives that computation does not hide, and of its copies.
+
+    It copies shards into a buffer and weights out of it, and gradients into one.
+    """
     if not is_sharded(replica, "everything"):
         return []
-    gather = total_time(fsdp_gathers(replica, passes), replica)
-    scatter = total_time(fsdp_scatters(replica, passes), replica)
+    gathers, scatters = list(fsdp_gathers(replica, passes)), list(fsdp_scatters(replica, passes))
+    gather, scatter = total_time(gathers, replica), total_time(scatters, replica)
     visible = _visible(replica, gather.seconds + scatter.seconds, compute)
-    return [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
+    return [
+        gather.times(visible).part("all-gather"),
+        scatter.times(visible).part("reduce-scatter"),
+        Part("copies of shards", _copied_bytes(replica, gathers, scatters) / replica.rates.stream, MEMORY),
+    ]
+
+
+def _copied_bytes(
+    replica: ReplicaCosts, gathers: Iterable[Collectives], scatters: Iterable[Collectives]
+) -> float:
+    """Return the bytes that FSDP reads and writes as it copies shards, weights and gradients.
+
+    On GPUs they are about a hundredth of a step, and are left to the rates that were fitted to whole steps.
+    """
+    if replica.launches_ahead:
+        return 0.0
+    copied = sum(2 * (1 + 1 / replica.layout.num_copies) * one.num_bytes * one.times for one in gathers)
+    return copied + sum(2 * one.num_bytes * one.times for one in scatters)
 
 
 def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:
