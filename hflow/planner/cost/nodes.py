@@ -77,7 +77,7 @@ class Costs:
             config: with as many running sequences as the cache of an engine holds.
         """
         replica, other = self._replica(name), copy(self)
-        other._replicas = {name: replica and replace(replica, config=config)}
+        other._replicas = {name: replica and replica.with_config(config)}
         return other
 
     def source(self) -> Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -83,6 +84,15 @@ class ReplicaCosts:
             expert=ranks("expert"),
             expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
         )
+
+    def with_config(self, config: ModelConfig) -> ReplicaCosts:
+        """Return the costs with other micro-batches, offloading or running sequences.
+
+        Nothing that is kept here depends on these, so it is not computed again.
+        """
+        other = copy(self)
+        object.__setattr__(other, "config", config)
+        return other
 
     @property
     def dtype(self) -> str:

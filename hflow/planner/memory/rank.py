@@ -172,7 +172,7 @@ class StageSizes:
         return self.layers_shard + self.rest_shard
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
     """Return the elements of a stage.
 

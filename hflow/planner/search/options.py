@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,12 +101,12 @@ class OptionTable:
                 made = [other for option in plain for other in self._offloaded(option)]
             else:
                 made = [
-                    self.option(replica, config)
+                    option
                     for replica in self._replicas(name, devices)
                     if with_too_large or self._has_room(replica)
-                    for config in self._configs(replica)
+                    for configs in self._configs(replica)
+                    for option in self._faster(replica, configs)
                 ]
-                made = _without_larger(made)
             self._tables[key] = tuple(sorted(made, key=_order))
         return self._tables[key]
 
@@ -154,13 +155,26 @@ class OptionTable:
         for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
             yield on_workers(replace(base, layout=layout), devices[: layout.world])
 
-    def _configs(self, replica: Replica) -> Iterator[ModelConfig]:
-        """Yield the configurations of a replica's model that differ for it."""
+    def _faster(self, replica: Replica, configs: Iterable[ModelConfig]) -> Iterator[ReplicaOption]:
+        """Yield options with ever larger micro-batches for as long as these make them faster.
+
+        Larger ones need more memory for nothing.
+        """
+        shortest = math.inf
+        for config in configs:
+            option = self.option(replica, config)
+            if option.total >= shortest * (1 - MIN_DIFFERENCE):
+                return
+            shortest = option.total
+            yield option
+
+    def _configs(self, replica: Replica) -> Iterator[Iterable[ModelConfig]]:
+        """Yield the configurations of a replica's model that differ for it, by ascending micro-batches."""
         problem, prefix = self._problem, f"models.{replica.model}"
         config = problem.request.model(replica.model)
         if replica.role == "gen":
             for number in self._running(replica, config, f"{prefix}.gen.max_running"):
-                yield self._with_running(replica.model, number)
+                yield (self._with_running(replica.model, number),)
             return
         recompute: Sequence[bool] = (config.activation_checkpointing,)
         is_free = problem.is_free(f"{prefix}.activation_checkpointing") and not config.offload_activations
@@ -169,9 +183,8 @@ class OptionTable:
         tokens: Sequence[int] = (config.tokens_per_microbatch,)
         if problem.is_free(f"{prefix}.tokens_per_microbatch"):
             tokens = self._tokens(replica)
-        for number in tokens:
-            for recomputes in recompute:
-                yield self._with_tokens(replica.model, number, recomputes, config.offload)
+        for recomputes in recompute:
+            yield (self._with_tokens(replica.model, n, recomputes, config.offload) for n in tokens)
 
     def _offloaded(self, option: ReplicaOption) -> Iterator[ReplicaOption]:
         """Yield an option, and the same with other values of `offload`, whose nodes only take longer."""
@@ -370,18 +383,6 @@ class OptionTable:
                 replica = next(iter(self._base.placement(node.name).replicas), "")
                 nodes.setdefault(replica, []).append(node)
         return nodes
-
-
-def _without_larger(options: Iterable[ReplicaOption]) -> list[ReplicaOption]:
-    """Leave out larger micro-batches that are not faster: they need more memory for nothing."""
-    kept: dict[tuple[Layout, bool, Offload, int], list[ReplicaOption]] = {}
-    for option in sorted(options, key=lambda option: option.config.tokens_per_microbatch):
-        config = option.config
-        key = option.layout, config.activation_checkpointing, config.offload, config.gen.max_running
-        smaller = kept.setdefault(key, [])
-        if all(option.total < other.total * (1 - MIN_DIFFERENCE) for other in smaller):
-            smaller.append(option)
-    return [option for same in kept.values() for option in same]
 
 
 def _order(option: ReplicaOption) -> tuple[float, int, int, bool, int]:
