@@ -83,6 +83,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "backends/torch_model/optimizer.py": EVERYTHING,
     "backends/torch_model/packed_model.py": EVERYTHING,
     "backends/torch_model/runner.py": EVERYTHING,
+    "backends/torch_model/shard_collectives.py": EVERYTHING,
     "data/batch_arguments.py": EVERYTHING,
     "data/device_copy.py": EVERYTHING,
     "data/packing.py": EVERYTHING,

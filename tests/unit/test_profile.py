@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hflow.config import RunConfig
-from hflow.errors import ConfigError, PlanError
+from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.profiling import calibrate, measure
 from hflow.launch.profiling.calibrate import measure_hardware
@@ -113,6 +113,12 @@ def test_times_of_a_backend_are_found_from_its_calls(is_ahead: bool):
         [replace(row, seconds=training_seconds(row, true, is_ahead)) for row in empty], is_ahead
     )
     assert (found.layer_us, found.passes) == (pytest.approx(800, rel=0.03), pytest.approx(20, rel=0.03))
+
+
+def test_a_neighbour_that_does_not_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(measure, "_keep_busy", print)
+    with pytest.raises(RunError, match="ended with exit code 0"), measure.neighbours("cpu", 1):
+        pytest.fail("measures")
 
 
 def test_every_third_time_is_held_out():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product, repeat, starmap
+from itertools import chain, count, product
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -38,6 +38,7 @@ from hflow.backends.interface import (
 from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_parts
 from hflow.data.batch import Batch, Column
+from hflow.errors import RunError
 from hflow.launch.profiling.fit import CollectiveTime, LoadTime, ProductTime
 from hflow.planner.backends import factories
 from hflow.types import Output, Unit
@@ -45,7 +46,7 @@ from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.process_setup import keep_freed_memory
 
-SECONDS_EACH = 0.15
+SECONDS_EACH = 0.1
 """Time in which one measurement is repeated."""
 MIB = 2**20
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,6 +82,9 @@ def neighbours(device: str, num: int) -> Iterator[Event]:
     Args:
         device: `cpu`, or `cuda`, whose devices have memory of their own.
         num: of the others.
+
+    Raises:
+        RunError: if a process that is to keep one busy ends.
     """
     context = get_context("spawn")
     trains, is_busy = context.Event(), [context.Event() for _ in range(num if device == "cpu" else 0)]
@@ -88,8 +92,10 @@ def neighbours(device: str, num: int) -> Iterator[Event]:
     for process in processes:
         process.start()
     try:
-        for event in is_busy:
-            event.wait()
+        for event, process in zip(is_busy, processes, strict=True):
+            while not event.wait(1.0):
+                if not process.is_alive():
+                    raise RunError(f"a process beside the profile ended with exit code {process.exitcode}")
         yield trains
     finally:
         for process in processes:
@@ -100,13 +106,8 @@ def neighbours(device: str, num: int) -> Iterator[Event]:
 def _keep_busy(is_busy: Event, trains: Event) -> None:
     """Decode, and later train, until the process is killed."""
     use_one_core("cpu")
-    decoding, training = (
-        chain.from_iterable(starmap(steps, repeat(args)))
-        for steps, args in (
-            (decode_steps, ("cpu", "fp32")),
-            (training_steps, ("torch", "cpu", "fp32", MODELS, BATCHES)),
-        )
-    )
+    decoding = chain.from_iterable(decode_steps("cpu", "fp32") for _ in count())
+    training = chain.from_iterable(training_steps("torch", "cpu", "fp32", MODELS, BATCHES) for _ in count())
     while True:
         next(training if trains.is_set() else decoding)
         is_busy.set()
