@@ -172,13 +172,19 @@ class StageSizes:
         return self.layers_shard + self.rest_shard
 
 
-@lru_cache(maxsize=4096)
 def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
     """Return the elements of a stage.
 
     Raises:
         PlanError: when the tensor axis does not divide the model.
     """
+    if traits.sharded_over_data != "everything":  # data and context ranks hold the same
+        layout = Layout(data=layout.expert, tensor=layout.tensor, pipe=layout.pipe, expert=layout.expert)
+    return _stage_sizes(shape, traits, layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
     first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
     rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
     whole_traits = replace(traits, sharded_over_data="nothing")
