@@ -100,7 +100,8 @@ class HostTimes:
     gap_us: NonNegative = 0.0
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
     step_us: NonNegative = 0.0
-    """Per decode step, added: scheduling, preparing inputs, sampling."""
+    """Per decode step, added: scheduling, preparing inputs, sampling. Per training step of a model that is
+    sharded over ranks of a CPU: what does not grow with the bytes, such as waiting for the slower rank."""
     sequence_us: NonNegative = 0.0
     """Per running sequence of a decode step, added."""
     expert_us: NonNegative = 0.0

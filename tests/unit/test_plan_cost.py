@@ -438,6 +438,9 @@ def test_shards_are_copied_where_the_device_is_its_own_host():
     assert named(train(on_cpu, work(1000.0), 1))["copies of shards"] == pytest.approx(half + 2 * whole)
     assert named(forward(on_cpu, work(1000.0)))["copies of shards"] == pytest.approx(half + whole)
     assert "copies of shards" not in named(train(side(layout="d2"), work(1000.0), 1))
+    waiting = side(layout="d2", hardware=cpu, host=HostTimes(step_us=500))
+    assert named(train(waiting, work(1000.0), 3))["ranks"] == pytest.approx(3 * 500e-6)
+    assert "ranks" not in named(forward(waiting, work(1000.0)))
 
 
 def test_large_layers_are_gathered_while_others_compute():

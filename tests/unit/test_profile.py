@@ -14,6 +14,7 @@ from hflow.launch.profiling.fit import (
     CollectiveTime,
     LoadTime,
     ProductTime,
+    ShardedTime,
     StepTime,
     cold_seconds,
     decode_seconds,
@@ -22,6 +23,7 @@ from hflow.launch.profiling.fit import (
     fit_loads,
     fit_matmul,
     fit_memory,
+    fit_sharded,
     fit_training,
     held_out_error,
     link_seconds,
@@ -65,6 +67,14 @@ def test_messages_that_take_equally_long_show_no_less_than_their_rate():
 def test_an_all_gather_moves_half_the_bytes_of_an_all_reduce():
     assert CollectiveTime(1000, 4, 1.0).moved_bytes == 1500
     assert CollectiveTime(1000, 4, 1.0, is_all_reduce=False).moved_bytes == 750
+
+
+def test_what_sharding_takes_is_found_from_steps_of_different_models():
+    # 1 GB/s, and 10 ms of each step besides.
+    rows = [ShardedTime(n, n / 1e9 + 0.01) for n in (2e6, 20e6, 100e6)]
+    assert fit_sharded(rows) == (pytest.approx(1e9), pytest.approx(0.01))
+    rate, step = fit_sharded([ShardedTime(2e6, 0.02), ShardedTime(20e6, 0.02)])
+    assert (rate, step) == (pytest.approx(1e9), pytest.approx(0.02))
 
 
 def test_the_time_of_a_tensor_is_found_from_weight_updates():

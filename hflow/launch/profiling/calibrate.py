@@ -21,6 +21,7 @@ from hflow.launch.profiling.fit import (
     CollectiveTime,
     LoadTime,
     ProductTime,
+    ShardedTime,
     StepTime,
     cold_seconds,
     decode_seconds,
@@ -29,6 +30,7 @@ from hflow.launch.profiling.fit import (
     fit_loads,
     fit_matmul,
     fit_memory,
+    fit_sharded,
     fit_training,
     held_out_error,
     link_seconds,
@@ -54,7 +56,7 @@ NUM_PROCESSES = 2
 SHARDED = "torch"
 """The backend whose collectives are measured on a CPU."""
 MIN_SHARE = 0.05
-"""Smallest part of a sharded step that its collectives are taken for."""
+"""Least part of a sharded step that sharding is taken for, as differences of times may be negative."""
 ENGINE = "embedded"
 """The engine whose decode steps are measured."""
 NEVER_MEASURED = ("inter", "vllm")
@@ -270,9 +272,11 @@ def _with_training(
         host[backend] = replace(fit_training(calls, is_ahead), expert_us=host[backend].expert_us)
         missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
         if backend == SHARDED and sharded:
-            sizes = _collectives_of_steps(sharded, calls, hardware, dtype)
-            intra = fit_link(sizes, hardware.intra)
-            missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+            rows = _sharded_steps(sharded, calls, hardware, dtype)
+            rate, step = fit_sharded(rows)
+            intra = LinkRate(share=rate / (hardware.intra.gb_per_s * 1e9))
+            host[backend] = replace(host[backend], step_us=step * 1e6)
+            missed["collectives"] = held_out_error(rows, _sharding)
     return replace(found, host=host, intra=intra)
 
 
@@ -281,35 +285,30 @@ def _dtype(kind: str) -> Literal["bf16", "fp32"]:
     return "bf16" if kind == "cuda" else "fp32"
 
 
-def _collectives_of_steps(
+def _sharded_steps(
     sharded: Sequence[float], calls: Sequence[StepTime], hardware: Hardware, dtype: Literal["fp32", "bf16"]
-) -> list[CollectiveTime]:
-    """Return the mean collective of each sharded step: what it takes longer than on one rank.
-
-    Waiting for the slower rank is a part of it, as in a run.
+) -> list[ShardedTime]:
+    """Return what sharded training takes longer than the same on one rank.
 
     Args:
-        sharded: seconds of the first batch on each rank, for each model inference and training.
+        sharded: seconds of each model's training, with the first batch on each rank.
         calls: those of one rank, for each model and batch inference and training.
         hardware: the calibration gives the seconds of copies and of the optimizer.
         dtype: of the models.
     """
-    per_model, rows = 2 * len(measure.BATCHES), []
-    alone = [calls[i] for i in range(len(calls)) if i % per_model < 2]
-    models = [(model, trains) for model in measure.MODELS for trains in (False, True)]
-    for (model, trains), seconds, one in zip(models, sharded, alone, strict=True):
+    alone, rows = calls[1 :: 2 * len(measure.BATCHES)], []
+    work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2)
+    for model, seconds, one in zip(measure.MODELS, sharded, alone, strict=True):
         whole = _costs(SHARDED, model, hardware, dtype)
         costs = replace(
             whole, layout=Layout(data=NUM_PROCESSES), data=RankPlacement(per_machine=NUM_PROCESSES)
         )
-        work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2 if trains else 1)
-        all_of_them = [*fsdp_gathers(costs, passes), *fsdp_scatters(costs, passes)]
-        without = _planned_seconds(costs, work, trains) - total_time(all_of_them, costs).seconds
-        others = one.seconds + without - _planned_seconds(whole, work, trains)
-        num = sum(collectives.times for collectives in all_of_them)
-        size = sum(collectives.times * collectives.num_bytes for collectives in all_of_them)
-        took = max(seconds - others, MIN_SHARE * seconds)  # small differences are noise
-        rows.append(CollectiveTime(round(size / num), NUM_PROCESSES, took / num, False))
+        collectives = [*fsdp_gathers(costs, passes), *fsdp_scatters(costs, passes)]
+        time = total_time(collectives, costs)
+        without = _planned_seconds(costs, work, True) - time.seconds
+        others = one.seconds + without - _planned_seconds(whole, work, True) + time.latency
+        moved = sum(each.times * each.num_bytes for each in collectives) * (1 - 1 / NUM_PROCESSES)
+        rows.append(ShardedTime(moved, max(seconds - others, MIN_SHARE * seconds)))
     return rows
 
 
@@ -368,6 +367,11 @@ def _loading(seen: Sequence[LoadTime], of_byte: float) -> Callable[[LoadTime], f
 def _decode(seen: Sequence[StepTime]) -> Callable[[StepTime], float]:
     host = fit_decode(seen)
     return lambda row: decode_seconds(row, host)
+
+
+def _sharding(seen: Sequence[ShardedTime]) -> Callable[[ShardedTime], float]:
+    rate, step = fit_sharded(seen)
+    return lambda row: row.moved_bytes / rate + step
 
 
 def _training(seen: Sequence[StepTime], is_ahead: bool) -> Callable[[StepTime], float]:

@@ -77,7 +77,16 @@ class LoadTime:
     seconds: float
 
 
-Timed = TypeVar("Timed", ProductTime, CollectiveTime, LoadTime, StepTime)
+@dataclass(frozen=True)
+class ShardedTime:
+    """Seconds that a training step takes longer on ranks that shard its weights, without copies."""
+
+    moved_bytes: float
+    """That a rank sends in its collectives."""
+    seconds: float
+
+
+Timed = TypeVar("Timed", ProductTime, CollectiveTime, LoadTime, ShardedTime, StepTime)
 
 
 def held_out_error(
@@ -138,6 +147,16 @@ def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
     # Messages that take equally long, whatever their size, only show that the link is no slower than this.
     rate = 1 / slope if slope * fastest > MIN_SLOPE else fastest
     return LinkRate(share=rate / (link.gb_per_s * 1e9), launch_us=launch * 1e6)
+
+
+def fit_sharded(rows: Sequence[ShardedTime]) -> tuple[float, float]:
+    """Return the bytes per second that collectives reach in a step, and the seconds of each step besides."""
+    seconds, moved = (np.array([getattr(row, name) for row in rows]) for name in ("seconds", "moved_bytes"))
+    slope, step = _positive_least_squares(
+        np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], np.ones_like(seconds)
+    )
+    fastest = float(max(moved / seconds))
+    return (1 / slope if slope * fastest > MIN_SLOPE else fastest), step
 
 
 def link_seconds(row: CollectiveTime, rate: LinkRate, link: Link) -> float:

@@ -212,9 +212,9 @@ def collectives(device: str, ranks: int) -> list[CollectiveTime]:
 
 
 def sharded_steps(ranks: int) -> list[float]:
-    """Return the seconds of each model's inference and training, sharded over processes of a CPU.
+    """Return the seconds of each model's training by the torch backend, sharded over processes of a CPU.
 
-    They are those of `training_steps` of the torch backend with the first batch on each rank.
+    Each rank has the first batch.
     """
     with tempfile.TemporaryDirectory() as directory:
         spawn(_time_sharded_steps, args=(ranks, MODELS, BATCHES[0], directory), nprocs=ranks)
@@ -231,7 +231,8 @@ def _time_sharded_steps(
     times = []
     for model in models:
         backend = _training_backend("torch", model, "cpu", "fp32", RankPosition(dist.group.WORLD, data=ranks))
-        times += [collective_seconds(work, "cpu", SHARDED_STEPS) for work in _steps(backend, _batch(*batch))]
+        _, training = _steps(backend, _batch(*batch))
+        times.append(collective_seconds(training, "cpu", SHARDED_STEPS))
     if rank == 0:
         (Path(directory) / "times.json").write_text(json.dumps(times))
     dist.barrier()

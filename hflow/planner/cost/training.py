@@ -182,6 +182,11 @@ def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> 
         gather.times(visible).part("all-gather"),
         scatter.times(visible).part("reduce-scatter"),
         Part("copies of shards", _copied_bytes(replica, gathers, scatters) / replica.rates.stream, MEMORY),
+        *(
+            []
+            if replica.launches_ahead or not scatters
+            else [Part("ranks", replica.host.step_us * 1e-6, LATENCY)]
+        ),
     ]
 
 
