@@ -128,13 +128,13 @@ def test_a_plan_predicts_what_a_run_with_other_figures_took(compiled: Compiled, 
 
 def test_the_time_of_samples_and_messages_is_found(compiled: Compiled, tmp_path: Path):
     assert compiled.plan.hardware
-    values = to_plain(compiled.plan.hardware.calibration)
-    values |= {"devices": ["cpu"], "sample_us": 300.0, "node_us": 4000.0}
+    kernels = replace(compiled.plan.hardware.calibration, attention=0.001, devices=("cpu",))
+    values = to_plain(replace(kernels, sample_us=300.0, node_us=4000.0))
     del values["name"]
     (tmp_path / "truth.yaml").write_text(yaml.safe_dump(values))
     truth = compile_recipe(RECIPE, (*SETTINGS, *GIVEN, f"calibration={tmp_path / 'truth.yaml'}")).plan
     write_run(compiled, tmp_path / "run", truth)
-    found = find_overheads(*planned_run(RunDirectory(tmp_path / "run")), num_samples=4 * 8)
+    found = find_overheads(kernels, *planned_run(RunDirectory(tmp_path / "run")), num_samples=4 * 8)
     assert found.sample_us == pytest.approx(300, rel=1e-3)
     assert found.node_us == pytest.approx(4000, rel=0.1)
     assert found.missed < 0.01

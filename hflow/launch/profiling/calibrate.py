@@ -188,9 +188,9 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         unmeasured.append("intra")
 
     with measure.neighbours(kind, num_ranks - 1) as neighbours_train:
-        engine = _with_kernels(replace(hardware, calibration=found), report, missed)
+        found = _with_kernels(replace(hardware, calibration=found), report, missed)
         neighbours_train.set()
-        found = _with_training(replace(hardware, calibration=engine), sharded, report, missed)
+        found = _with_training(replace(hardware, calibration=found), sharded, report, missed)
     if kind == "cuda":
         unmeasured.append("time per tensor")
     return replace(found, missed=missed, unmeasured=tuple(unmeasured))
@@ -323,7 +323,7 @@ def _with_overheads(
         num_devices = max(1, torch.cuda.device_count())
         torch.cuda.empty_cache()  # the run needs the memory
     try:
-        found = measure_overheads(file, device.name, num_devices)
+        found = measure_overheads(calibration, file, device.name, num_devices)
     except ShortRunError as error:
         report(f"nothing, as the short run failed: {error}")
         return replace(calibration, unmeasured=(*calibration.unmeasured, "samples and messages"))

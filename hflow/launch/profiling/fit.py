@@ -140,23 +140,14 @@ def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
     moved = np.array([row.moved_bytes for row in rows])
     seconds = np.array([row.seconds for row in rows])
     latency = np.array([_latency(row, link) for row in rows])
-    slope, launch = _positive_least_squares(
-        np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], (seconds - latency) / seconds
-    )
-    fastest = float(max(moved / seconds))
-    # Messages that take equally long, whatever their size, only show that the link is no slower than this.
-    rate = 1 / slope if slope * fastest > MIN_SLOPE else fastest
+    rate, launch = _rate_and_start(moved, seconds - latency, seconds)
     return LinkRate(share=rate / (link.gb_per_s * 1e9), launch_us=launch * 1e6)
 
 
 def fit_sharded(rows: Sequence[ShardedTime]) -> tuple[float, float]:
     """Return the bytes per second that collectives reach in a step, and the seconds of each step besides."""
     seconds, moved = (np.array([getattr(row, name) for row in rows]) for name in ("seconds", "moved_bytes"))
-    slope, step = _positive_least_squares(
-        np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], np.ones_like(seconds)
-    )
-    fastest = float(max(moved / seconds))
-    return (1 / slope if slope * fastest > MIN_SLOPE else fastest), step
+    return _rate_and_start(moved, seconds, seconds)
 
 
 def link_seconds(row: CollectiveTime, rate: LinkRate, link: Link) -> float:
@@ -260,6 +251,22 @@ def _latency(row: CollectiveTime, link: Link) -> float:
     """Return the latency of a tree, which an all-reduce goes up and down."""
     passes = 2 if row.is_all_reduce else 1
     return passes * math.ceil(math.log2(row.ranks)) * link.latency_us * 1e-6
+
+
+def _rate_and_start(moved: np.ndarray, transfer: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Return the bytes per second of a line through transfers, and its seconds without bytes.
+
+    Args:
+        moved: bytes.
+        transfer: seconds to explain.
+        seconds: measured, to which errors are relative.
+    """
+    slope, start = _positive_least_squares(
+        np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], transfer / seconds
+    )
+    fastest = float(max(moved / seconds))
+    # Messages that take equally long, whatever their size, only show that the link is no slower than this.
+    return (1 / slope if slope * fastest > MIN_SLOPE else fastest), start
 
 
 def _positive_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -161,8 +161,7 @@ def fit_run(
         times: what it measured.
         predict: predictions by the cost model.
     """
-    seen = {name: [x for i, x in enumerate(row) if i % 3 != 2] for name, row in times.seconds.items()}
-    medians = {name: statistics.median(seconds) for name, seconds in seen.items() if seconds}
+    medians = seen_medians(times)
     base = replace(base, node_us=0.0)
     measured = {name: medians[name] for name, seconds in predict(base).items() if seconds and name in medians}
     found = _fit(base, measured, predict)
@@ -170,11 +169,22 @@ def fit_run(
     found = replace(found, node_us=message_seconds(plan, measured, medians[STEP]) * 1e6)
     predicted[STEP] = step_seconds(plan, predict(found))
     missed = {
-        name: statistics.fmean(abs(predicted[name] / seconds - 1) for seconds in times.seconds[name][2::3])
+        name: held_out_miss(predicted[name], times.seconds[name])
         for name in (*measured, STEP)
         if len(times.seconds[name]) > 2
     }
     return found, missed
+
+
+def seen_medians(times: RunTimes) -> dict[str, float]:
+    """Return the median seconds of what ran, without every third execution, which is held out."""
+    seen = {name: [x for i, x in enumerate(row) if i % 3 != 2] for name, row in times.seconds.items()}
+    return {name: statistics.median(seconds) for name, seconds in seen.items() if seconds}
+
+
+def held_out_miss(predicted: float, measured: Sequence[float]) -> float:
+    """Return the mean absolute error on the executions that were held out."""
+    return statistics.fmean(abs(predicted / seconds - 1) for seconds in measured[2::3])
 
 
 def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> Calibration:

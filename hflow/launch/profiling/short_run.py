@@ -8,7 +8,6 @@ by these.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hflow.launch.profiling.from_run import Predict, message_seconds, planned_run, step_seconds
+from hflow.launch.profiling.from_run import (
+    Predict,
+    held_out_miss,
+    message_seconds,
+    planned_run,
+    seen_medians,
+    step_seconds,
+)
 from hflow.launch.profiling.run_times import MIN_STEPS, STEP, WARM_STEPS, RunTimes
 from hflow.planner.calibration import Calibration
 from hflow.planner.ir import Plan
@@ -42,55 +48,52 @@ class Overheads:
     missed: float
 
 
-def measure_overheads(calibration: Path, device: str, num_devices: int, workers: str = "ray") -> Overheads:
+def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices: int) -> Overheads:
     """Run a recipe, and return what it takes beside what the planner predicts for its kernels.
 
     Args:
-        calibration: file with the figures of kernels.
+        kernels: their figures.
+        file: which has them.
         device: its name in the hardware files.
         num_devices: of this machine.
-        workers: `ray`, or `inproc` for one device.
 
     Raises:
         ShortRunError: if the run fails.
     """
     settings = [
         *(f"cluster={device}-1x{num_devices}", f"placement=actor,actor.gen=all:d{num_devices}"),
-        *("models.actor.path=null", "models.actor.gen.engine=embedded", f"workers={workers}"),
+        *("models.actor.path=null", "models.actor.gen.engine=embedded"),
         *(f"steps={NUM_STEPS}", f"batch={BATCH}", "nodes.eval_gen.after=100000", "save_every=100000"),
-        *("workload.response_cv=0", f"calibration={calibration.resolve()}", f"name={NAME}"),
+        *("workload.response_cv=0", f"calibration={file.resolve()}", f"name={NAME}"),
     ]
     with tempfile.TemporaryDirectory(prefix="hflow-profile-") as directory:
         _run(settings, Path(directory), device)
         plan, times, predict = planned_run(RunDirectory(Path(directory) / NAME / "latest"))
         num_samples = BATCH * plan.schedule.streams[0].group_size
-        return find_overheads(plan, times, predict, num_samples)
+        return find_overheads(kernels, plan, times, predict, num_samples)
 
 
-def find_overheads(plan: Plan, times: RunTimes, predict: Predict, num_samples: int) -> Overheads:
+def find_overheads(
+    kernels: Calibration, plan: Plan, times: RunTimes, predict: Predict, num_samples: int
+) -> Overheads:
     """Return what a run took beside its kernels. Every third step is held out.
 
     Args:
-        plan: the run's plan, whose calibration has the figures of kernels.
+        kernels: their figures.
+        plan: the run's plan.
         times: what the run measured.
         predict: predictions by the cost model.
         num_samples: of a batch.
     """
-    assert plan.hardware is not None
-    base = replace(plan.hardware.calibration, sample_us=0.0, node_us=0.0)
-    seen = {name: [x for i, x in enumerate(row) if i % 3 != 2] for name, row in times.seconds.items()}
-    medians = {name: statistics.median(row) for name, row in seen.items() if row}
-    kernels, source = predict(base), plan.schedule.streams[0].source
-    sample = max(0.0, medians[source] - kernels[source]) / num_samples
-    measured = {name: medians[name] for name in kernels if name in medians}
+    base = replace(kernels, sample_us=0.0, node_us=0.0)
+    medians, predicted = seen_medians(times), predict(base)
+    source = plan.schedule.streams[0].source
+    sample = max(0.0, medians[source] - predicted[source]) / num_samples
+    measured = {name: medians[name] for name in predicted if name in medians}
     node = message_seconds(plan, measured, medians[STEP])
     found = replace(base, sample_us=sample * 1e6, node_us=node * 1e6)
-    return Overheads(found.sample_us, found.node_us, _missed(plan, times, predict, found))
-
-
-def _missed(plan: Plan, times: RunTimes, predict: Predict, found: Calibration) -> float:
-    predicted = step_seconds(plan, predict(found))
-    return statistics.fmean(abs(predicted / seconds - 1) for seconds in times.seconds[STEP][2::3])
+    missed = held_out_miss(step_seconds(plan, predict(found)), times.seconds[STEP])
+    return Overheads(found.sample_us, found.node_us, missed)
 
 
 def _run(settings: Sequence[str], directory: Path, device: str) -> None:

@@ -10,14 +10,12 @@ overlaps: sums over tensor ranks and activations between stages come on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 from hflow.planner.cost.exchanges import expert_exchange
 from hflow.planner.cost.flops import Work, stage_parameters
 from hflow.planner.cost.kernels import pass_seconds
 from hflow.planner.cost.rank_collectives import (
-    Collectives,
     Passes,
     bucket_collectives,
     context_collectives,
@@ -169,38 +167,28 @@ def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> f
 
 
 def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
-    """Return the seconds of FSDP's collectives that computation does not hide, and of its copies.
+    """Return the seconds of FSDP's collectives that computation does not hide.
 
-    It copies shards into a buffer and weights out of it, and gradients into one.
+    On a CPU also those in which it copies shards into a buffer, weights out of it and gradients into one, and
+    in which ranks wait for each other. On GPUs copies are about a hundredth of a step, and are left to the
+    rates that were fitted to whole steps.
     """
     if not is_sharded(replica, "everything"):
         return []
     gathers, scatters = list(fsdp_gathers(replica, passes)), list(fsdp_scatters(replica, passes))
     gather, scatter = total_time(gathers, replica), total_time(scatters, replica)
     visible = _visible(replica, gather.seconds + scatter.seconds, compute)
-    return [
-        gather.times(visible).part("all-gather"),
-        scatter.times(visible).part("reduce-scatter"),
-        Part("copies of shards", _copied_bytes(replica, gathers, scatters) / replica.rates.stream, MEMORY),
-        *(
-            []
-            if replica.launches_ahead or not scatters
-            else [Part("ranks", replica.host.step_us * 1e-6, LATENCY)]
-        ),
-    ]
-
-
-def _copied_bytes(
-    replica: ReplicaCosts, gathers: Iterable[Collectives], scatters: Iterable[Collectives]
-) -> float:
-    """Return the bytes that FSDP reads and writes as it copies shards, weights and gradients.
-
-    On GPUs they are about a hundredth of a step, and are left to the rates that were fitted to whole steps.
-    """
+    parts = [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
     if replica.launches_ahead:
-        return 0.0
+        return parts
     copied = sum(2 * (1 + 1 / replica.layout.num_copies) * one.num_bytes * one.times for one in gathers)
-    return copied + sum(2 * one.num_bytes * one.times for one in scatters)
+    copied += sum(2 * one.num_bytes * one.times for one in scatters)
+    waiting = replica.host.step_us * 1e-6 if scatters else 0.0
+    return [
+        *parts,
+        Part("copies of shards", copied / replica.rates.stream, MEMORY),
+        Part("ranks", waiting, LATENCY),
+    ]
 
 
 def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:
