@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from hflow.graph.ir import Graph
@@ -17,8 +17,9 @@ from hflow.planner.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings
 from hflow.planner.search.devices import assign_devices, compositions
 from hflow.planner.search.evaluate import GroupChoice
-from hflow.planner.search.explore import divisions
+from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.options import ReplicaOption
+from hflow.planner.search.partition import Blocks, connected_blocks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LENGTHS = (
@@ -76,62 +77,83 @@ def hand_placements(num_devices: int) -> dict[str, str]:
     }
 
 
-def exhaustive(graph: Graph, request: PlanRequest) -> float:
-    """The seconds of the best of all plans: every division, size and combination of options."""
+def exhaustive(graph: Graph, request: PlanRequest, *, spreads: bool = True) -> float:
+    """The seconds of the best of all plans: every division, size and combination of options.
+
+    Args:
+        graph: a checked graph.
+        request: what is free in it is tried.
+        spreads: also try replicas that use the devices of several groups.
+    """
     assert request.hardware is not None
     evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
     free, cluster, best = evaluator.problem.free_devices, request.cluster, math.inf
-    fitting: dict[tuple[tuple[str, ...], int], list[GroupChoice]] = {}
-    for blocks in divisions(evaluator):
-        partition = evaluator.partition(blocks)
+    fitting: dict[tuple[Blocks, tuple[int, ...]], list[tuple[GroupChoice, ...]]] = {}
+    for blocks in (*divisions(evaluator), *(spread_divisions(evaluator) if spreads else ())):
         for sizes in compositions(len(free), len(blocks), tuple(range(1, len(free) + 1))):
             devices = assign_devices(sizes, free, cluster)
             if devices is None:
                 continue
-            for block, size in zip(blocks, sizes, strict=True):
-                if (block, size) not in fitting:
-                    fitting[block, size] = list(fitting_groups(evaluator, block, size))
-            rows = (fitting[block, size] for block, size in zip(blocks, sizes, strict=True))
-            for groups in itertools.product(*rows):
-                choice = evaluator.choice(partition, devices, groups, best)
+            rows = []
+            for part in connected_blocks(blocks):
+                key = tuple(blocks[i] for i in part), tuple(sizes[i] for i in part)
+                if key not in fitting:
+                    fitting[key] = list(fitting_groups(evaluator, *key, math.inf if len(part) == 1 else best))
+                rows.append(fitting[key])
+            order = tuple(chain(*connected_blocks(blocks)))
+            for choices in itertools.product(*rows):
+                groups = [group for _, group in sorted(zip(order, chain(*choices), strict=True))]
+                choice = evaluator.choice(blocks, devices, groups, best)
                 best = best if choice is None else choice.period
     return best
 
 
-def fitting_groups(evaluator: Evaluator, block: tuple[str, ...], size: int) -> Iterator[GroupChoice]:
+def fitting_groups(
+    evaluator: Evaluator, blocks: Blocks, sizes: tuple[int, ...], longest: float
+) -> Iterator[tuple[GroupChoice, ...]]:
     """Every combination of options that fits, the fastest first, but those that cannot be better than others.
 
     A period only grows with the seconds of nodes, so a combination of which no node is faster is of no use.
-    The seconds of new weights depend on the layouts of engine and trainer, so these have to be equal.
+    The seconds of new weights depend on the layouts of engine and trainer, so these have to be equal. Nor is
+    one of use that takes longer than the best plan so far.
     """
-    tables = [useful_options(evaluator, block, name, size) for name in block]
-    combinations = (evaluator.group(block, options) for options in itertools.product(*tables))
+    names = tuple(dict.fromkeys(chain(*blocks)))
+    tables = [useful_options(evaluator, blocks, name, sizes) for name in names]
     kept: dict[tuple[Layout, ...], list[tuple[float, ...]]] = {}
-    for group in sorted((c for c in combinations if c is not None), key=lambda choice: choice.total):
-        key = tuple(option.layout for option in group.options if has_engine(evaluator, option))
-        seconds, faster = tuple(group.seconds.values()), kept.setdefault(key, [])
+    combinations = []
+    for options in itertools.product(*tables):
+        option_of = dict(zip(names, options, strict=True))
+        if all(sum(option_of[name].total for name in block) < longest for block in blocks):
+            combinations.append(evaluator.groups(blocks, option_of))
+    for groups in sorted((c for c in combinations if c is not None), key=lambda c: sum(g.total for g in c)):
+        options = tuple(option for group in groups for option in group.options)
+        layouts = tuple(option.layout for option in options if has_engine(evaluator, option))
+        seconds = tuple(value for group in groups for value in group.seconds.values())
+        faster = kept.setdefault(layouts, [])
         if not any(no_larger(other, seconds) for other in faster):
             faster.append(seconds)
-            yield group
+            yield groups
 
 
-def useful_options(evaluator: Evaluator, block: tuple[str, ...], name: str, size: int) -> list[ReplicaOption]:
+def useful_options(
+    evaluator: Evaluator, blocks: Blocks, name: str, sizes: tuple[int, ...]
+) -> list[ReplicaOption]:
     """The options of a replica but those that are neither faster nor smaller than another one.
 
     Engines keep all, as more memory makes their caches larger.
     """
     kept: dict[Layout | None, list[tuple[float, ...]]] = {}
-    options = []
-    for option in evaluator.table.options(name, tuple(range(size)), with_offload=True):
-        costs = (
-            *option.seconds.values(),
-            *evaluator.memory.sizes(evaluator.phases(block), option, evaluator.apart(block)),
-        )
+    own = [i for i, block in enumerate(blocks) if name in block]
+    common, found = evaluator.common(blocks), []
+    devices = tuple(range(sum(sizes[i] for i in own)))
+    for option in evaluator.options(name, blocks, devices, with_offload=True):
+        memory = (evaluator.memory.sizes(evaluator.phases(blocks[i]), option, common) for i in own)
+        costs = (*option.seconds.values(), *chain(*memory))
         better = kept.setdefault(option.layout if has_engine(evaluator, option) else None, [])
         if name.endswith("@gen") or not any(no_larger(other, costs) for other in better):
             better.append(costs)
-            options.append(option)
-    return options
+            found.append(option)
+    return found
 
 
 def has_engine(evaluator: Evaluator, option: ReplicaOption) -> bool:

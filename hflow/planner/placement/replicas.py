@@ -182,17 +182,21 @@ def _unplaced_replicas(graph: Graph, request: PlanRequest) -> list[UnplacedRepli
             backend = config.gen.engine or UNDECIDED
         else:
             layout, backend = config.layout, config.backend
-        groups = named_groups(group)
-        if not all(groups) or len(set(groups)) < len(groups):
-            key = f"models.{model}.{'gen.' if role == 'gen' else ''}group"
-            raise PlanError(f"{key}={group} is not understood; list each group once, as in '{key}=\"a,b\"'")
+        groups = named_groups(f"models.{model}.{'gen.' if role == 'gen' else ''}group", group)
         replicas.append(UnplacedReplica(model, role, groups, _layout(layout), backend, config.compute_dtype))
     return replicas
 
 
-def named_groups(group: str) -> tuple[str, ...]:
-    """Return the device groups that the `group` of a model names, as in `a,b`."""
-    return tuple(name.strip() for name in group.split(","))
+def named_groups(key: str, group: str) -> tuple[str, ...]:
+    """Return the device groups that the `group` of a model names, as in `a,b`.
+
+    Raises:
+        PlanError: naming the key if a group is empty or listed twice.
+    """
+    names = tuple(name.strip() for name in group.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise PlanError(f"{key}={group} is not understood; list each group once, as in '{key}=\"a,b\"'")
+    return names
 
 
 def _weights(node: Node) -> tuple[str, ...]:

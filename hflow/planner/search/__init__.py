@@ -22,7 +22,7 @@ from hflow.planner.search.evaluate import Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.options import MIN_DIFFERENCE
-from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known, overlaps
+from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import fits, nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
@@ -132,9 +132,8 @@ def decide_layouts(
 ) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
     """Return a request with the layouts that the user left open, and the reason for each.
 
-    Where no layout fits, nothing is known of the hardware, or device sets overlap in part, they stay open:
-    `compile_plan` then takes data ranks alone, and refuses what does not fit. The same request is returned
-    where nothing is decided.
+    Where no layout fits or nothing is known of the hardware, they stay open: `compile_plan` then takes data
+    ranks alone, and refuses what does not fit. The same request is returned where nothing is decided.
 
     Args:
         graph: a checked graph.
@@ -142,7 +141,7 @@ def decide_layouts(
         structure: the plan of the request, with data ranks alone where layouts are open.
     """
     is_open = any(_is_open(replica, request) for replica in structure.replicas)
-    if request.hardware is None or overlaps(structure) or not is_open:
+    if request.hardware is None or not is_open:
         return request, ()
     evaluator = Evaluator(SearchProblem(graph, request, request.hardware, structure=structure))
     ranked = explore(evaluator).ranked()

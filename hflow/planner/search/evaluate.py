@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count, permutations, product
 
 from hflow.planner.backends import engine_kind
 from hflow.planner.cost.nodes import Costs
@@ -23,12 +23,15 @@ from hflow.planner.memory.phases import group_phases
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
 from hflow.planner.search.devices import comparable_devices
-from hflow.planner.search.group_memory import Fit, GroupMemory, Phases
+from hflow.planner.search.group_memory import Common, Fit, GroupMemory, Phases
 from hflow.planner.search.options import OptionTable, ReplicaOption
-from hflow.planner.search.partition import Blocks, Partition, publish
-from hflow.planner.search.problem import SearchProblem, group_name
+from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
+from hflow.planner.search.problem import SearchProblem
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.weight_routes import weight_route
+
+Total = tuple[float, float]
+"""Seconds of a step on the group of connected ones that takes longest, and of all of them together."""
 
 MAX_TRIES = 3000
 """Combinations of options that are tried for one group before it counts as too large for its devices."""
@@ -73,8 +76,12 @@ class Choice:
 
     @property
     def options(self) -> tuple[ReplicaOption, ...]:
-        """The options of all replicas."""
-        return tuple(option for group in self.groups for option in group.options)
+        """The option of each replica."""
+        return tuple(dict.fromkeys(option for group in self.groups for option in group.options))
+
+    def devices_of(self, replica: str) -> Devices:
+        """Return the devices of a replica's groups, ascending."""
+        return devices_of(replica, self.partition.blocks, self.devices)
 
 
 class Evaluator:
@@ -87,8 +94,9 @@ class Evaluator:
         self.num_periods = 0
         self._partitions: dict[Blocks, Partition] = {}
         self._phases: dict[tuple[str, ...], Phases] = {}
-        self._groups: dict[tuple[tuple[str, ...], Devices], GroupChoice | None] = {}
-        self._routes: dict[tuple[ReplicaOption, ReplicaOption, bool], NewWeights] = {}
+        self._common: dict[Blocks, Mapping[str, Common]] = {}
+        self._groups: dict[tuple[Blocks, tuple[Devices, ...]], tuple[GroupChoice, ...] | None] = {}
+        self._routes: dict[tuple[ReplicaOption, ReplicaOption, Common], NewWeights] = {}
 
     def partition(self, blocks: Blocks) -> Partition:
         """Return the schedule of replicas that are divided like this."""
@@ -101,62 +109,153 @@ class Evaluator:
         if block not in self._phases:
             rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
             plan = self.problem.structure([block, rest] if rest else [block])
-            group = next(group for group in plan.groups if group.name == group_name(block))
+            group = next(group for group in plan.groups if group.devices == (0,))
             self._phases[block] = tuple(group_phases(MemoryContext(plan, self.problem.request), group))
         return self._phases[block]
 
-    def apart(self, block: Sequence[str]) -> frozenset[str]:
-        """Return the models of which a block has one of two replicas."""
-        models = {name: name.partition("@")[0] for name in block}
-        return frozenset(
-            model
-            for model in models.values()
-            if any(r.model == model and r.name not in models for r in self.problem.base.replicas)
-        )
+    def common(self, blocks: Blocks) -> Mapping[str, Common]:
+        """Return how many of its trainer's devices the engine of each model has, given connected blocks."""
+        if blocks not in self._common:
+            places = {
+                r.name: {i for i, block in enumerate(blocks) if r.name in block}
+                for r in self.problem.base.replicas
+            }
+            self._common[blocks] = {
+                src.model: _common(places[src.name], places[gen.name])
+                for src, gen in permutations(self.problem.base.replicas, 2)
+                if src.model == gen.model and gen.role == "gen" and src.role != "gen"
+            }
+        return self._common[blocks]
 
-    def best_group(self, block: tuple[str, ...], devices: Devices) -> GroupChoice | None:
-        """Return the fastest options of replicas that share devices and fit, or None if none fit."""
-        key = block, devices
-        if key not in self._groups:
-            self._groups[key] = self._search_group(block, devices)
-        return self._groups[key]
+    def options(
+        self, name: str, blocks: Blocks, devices: Devices, *, with_offload: bool = False
+    ) -> tuple[ReplicaOption, ...]:
+        """Return the options of a replica, as `OptionTable.options` does.
 
-    def group(self, block: tuple[str, ...], options: Sequence[ReplicaOption]) -> GroupChoice | None:
-        """Return these options of a block's replicas as one choice, or None if they do not fit."""
-        if not self._agree(options) or self._shares_offloaded(options):
+        A replica in several groups uses all devices of them, unless the user has set its layout.
+
+        Args:
+            name: of the replica.
+            blocks: all groups.
+            devices: those for which the replica is costed.
+            with_offload: also options with other values of `offload`.
+        """
+        options = self.table.options(name, devices, with_offload=with_offload)
+        if name in self.problem.layouts or sum(name in block for block in blocks) == 1:
+            return options
+        return tuple(option for option in options if option.layout.world == len(devices))
+
+    def best_groups(
+        self, blocks: Blocks, devices: Sequence[Devices], cutoff: float = math.inf
+    ) -> list[GroupChoice] | None:
+        """Return the fastest options of the replicas of each group, or None if in one of them none fit.
+
+        Args:
+            blocks: all groups.
+            devices: of each group.
+            cutoff: None is also returned if the nodes of a group take so many seconds in any case.
+        """
+        own = self.costed(blocks, devices)
+        totals = {}
+        for name, its in own.items():
+            table = self.options(name, blocks, its)
+            if not table:
+                return None
+            totals[name] = table[0].total
+        if any(sum(totals[name] for name in block) >= cutoff for block in blocks):
             return None
-        fit = self.memory.fit(self.phases(block), options, self.apart(block))
+        found: dict[int, GroupChoice] = {}
+        for part in connected_blocks(blocks):
+            near = tuple(blocks[i] for i in part)
+            key = near, tuple(own[name] for name in _names(near))
+            if key not in self._groups:
+                self._groups[key] = self._search_groups(near, own)
+            groups = self._groups[key]
+            if groups is None:
+                return None
+            found |= zip(part, groups, strict=True)
+        return [group for _, group in sorted(found.items())]
+
+    def groups(self, blocks: Blocks, options: Mapping[str, ReplicaOption]) -> tuple[GroupChoice, ...] | None:
+        """Return options as the choice of each block, or None if they do not fit.
+
+        Args:
+            blocks: connected ones.
+            options: of each replica in them.
+        """
+        if not self._agree(options.values()):
+            return None
+        common, found = self.common(blocks), []
+        for block in blocks:
+            group = self._group(block, [options[name] for name in block], common)
+            if group is None:
+                return None
+            found.append(group)
+        return tuple(found)
+
+    def replaced(self, choice: Choice, option: ReplicaOption) -> list[GroupChoice] | None:
+        """Return the groups of a choice with another option of one replica, or None if it does not fit."""
+        blocks = choice.partition.blocks
+        part = next(p for p in connected_blocks(blocks) if any(option.name in blocks[i] for i in p))
+        options = {o.name: o for i in part for o in choice.groups[i].options} | {option.name: option}
+        changed = self.groups(tuple(blocks[i] for i in part), options)
+        if changed is None:
+            return None
+        groups = dict(enumerate(choice.groups)) | dict(zip(part, changed, strict=True))
+        return list(groups.values())
+
+    def fullest(self, choice: Choice, option: ReplicaOption) -> Fit:
+        """Return the memory of the fullest of a replica's groups, if a choice had another option of it."""
+        blocks = choice.partition.blocks
+        fits = []
+        for block, group in zip(blocks, choice.groups, strict=True):
+            if option.name in block:
+                options = [option if o.name == option.name else o for o in group.options]
+                fits.append(self.memory.fit(self.phases(block), options, self.common(blocks)))
+        return max(fits, key=lambda fit: fit.total)
+
+    def _group(
+        self, block: tuple[str, ...], options: Sequence[ReplicaOption], common: Mapping[str, Common]
+    ) -> GroupChoice | None:
+        if self._shares_offloaded(options):
+            return None
+        fit = self.memory.fit(self.phases(block), options, common)
         if fit.total > self.problem.memory_limit:
             return None
-        if fit.host + self._published_within(options) > self.problem.host_memory_limit:
+        if fit.host + self._published_within(options, common) > self.problem.host_memory_limit:
             return None
         limited = tuple(self.table.limited(o, fit.largest_batches.get(o.name)) for o in options)
         seconds = {name: value for option in limited for name, value in option.seconds.items()}
         return GroupChoice(tuple(options), fit, seconds, sum(option.total for option in limited))
 
     def choice(
-        self, partition: Partition, devices: tuple[Devices, ...], groups: Sequence[GroupChoice], cutoff: float
+        self, blocks: Blocks, devices: tuple[Devices, ...], groups: Sequence[GroupChoice], cutoff: float
     ) -> Choice | None:
-        """Return a whole choice with its period, or None if this is not below a cutoff."""
+        """Return a whole choice with its period, or None if this is not below a cutoff.
+
+        Args:
+            blocks: all groups.
+            devices: of each group.
+            groups: the options of each group.
+            cutoff: seconds of a step.
+        """
+        partition = self.partition(blocks)
         seconds = self.seconds(partition, groups)
         if partition.bound(seconds) >= cutoff:
             return None
         self.num_periods += 1
         period, cycle = partition.period(seconds)
-        if period >= cutoff or not self._fits_hosts(devices, groups):
+        if period >= cutoff or not self._fits_hosts(blocks, devices, groups):
             return None
         return Choice(partition, devices, tuple(groups), seconds, period, cycle)
 
     def seconds(self, partition: Partition, groups: Sequence[GroupChoice]) -> dict[str, float]:
         """Return the seconds of nodes, of the source, and of new weights."""
         seconds = dict(self.table.constant_seconds)
-        group_of: dict[str, int] = {}
-        option_of: dict[str, ReplicaOption] = {}
-        for i, group in enumerate(groups):
-            seconds |= group.seconds
-            for option in group.options:
-                group_of[option.name], option_of[option.name] = i, option
-        stream = self.table.events.stream
+        option_of = {option.name: option for group in groups for option in group.options}
+        for group in groups:  # an engine in several generates as fast as on the devices with the least room
+            seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in group.seconds.items()}
+        common, stream = self.common(partition.blocks), self.table.events.stream
         source = sum(seconds.pop(f"{name} source", 0.0) for name in stream.replicas)
         for name in stream.replicas:
             if share := partition.share_of_kept_weights(name):
@@ -167,46 +266,49 @@ class Evaluator:
             if option.replica.role != "gen" or model not in self.problem.written:
                 continue
             src = next(o for n, o in option_of.items() if o.replica.model == model and n != name)
-            seconds |= self._new_weights(src, option, group_of[src.name] == group_of[name]).seconds
+            seconds |= self._new_weights(src, option, common[model]).seconds
         return seconds
 
     def fixed_devices(self, block: tuple[str, ...]) -> Devices | None:
         """Return the devices of the named group that a block contains, or None if it contains none."""
-        for group in self.problem.fixed:
-            if set(group.replicas) <= set(block):
-                return group.devices
-        return None
+        named = [group for group in self.problem.fixed if set(group.replicas) <= set(block)]
+        return max(named, key=lambda group: len(group.replicas)).devices if named else None
 
-    def costed_devices(self, block: tuple[str, ...], devices: Devices) -> Devices:
-        """Return the devices for which a group is costed: free ones count like others on as many machines."""
-        if self.fixed_devices(block) is not None:
-            return devices
-        return comparable_devices(devices, self.problem.cluster)
+    def costed(self, blocks: Blocks, devices: Sequence[Devices]) -> dict[str, Devices]:
+        """Return the devices for which each replica is costed.
 
-    def costed(self, choice: Choice, block: tuple[str, ...]) -> Devices:
-        """Return the devices for which a group of a choice was costed."""
-        return self.costed_devices(block, choice.devices[choice.partition.blocks.index(block)])
+        Free ones count like others on as many machines.
+
+        Args:
+            blocks: all groups.
+            devices: of each group.
+        """
+        free = [self.fixed_devices(block) is None for block in blocks]
+        found = {}
+        for name in _names(blocks):
+            own = devices_of(name, blocks, devices)
+            is_free = all(free[i] for i, block in enumerate(blocks) if name in block)
+            found[name] = comparable_devices(own, self.problem.cluster) if is_free else own
+        return found
 
     def pace(self, choice: Choice) -> Pace | None:
         """Return how fast the engines of a choice generate, or None without engines."""
-        return self.table.pace(
-            [
-                (option, group.fit.largest_batches.get(option.name))
-                for group in choice.groups
-                for option in group.options
-            ]
-        )
+        largest: dict[str, int] = {}
+        for group in choice.groups:
+            for name, number in group.fit.largest_batches.items():
+                largest[name] = min(number, largest.get(name, number))
+        return self.table.pace([(option, largest.get(option.name)) for option in choice.options])
 
-    def _new_weights(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> NewWeights:
+    def _new_weights(self, src: ReplicaOption, gen: ReplicaOption, common: Common) -> NewWeights:
         """Return what it takes to give an engine new weights."""
-        key = src, gen, together
+        key = src, gen, common
         if key not in self._routes:
-            self._routes[key] = self._cost_route(src, gen, together)
+            self._routes[key] = self._cost_route(src, gen, common)
         return self._routes[key]
 
-    def _cost_route(self, src: ReplicaOption, gen: ReplicaOption, together: bool) -> NewWeights:
+    def _cost_route(self, src: ReplicaOption, gen: ReplicaOption, common: Common) -> NewWeights:
         problem = self.problem
-        engine = gen.replica if together else _moved_behind(gen.replica, src.replica)
+        engine = _moved_behind(gen.replica, src.replica) if common == "none" else gen.replica
         config = replace(src.config, gen=gen.config.gen)
         request = replace(problem.request, models={**problem.request.models, engine.model: config})
         route = weight_route(src.replica, engine, request, with_bytes)
@@ -223,52 +325,55 @@ class Evaluator:
         sizes = [items.total() for _, items in published_by(plan, request, route)]
         return NewWeights(seconds, route, max(sizes, default=0))
 
-    def _published_within(self, options: Sequence[ReplicaOption]) -> float:
+    def _published_within(self, options: Sequence[ReplicaOption], common: Mapping[str, Common]) -> float:
         """Return the bytes of published weights in host memory for each device of a group.
 
-        They count for models of which the group has both the trainer and the engine.
+        They count for models whose engine has the devices of its trainer.
         """
         if math.isinf(self.problem.host_memory_limit):
             return 0.0
         per_machine = self.problem.cluster.devices_per_node
         num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
         return sum(
-            self._new_weights(src, gen, together=True).host_bytes / num_devices
+            self._new_weights(src, gen, "all").host_bytes / num_devices
             for src, gen in _senders(options, self.problem.written)
+            if common[gen.replica.model] == "all"
         )
 
-    def _fits_hosts(self, devices: Sequence[Devices], groups: Sequence[GroupChoice]) -> bool:
-        """Return whether machines have room for weights published from one group to another.
+    def _fits_hosts(self, blocks: Blocks, devices: Sequence[Devices], groups: Sequence[GroupChoice]) -> bool:
+        """Return whether machines have room for weights published to engines on other devices.
 
         Nothing is counted machine by machine if each would have room for all of them.
         """
         problem, cluster = self.problem, self.problem.cluster
         capacity = problem.host_memory_limit * cluster.devices_per_node
-        group_of = {option.name: i for i, group in enumerate(groups) for option in group.options}
-        options = [option for group in groups for option in group.options]
+        options = list(dict.fromkeys(option for group in groups for option in group.options))
+        common = self.common(blocks)
         routes = [
-            (src, gen, self._new_weights(src, gen, together=False))
+            (src, gen, self._new_weights(src, gen, common[gen.replica.model]))
             for src, gen in _senders(options, problem.written)
-            if group_of[src.name] != group_of[gen.name]
+            if common[gen.replica.model] != "all"
         ]
         if math.isinf(capacity) or not sum(new.host_bytes for _, _, new in routes):
             return True
         used: Counter[int] = Counter()
         for own, group in zip(devices, groups, strict=True):
-            kept = group.fit.host + self._published_within(group.options)
+            kept = group.fit.host + self._published_within(group.options, common)
             for machine, num in Counter(map(cluster.node_of, own)).items():
                 used[machine] += round(kept * num)
         for src, gen, new in routes:
             replicas = tuple(
-                on_workers(o.replica, devices[group_of[o.name]][: o.layout.world]) for o in (src, gen)
+                on_workers(o.replica, devices_of(o.name, blocks, devices)[: o.layout.world])
+                for o in (src, gen)
             )
             plan = replace(problem.base, cluster=cluster, replicas=replicas)
             for machine, items in published_by(plan, problem.request, new.route):
                 used[machine] += items.total()
         return max(used.values()) <= capacity
 
-    def _agree(self, options: Sequence[ReplicaOption]) -> bool:
+    def _agree(self, options: Iterable[ReplicaOption]) -> bool:
         """Return whether replicas that need equal layouts have them."""
+        options = list(options)
         for names in self.problem.tied:
             if len({option.layout for option in options if option.name in names}) > 1:
                 return False
@@ -291,41 +396,52 @@ class Evaluator:
             for option in options
         )
 
-    def _search_group(self, block: tuple[str, ...], devices: Devices) -> GroupChoice | None:
-        """Return the fastest combination of options; offloading is tried where memory makes it slower."""
-        tables = [self.table.options(name, devices) for name in block]
-        if not all(tables):
-            return None
-        fastest = sum(table[0].total for table in tables)
-        first = self.group(block, [table[0] for table in tables])
-        if first is not None and first.total <= fastest:
+    def _search_groups(
+        self, blocks: Blocks, devices: Mapping[str, Devices]
+    ) -> tuple[GroupChoice, ...] | None:
+        """Return the fastest combination of options; offloading is tried where memory makes it slower.
+
+        Args:
+            blocks: connected ones.
+            devices: of each replica.
+        """
+        names = _names(blocks)
+        tables = {name: self.options(name, blocks, devices[name]) for name in names}
+        fastest = {name: table[0] for name, table in tables.items()}
+        first = self.groups(blocks, fastest)
+        if first is not None and _seconds(first) <= _bound(blocks, fastest):
             return first
-        found = self._fastest_fit(block, tables)
-        # A faster combination has no option that loses more than all options of this one together.
-        loss = math.inf if found is None else found.total - fastest
-        wider = []
-        for name, table in zip(block, tables, strict=True):
-            options = self.table.options(name, devices, with_offload=True)
-            wider.append([option for option in options if option.total - table[0].total < loss])
-        if all(o.config.offload == self.problem.config(o.name).offload for row in wider for o in row):
+        found = self._fastest_fit(blocks, tables)
+        # A faster combination of a group has no option that loses more than all options of this one together.
+        loss = math.inf if found is None else _seconds(found)[1] - _bound(blocks, fastest)[1]
+        wider = {}
+        for name, table in tables.items():
+            options = self.options(name, blocks, devices[name], with_offload=True)
+            wider[name] = tuple(option for option in options if option.total - table[0].total < loss)
+        if all(
+            o.config.offload == self.problem.config(o.name).offload for row in wider.values() for o in row
+        ):
             return found
-        return self._fastest_fit(block, wider) or found
+        return self._fastest_fit(blocks, wider) or found
 
     def _fastest_fit(
-        self, block: tuple[str, ...], tables: Sequence[Sequence[ReplicaOption]]
-    ) -> GroupChoice | None:
+        self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
+    ) -> tuple[GroupChoice, ...] | None:
         """Try combinations of options in the order of their seconds, until one fits.
 
         What an engine takes depends on the room that is left for its cache, so a combination that fits waits
         until no other one can be faster.
         """
-        tables = self._useful(block, self._with_room(block, tables))
-        if not all(tables):
+        axes = self._axes(self._useful(blocks, self._with_room(blocks, tables)))
+        if not all(axes):
             return None
-        order = count()
-        start = (0,) * len(tables)
-        heap: list[tuple[float, int, tuple[int, ...], GroupChoice | None]] = []
-        heap.append((sum(table[0].total for table in tables), next(order), start, None))
+        order, start = count(), (0,) * len(axes)
+
+        def options_at(index: tuple[int, ...]) -> dict[str, ReplicaOption]:
+            return {o.name: o for axis, i in zip(axes, index, strict=True) for o in axis[i]}
+
+        heap: list[tuple[Total, int, tuple[int, ...], tuple[GroupChoice, ...] | None]] = []
+        heap.append((_bound(blocks, options_at(start)), next(order), start, None))
         seen = {start}
         for _ in range(MAX_TRIES):
             if not heap:
@@ -333,52 +449,121 @@ class Evaluator:
             _, _, index, found = heapq.heappop(heap)
             if found is not None:
                 return found
-            choice = self.group(block, [table[i] for table, i in zip(tables, index, strict=True)])
+            choice = self.groups(blocks, options_at(index))
             if choice is not None:
-                heapq.heappush(heap, (choice.total, next(order), index, choice))
-            for axis, i in enumerate(index):
-                after = (*index[:axis], i + 1, *index[axis + 1 :])
-                if i + 1 < len(tables[axis]) and after not in seen:
+                heapq.heappush(heap, (_seconds(choice), next(order), index, choice))
+            for place, i in enumerate(index):
+                after = (*index[:place], i + 1, *index[place + 1 :])
+                if i + 1 < len(axes[place]) and after not in seen:
                     seen.add(after)
-                    total = sum(table[i].total for table, i in zip(tables, after, strict=True))
-                    heapq.heappush(heap, (total, next(order), after, None))
-        return min((row[3] for row in heap if row[3] is not None), key=lambda c: c.total, default=None)
+                    heapq.heappush(heap, (_bound(blocks, options_at(after)), next(order), after, None))
+        return min((row[3] for row in heap if row[3] is not None), key=_seconds, default=None)
+
+    def _axes(
+        self, tables: Mapping[str, Sequence[ReplicaOption]]
+    ) -> list[tuple[tuple[ReplicaOption, ...], ...]]:
+        """Return the options of each replica, the fastest first, and together if layouts have to be equal."""
+        tied = {name: tuple(n for n in tables if n in self._tied_to(name)) for name in tables}
+        axes = []
+        for names in dict.fromkeys(tied.values()):
+            layouts = dict.fromkeys(option.layout for name in names for option in tables[name])
+            rows = [
+                row
+                for layout in layouts
+                for row in product(*([o for o in tables[name] if o.layout == layout] for name in names))
+            ]
+            axes.append(tuple(sorted(rows, key=lambda row: sum(option.total for option in row))))
+        return axes
+
+    def _tied_to(self, name: str) -> frozenset[str]:
+        """Return the replicas that need the layout of one, itself included."""
+        found = frozenset({name})
+        while (more := found.union(*(names for names in self.problem.tied if names & found))) != found:
+            found = more
+        return found
 
     def _useful(
-        self, block: tuple[str, ...], tables: Sequence[Sequence[ReplicaOption]]
-    ) -> list[tuple[ReplicaOption, ...]]:
+        self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
+    ) -> dict[str, tuple[ReplicaOption, ...]]:
         """Leave out options that are neither faster nor smaller than an earlier one."""
-        phases, apart = self.phases(block), self.apart(block)
-        kept = []
-        for table in tables:
+        kept = {}
+        for name, table in tables.items():
             useful: list[tuple[ReplicaOption, tuple[int, ...]]] = []
             for option in table:
-                sizes = self.memory.sizes(phases, option, apart)
+                sizes = tuple(chain(*self._sizes(blocks, option).values()))
                 if not any(all(a <= b for a, b in zip(s, sizes, strict=True)) for _, s in useful):
                     useful.append((option, sizes))
-            kept.append(tuple(option for option, _ in useful))
+            kept[name] = tuple(option for option, _ in useful)
         return kept
 
     def _with_room(
-        self, block: tuple[str, ...], tables: Sequence[Sequence[ReplicaOption]]
-    ) -> list[tuple[ReplicaOption, ...]]:
+        self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
+    ) -> dict[str, tuple[ReplicaOption, ...]]:
         """Leave out options that do not even fit beside the smallest ones of the other replicas.
 
         Where memory is tight these are nearly all, and they are the fastest.
         """
-        phases, apart = self.phases(block), self.apart(block)
-        sizes = [[self.memory.sizes(phases, option, apart) for option in table] for table in tables]
-        smallest = [[min(column) for column in zip(*rows, strict=True)] for rows in sizes]
         limit = self.problem.memory_limit - self.memory.runtime
-        room = [limit - sum(column) for column in zip(*smallest, strict=True)]
-        return [
-            tuple(
-                option
-                for option, row in zip(table, rows, strict=True)
-                if all(size - low <= left for size, low, left in zip(row, lows, room, strict=True))
-            )
-            for table, rows, lows in zip(tables, sizes, smallest, strict=True)
+        sizes = {name: [self._sizes(blocks, option) for option in table] for name, table in tables.items()}
+        smallest = {
+            (name, i): [min(column) for column in zip(*(row[i] for row in sizes[name]), strict=True)]
+            for i, block in enumerate(blocks)
+            for name in block
+        }
+        room = [
+            [limit - sum(column) for column in zip(*(smallest[name, i] for name in block), strict=True)]
+            for i, block in enumerate(blocks)
         ]
+        return {
+            name: tuple(
+                option
+                for option, row in zip(table, sizes[name], strict=True)
+                if all(
+                    size - low <= left
+                    for i, values in row.items()
+                    for size, low, left in zip(values, smallest[name, i], room[i], strict=True)
+                )
+            )
+            for name, table in tables.items()
+        }
+
+    def _sizes(self, blocks: Blocks, option: ReplicaOption) -> dict[int, tuple[int, ...]]:
+        """Return what an option adds in each phase of each of its replica's blocks, by their index."""
+        common = self.common(blocks)
+        return {
+            i: self.memory.sizes(self.phases(block), option, common)
+            for i, block in enumerate(blocks)
+            if option.name in block
+        }
+
+
+def devices_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> Devices:
+    """Return the devices of a replica, ascending, given those of each group."""
+    own = [row for row, block in zip(devices, blocks, strict=True) if replica in block]
+    return own[0] if len(own) == 1 else tuple(sorted(chain(*own)))
+
+
+def _names(blocks: Blocks) -> tuple[str, ...]:
+    """Return the replicas of some groups."""
+    return tuple(dict.fromkeys(chain(*blocks)))
+
+
+def _common(src: Set[int], gen: Set[int]) -> Common:
+    """Return how many devices a trainer and an engine have in common, given the groups of each."""
+    if src == gen:
+        return "all"
+    return "some" if src & gen else "none"
+
+
+def _bound(blocks: Blocks, options: Mapping[str, ReplicaOption]) -> Total:
+    """Return the least that a combination of options takes, without the limits of caches."""
+    totals = [sum(options[name].total for name in block) for block in blocks]
+    return max(totals), sum(totals)
+
+
+def _seconds(groups: Sequence[GroupChoice]) -> Total:
+    """Return what connected groups take."""
+    return max(group.total for group in groups), sum(group.total for group in groups)
 
 
 def _senders(

@@ -4,7 +4,8 @@ Every division is tried. For each one, sizes of groups are tried on a grid: all 
 powers of two and multiples of machines on large ones. Options of a group come from its table. A candidate
 whose lower bound is not below the best of its division is dropped before its period is computed. Then the
 best of each division is improved: devices move between groups in ever smaller steps, and each replica tries
-its other options.
+its other options. Last come divisions in which replicas use the devices of several groups. These are of use
+only if they are clearly faster than all others.
 
 The order of everything is fixed, and the budget counts candidates, not seconds, so a search finds the same on
 every machine.
@@ -13,7 +14,7 @@ every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,7 +22,8 @@ from hflow.errors import PlanError
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
-from hflow.planner.search.partition import Blocks, Partition, set_partitions
+from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets, with_spread
+from hflow.planner.search.problem import SearchProblem
 from hflow.planner.unrunnable import unrunnable_reasons
 
 BUDGET = 200_000
@@ -34,6 +36,8 @@ MIN_GAIN = 1e-6
 """Relative improvement that counts."""
 NUM_KEPT = 8
 """Alternatives of a division that are kept."""
+MIN_SPREAD_GAIN = 0.01
+"""By so much a step must be shorter with replicas in several groups: such plans are more complex."""
 MAX_SLOWER = 0.5
 """Alternatives are at most this much slower than the best of their division, by the analytic period."""
 
@@ -84,11 +88,16 @@ class Exploration:
         """Return the period from which on a choice of a division is of no use."""
         best = self.best.get(blocks)
         if best is None:
-            return math.inf
+            return self.shortest_apart() * (1 - MIN_SPREAD_GAIN) if overlaps(blocks) else math.inf
         if not self.keeps_alternatives:
             return best.period * (1 - MIN_GAIN)
         rows, slowest = self.alternatives[blocks], best.period * (1 + MAX_SLOWER)
         return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
+
+    def shortest_apart(self) -> float:
+        """Return the shortest period without replicas in several groups."""
+        apart = (choice.period for blocks, choice in self.best.items() if not overlaps(blocks))
+        return min(apart, default=math.inf)
 
 
 def _kind(choice: Choice) -> Hashable:
@@ -104,9 +113,14 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
     if too_large(evaluator):
         return found
     for blocks in divisions(evaluator):
-        _try_sizes(found, evaluator.partition(blocks))
+        _try_sizes(found, blocks)
     for choice in found.ranked()[:NUM_IMPROVED]:
         _improve(found, choice)
+    for blocks in spread_divisions(evaluator):
+        _try_sizes(found, blocks)
+    for choice in found.ranked()[:NUM_IMPROVED]:
+        if overlaps(choice.partition.blocks):
+            _improve(found, choice)
     return found
 
 
@@ -128,68 +142,91 @@ def divisions(evaluator: Evaluator) -> list[Blocks]:
     """Return the ways of dividing replicas into groups that a run can execute, the coarsest first.
 
     Replicas join groups that the user has named, or form groups on the devices that are left. A division is
-    left out if it makes the plan impossible to run for a reason that others avoid.
+    left out if it makes the plan impossible to run for a reason that others avoid. A replica is in several
+    groups only if the user has placed it there.
     """
     problem = evaluator.problem
+    reasons = {}
+    for blocks in _divided(problem, problem.loose):
+        if (num := _num_unrunnable(evaluator, blocks)) is not None:
+            reasons[blocks] = num
+    fewest = min(reasons.values(), default=0)
+    return [blocks for blocks, num in reasons.items() if num == fewest]
+
+
+def spread_divisions(evaluator: Evaluator) -> Iterator[Blocks]:
+    """Yield divisions in which some replicas use the devices of all groups, beside those of `divisions`."""
+    problem = evaluator.problem
+    for spread in spread_sets(problem.loose):
+        others = [name for name in problem.loose if name not in spread]
+        for blocks in _divided(problem, others):
+            if len(blocks) > 1:
+                yield _in_order(problem, with_spread(blocks, spread))
+
+
+def _divided(problem: SearchProblem, loose: Sequence[str]) -> Iterator[Blocks]:
+    """Yield the ways of dividing replicas without devices, and the groups that the user has named."""
     anchors = [group.replicas for group in problem.fixed]
-    elements: list[tuple[str, ...]] = [*anchors, *((name,) for name in problem.loose)]
-    position = {r.name: i for i, r in enumerate(problem.base.replicas)}
-    reasons: dict[Blocks, int] = {}
+    elements: list[tuple[str, ...]] = [*anchors, *((name,) for name in loose)]
     for partition in set_partitions([str(i) for i in range(len(elements))]):
         if any(sum(int(i) < len(anchors) for i in block) > 1 for block in partition):
             continue
         placed = {i for i, group in enumerate(problem.fixed) if group.devices is not None}
         num_new = sum(placed.isdisjoint(map(int, block)) for block in partition)
-        if num_new > len(problem.free_devices):
-            continue
-        named = (tuple(name for i in block for name in elements[int(i)]) for block in partition)
-        blocks = tuple(
-            sorted((tuple(sorted(b, key=position.__getitem__)) for b in named), key=lambda b: position[b[0]])
-        )
-        try:
-            reasons[blocks] = len(unrunnable_reasons(evaluator.partition(blocks).plan, problem.request))
-        except PlanError:
-            continue
-    fewest = min(reasons.values(), default=0)
-    return [blocks for blocks, num in reasons.items() if num == fewest]
+        if num_new <= len(problem.free_devices):
+            yield _in_order(
+                problem, [[name for i in block for name in elements[int(i)]] for block in partition]
+            )
 
 
-def _try_sizes(found: Exploration, partition: Partition) -> None:
+def _in_order(problem: SearchProblem, blocks: Iterable[Iterable[str]]) -> Blocks:
+    """Return groups with replicas in the order of the plan."""
+    position = {r.name: i for i, r in enumerate(problem.base.replicas)}
+    rows = sorted(sorted(position[name] for name in block) for block in blocks)
+    return tuple(tuple(problem.base.replicas[i].name for i in row) for row in rows)
+
+
+def _num_unrunnable(evaluator: Evaluator, blocks: Blocks) -> int | None:
+    """Return for how many reasons a run would refuse a division; None if it cannot even be planned."""
+    try:
+        return len(unrunnable_reasons(evaluator.partition(blocks).plan, evaluator.problem.request))
+    except PlanError:
+        return None
+
+
+def _try_sizes(found: Exploration, blocks: Blocks) -> None:
     """Try all sizes of the groups of a division."""
     evaluator = found.evaluator
     problem = evaluator.problem
-    fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
+    fixed = [evaluator.fixed_devices(block) for block in blocks]
     num_new = sum(devices is None for devices in fixed)
     if not num_new:
-        _try_division(found, partition, ())
+        _try_division(found, blocks, ())
         return
     for usable in usable_devices(problem.free_devices, problem.cluster):
         num = len(usable)
         for sizes in compositions(num, num_new, group_sizes(num, problem.cluster)):
             if found.num_tried >= found.budget:
                 return
-            _try_division(found, partition, sizes)
+            _try_division(found, blocks, sizes)
 
 
-def _try_division(found: Exploration, partition: Partition, sizes: Sequence[int]) -> Choice | None:
+def _try_division(found: Exploration, blocks: Blocks, sizes: Sequence[int]) -> Choice | None:
     """Try the best options of each group for some sizes.
 
     Returns:
         The choice if it is the best of its division, else None.
     """
-    devices = _devices(found.evaluator, partition, sizes)
+    devices = _devices(found.evaluator, blocks, sizes)
     if devices is None:
         return None
-    groups = [
-        found.evaluator.best_group(block, found.evaluator.costed_devices(block, devices[i]))
-        for i, block in enumerate(partition.blocks)
-    ]
-    return _try(found, partition, devices, groups)
+    groups = found.evaluator.best_groups(blocks, devices, found.cutoff(blocks))
+    return _try(found, blocks, devices, groups)
 
 
-def _devices(evaluator: Evaluator, partition: Partition, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
+def _devices(evaluator: Evaluator, blocks: Blocks, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
     """Return the devices of each group: those that the user named, or free ones."""
-    fixed = [evaluator.fixed_devices(block) for block in partition.blocks]
+    fixed = [evaluator.fixed_devices(block) for block in blocks]
     problem = evaluator.problem
     usable = usable_devices(problem.free_devices, problem.cluster)
     devices = next((some for some in usable if len(some) == sum(sizes)), ())
@@ -201,16 +238,12 @@ def _devices(evaluator: Evaluator, partition: Partition, sizes: Sequence[int]) -
 
 
 def _try(
-    found: Exploration,
-    partition: Partition,
-    devices: tuple[Devices, ...],
-    groups: Sequence[GroupChoice | None],
+    found: Exploration, blocks: Blocks, devices: tuple[Devices, ...], groups: Sequence[GroupChoice] | None
 ) -> Choice | None:
     found.num_tried += 1
-    chosen = [group for group in groups if group is not None]
-    if len(chosen) < len(groups):
+    if groups is None:
         return None
-    choice = found.evaluator.choice(partition, devices, chosen, found.cutoff(partition.blocks))
+    choice = found.evaluator.choice(blocks, devices, groups, found.cutoff(blocks))
     return choice if choice is not None and found.add(choice) else None
 
 
@@ -225,8 +258,8 @@ def _improve(found: Exploration, choice: Choice) -> None:
 
 def _moved(found: Exploration, choice: Choice) -> Choice | None:
     """Return a better choice with devices moved from one group to another."""
-    evaluator, partition = found.evaluator, choice.partition
-    new = [i for i, block in enumerate(partition.blocks) if evaluator.fixed_devices(block) is None]
+    evaluator, blocks = found.evaluator, choice.partition.blocks
+    new = [i for i, block in enumerate(blocks) if evaluator.fixed_devices(block) is None]
     sizes = [len(choice.devices[i]) for i in new]
     for step in _steps(evaluator):
         for giver in range(len(new)):
@@ -235,7 +268,7 @@ def _moved(found: Exploration, choice: Choice) -> Choice | None:
                     changed = list(sizes)
                     changed[giver] -= step
                     changed[taker] += step
-                    better = _try_division(found, partition, changed)
+                    better = _try_division(found, blocks, changed)
                     if better is not None:
                         return better
     return None
@@ -254,19 +287,16 @@ def _steps(evaluator: Evaluator) -> Iterator[int]:
 
 def _replaced(found: Exploration, choice: Choice) -> Choice | None:
     """Return a better choice in which one replica has another option."""
-    evaluator, partition = found.evaluator, choice.partition
-    for i, (block, group) in enumerate(zip(partition.blocks, choice.groups, strict=True)):
-        devices = evaluator.costed_devices(block, choice.devices[i])
-        for axis, name in enumerate(block):
-            for option in evaluator.table.options(name, devices)[:MAX_REPLACED]:
-                if option is group.options[axis]:
-                    continue
-                options = (*group.options[:axis], option, *group.options[axis + 1 :])
-                other = evaluator.group(block, options)
-                if other is None:
-                    continue
-                groups = [*choice.groups[:i], other, *choice.groups[i + 1 :]]
-                better = _try(found, partition, choice.devices, groups)
-                if better is not None:
-                    return better
+    evaluator, blocks = found.evaluator, choice.partition.blocks
+    devices = evaluator.costed(blocks, choice.devices)
+    for before in choice.options:
+        for option in evaluator.options(before.name, blocks, devices[before.name])[:MAX_REPLACED]:
+            if option is before:
+                continue
+            groups = evaluator.replaced(choice, option)
+            if groups is None:
+                continue
+            better = _try(found, blocks, choice.devices, groups)
+            if better is not None:
+                return better
     return None

@@ -7,7 +7,7 @@ here that does not fit; `check_memory` has the last word. Models of unknown size
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -39,6 +39,9 @@ class Fit:
     host: int = 0
     """Bytes that the replicas keep in the memory of the device's host, without published weights."""
 
+
+Common = Literal["all", "some", "none"]
+"""How many of its trainer's devices an engine has: all and no others, some, or none."""
 
 NODE = ""
 """Any phase in which engines sleep and the replica does not run. No node has this name."""
@@ -82,9 +85,9 @@ class GroupMemory:
         self._problem = problem
         self._table = table
         self._plan = problem.base
-        self._profiles: dict[tuple[ReplicaOption, bool], _Profile] = {}
-        self._phase_bytes: dict[tuple[Phases, ReplicaOption, bool], _PhaseBytes] = {}
-        self._contexts: dict[tuple[str, bool, bool], MemoryContext] = {}
+        self._profiles: dict[tuple[ReplicaOption, Common], _Profile] = {}
+        self._phase_bytes: dict[tuple[Phases, ReplicaOption, Common], _PhaseBytes] = {}
+        self._contexts: dict[tuple[str, Common, bool], MemoryContext] = {}
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
@@ -97,27 +100,27 @@ class GroupMemory:
             for name in dict.fromkeys(used):
                 self._nodes_of.setdefault(name, []).append(placement.node)
 
-    def sizes(self, phases: Phases, option: ReplicaOption, apart: Container[str]) -> tuple[int, ...]:
+    def sizes(self, phases: Phases, option: ReplicaOption, common: Mapping[str, Common]) -> tuple[int, ...]:
         """Return the bytes that an option adds in each phase, without its cache, and for engines their speed.
 
         An option is of no use beside one that is at least as fast and as small everywhere. More sequences
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
-        return self._bytes_in(phases, option, option.replica.model in apart).smallest
+        return self._bytes_in(phases, option, _common(common, option)).smallest
 
-    def fit(self, phases: Phases, options: Sequence[ReplicaOption], apart: Container[str]) -> Fit:
+    def fit(self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, Common]) -> Fit:
         """Return the memory of a device with one option of each replica of a group.
 
         Args:
             phases: those of the group.
             options: one for each replica.
-            apart: models whose engines are in another group than their trainer.
+            common: model with an engine and a trainer -> how many devices these have in common.
         """
-        rows = [self._bytes_in(phases, option, option.replica.model in apart) for option in options]
+        rows = [self._bytes_in(phases, option, _common(common, option)) for option in options]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
         used, caches, batches = self.runtime + sum(row.generating for row in rows), 0, {}
         for option in options:
-            engine = self._profile(option, option.replica.model in apart).engine
+            engine = self._profile(option, _common(common, option)).engine
             if engine is None:
                 continue
             rank, load, step = engine
@@ -136,18 +139,18 @@ class GroupMemory:
             if total > largest:
                 largest, fullest = total, phase
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
-        profiles = [self._profile(option, option.replica.model in apart) for option in options]
+        profiles = [self._profile(option, _common(common, option)) for option in options]
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
-    def _bytes_in(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
-        key = phases, option, is_apart
+    def _bytes_in(self, phases: Phases, option: ReplicaOption, common: Common) -> _PhaseBytes:
+        key = phases, option, common
         if key not in self._phase_bytes:
-            self._phase_bytes[key] = self._sum_phases(phases, option, is_apart)
+            self._phase_bytes[key] = self._sum_phases(phases, option, common)
         return self._phase_bytes[key]
 
-    def _sum_phases(self, phases: Phases, option: ReplicaOption, is_apart: bool) -> _PhaseBytes:
-        profile = self._profile(option, is_apart)
+    def _sum_phases(self, phases: Phases, option: ReplicaOption, common: Common) -> _PhaseBytes:
+        profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
         if profile.engine is not None:
@@ -175,30 +178,30 @@ class GroupMemory:
                 means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
         return means
 
-    def _profile(self, option: ReplicaOption, is_apart: bool) -> _Profile:
-        key = option, is_apart
+    def _profile(self, option: ReplicaOption, common: Common) -> _Profile:
+        key = option, common
         if key not in self._profiles:
-            self._profiles[key] = self._make_profile(option, is_apart)
+            self._profiles[key] = self._make_profile(option, common)
         return self._profiles[key]
 
-    def _make_profile(self, option: ReplicaOption, is_apart: bool) -> _Profile:
+    def _make_profile(self, option: ReplicaOption, common: Common) -> _Profile:
         if option.replica.model not in self._problem.request.shapes:
             kinds = {(kind, inferred): 0 for kind in (GENERATE, WAKE, NODE) for inferred in (False, True)}
             return _Profile(kinds, {}, None)
-        context = self._context(option, is_apart)
+        context = self._context(option, common)
         held: dict[tuple[str, bool], int] = {}
         running: dict[tuple[str, bool], int] = {}
         engine, host, asleep = None, 0, 0
         for rank in self._ranks(option):
-            always, sleeping = self._on_host(context, rank, option, is_apart)
+            always, sleeping = self._on_host(context, rank, option, common)
             host, asleep = max(host, always), max(asleep, sleeping)
-            before = self._held(context, rank, option, is_apart)
+            before = self._held(context, rank, option, common)
             for key, total in before.items():
                 held[key] = max(held.get(key, 0), total)
             for node in self._nodes_of.get(option.name, ()):
-                peak = self._peak(context, rank, node, is_apart)
+                peak = self._peak(context, rank, node, common)
                 if option.config.offload != "none":
-                    peak += self._returned(context, rank, node, option, is_apart)
+                    peak += self._returned(context, rank, node, option, common)
                 for inferred in (False, True):
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
@@ -209,13 +212,13 @@ class GroupMemory:
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, is_apart: bool
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: Common
     ) -> tuple[int, int]:
         """Return what a rank keeps in host memory at all times, and what more while it sleeps."""
         config = option.config
         batches = config.tokens_per_microbatch, config.activation_checkpointing
         key = (
-            *(option.name, option.layout, config.offload, rank.stage, is_apart),
+            *(option.name, option.layout, config.offload, rank.stage, common),
             batches if config.offload_activations else None,
         )
         if key not in self._on_host_by_layout:
@@ -223,7 +226,7 @@ class GroupMemory:
             if option.replica.role == "gen":
                 through_host = replace(context, plan=_sent_through_hosts(context.plan))
                 always = kept_by_engine(through_host, rank).total()
-                if self._may_wake_unchanged(option, is_apart):
+                if self._may_wake_unchanged(option, common):
                     asleep = kept_asleep(context, rank).total()
             else:
                 always = kept_by_trainer(context, rank).total()
@@ -231,36 +234,36 @@ class GroupMemory:
         return self._on_host_by_layout[key]
 
     def _returned(
-        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, is_apart: bool
+        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, common: Common
     ) -> int:
         """Return the offloaded bytes of a rank that are on the device while a node runs."""
-        key = node, option.name, option.layout, option.config.offload, rank.stage, is_apart
+        key = node, option.name, option.layout, option.config.offload, rank.stage, common
         if key not in self._returned_by_layout:
             idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
 
-    def _may_wake_unchanged(self, option: ReplicaOption, is_apart: bool) -> bool:
+    def _may_wake_unchanged(self, option: ReplicaOption, common: Common) -> bool:
         schedule = self._plan.schedule
         is_changed = any(option.replica.model in node.writes for node in schedule.nodes)
-        return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and not is_apart)
+        return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and common != "none")
 
-    def _peak(self, context: MemoryContext, rank: Rank, node: str, is_apart: bool) -> int:
+    def _peak(self, context: MemoryContext, rank: Rank, node: str, common: Common) -> int:
         """Return what a node needs at its peak, which does not depend on what is offloaded."""
         config = rank.config
         settings = config.tokens_per_microbatch, config.activation_checkpointing
-        key = node, rank.replica, *settings, rank.stage, is_apart
+        key = node, rank.replica, *settings, rank.stage, common
         if key not in self._peaks:
             self._peaks[key] = transient_bytes(context, rank, node)
         return self._peaks[key]
 
-    def _context(self, option: ReplicaOption, is_apart: bool) -> MemoryContext:
+    def _context(self, option: ReplicaOption, common: Common) -> MemoryContext:
         """Return what the memory of a rank depends on besides the rank itself."""
-        key = option.name, is_apart, option.layout.world == 1
+        key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
             settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
             schedule = replace(self._plan.schedule, settings=settings)
-            plan = replace(self._plan, weights=self._routes(option, is_apart), schedule=schedule)
+            plan = replace(self._plan, weights=self._routes(option, common), schedule=schedule)
             self._contexts[key] = MemoryContext(plan, self._problem.request)
         return self._contexts[key]
 
@@ -280,14 +283,14 @@ class GroupMemory:
         return [rank for rank in ranks if rank.stage in (0, largest, option.layout.pipe - 1)]
 
     def _held(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, is_apart: bool
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: Common
     ) -> dict[tuple[str, bool], int]:
         """Return what a rank holds in phases in which it does not run.
 
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """
         config = option.config
-        key = (option.name, option.layout, config.gen.max_running, config.offload, rank.stage, is_apart)
+        key = (option.name, option.layout, config.gen.max_running, config.offload, rank.stage, common)
         if key not in self._held_by_layout:
             held = {}
             for kind in (GENERATE, WAKE, NODE):
@@ -298,7 +301,7 @@ class GroupMemory:
             self._held_by_layout[key] = held
         return self._held_by_layout[key]
 
-    def _routes(self, option: ReplicaOption, is_apart: bool) -> tuple[WeightRoute, ...]:
+    def _routes(self, option: ReplicaOption, common: Common) -> tuple[WeightRoute, ...]:
         """Return the route from or to an option's replica, as far as memory depends on it."""
         model = option.replica.model
         mine = [replica for replica in self._plan.replicas if replica.model == model]
@@ -307,15 +310,17 @@ class GroupMemory:
         if engine is None or source is None or model not in self._problem.written:
             return ()
         own_process = engine_kind(engine.backend).has_own_process
-        if not is_apart and not own_process:
+        if common == "all" and not own_process:
             how: Literal["shared", "gather"] = "shared" if option.layout.world == 1 else "gather"
             return (WeightRoute(model, source.name, engine.name, how),)
         usual = "shared"
         if self._problem.cluster.device == "cuda":
-            usual = "collective" if is_apart else "ipc"
+            usual = {"all": "ipc", "some": "store", "none": "collective"}[common]
         configured = option.config.gen.transport
         transport = usual if configured == "auto" else configured
-        held = 0 if is_apart or option.replica.role == "gen" else _held_bytes(option, self._problem)
+        held = 0
+        if common != "none" and option.replica.role != "gen":
+            held = _held_bytes(option, self._problem)
         route = WeightRoute(model, source.name, engine.name, "pull", transport=transport, held_bytes=held)
         return (
             replace(
@@ -324,6 +329,10 @@ class GroupMemory:
                 near=near_transport(route, engine, self._problem.request),
             ),
         )
+
+
+def _common(common: Mapping[str, Common], option: ReplicaOption) -> Common:
+    return common.get(option.replica.model, "all")
 
 
 def _sent_through_hosts(plan: Plan) -> Plan:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
 
 from hflow.planner.cost.nodes import share_of_kept_weights
-from hflow.planner.ir import PUBLISH_PREFIX, DeviceGroup, Plan
+from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.planner.period import timed_graph
 from hflow.planner.period.cycle_ratio import Arc, find_slower_cycle
 from hflow.planner.period.steady_events import SteadyEvents
 
 Blocks = tuple[tuple[str, ...], ...]
-"""Replicas by group."""
+"""Replicas by group. A replica in several groups uses the devices of all of them."""
 
 
 class Partition:
@@ -24,7 +27,6 @@ class Partition:
     def __init__(self, plan: Plan, blocks: Blocks) -> None:
         self.plan = plan
         self.blocks = blocks
-        self.groups: tuple[DeviceGroup, ...] = plan.groups
         self._events = SteadyEvents(plan.schedule)
         graph = timed_graph(self._events, {}, {})
         self._names = [vertex.name for vertex in graph.vertices]
@@ -81,10 +83,43 @@ class Partition:
         ]
 
 
+@lru_cache(maxsize=4096)
+def overlaps(blocks: Blocks) -> bool:
+    """Return whether a replica is in several groups, so that replicas share only some of their devices."""
+    return max(Counter(name for block in blocks for name in block).values()) > 1
+
+
+@lru_cache(maxsize=4096)
+def connected_blocks(blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of groups that have replicas in common, directly or through others."""
+    parts: list[set[int]] = []
+    for i, block in enumerate(blocks):
+        near = [part for part in parts if any(not set(block).isdisjoint(blocks[other]) for other in part)]
+        parts = [part for part in parts if part not in near] + [{i}.union(*near)]
+    return tuple(sorted(tuple(sorted(part)) for part in parts))
+
+
 def set_partitions(names: Sequence[str]) -> Iterator[Blocks]:
     """Yield every division of some names into non-empty blocks, the coarsest first."""
     found = sorted(_partitions(list(names)), key=len)
     yield from found
+
+
+def spread_sets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the sets of replicas that may use the devices of several groups: the smallest first.
+
+    These are a replica, the two of a model, and all engines.
+    """
+    models = {name: name.partition("@")[0] for name in names}
+    pairs = (pair for pair in combinations(names, 2) if models[pair[0]] == models[pair[1]])
+    engines = tuple(name for name in names if name.endswith("@gen"))
+    yield from dict.fromkeys((name,) for name in names)
+    yield from dict.fromkeys((*pairs, *([engines] if len(engines) > 1 else [])))
+
+
+def with_spread(blocks: Blocks, names: Iterable[str]) -> Blocks:
+    """Return groups to each of which some replicas are added."""
+    return tuple((*block, *names) for block in blocks)
 
 
 def _partitions(names: list[str]) -> Iterator[Blocks]:

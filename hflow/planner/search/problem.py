@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain
 
 from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.backends import BackendTraits, traits
-from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import root_stream, written_models
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
 from hflow.planner.layout import Layout
 from hflow.planner.layout_checks import check_layouts
 from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.placement.placement_setting import PlacementItem, placed_devices
+from hflow.planner.placement.placement_setting import device_sets, placed_devices
 from hflow.planner.placement.replicas import (
     GEN_SUFFIX,
     Devices,
@@ -46,6 +46,7 @@ class FixedGroup:
     devices: Devices | None
     """That the user has named; None: the search chooses them."""
     replicas: tuple[str, ...]
+    """A replica in several groups uses the devices of all of them."""
 
 
 class SearchProblem:
@@ -61,9 +62,10 @@ class SearchProblem:
         workloads: root stream -> lengths of its samples.
         base: the plan with every replica on one device, from which everything is read that does not depend on
             devices.
-        fixed: groups that the user has named. No two of them share devices.
+        fixed: groups that the user has named. No two of them share devices, or have the same replicas.
         layouts: replica -> the layout that the user has set.
-        group_names: replicas of a group that was given with a name -> this name.
+        given_groups: group that was given with a name -> its devices.
+        given_places: replica -> its groups among these, as `models.NAME.group` names them.
         loose: replicas that may be anywhere.
         free_devices: devices that no group has.
     """
@@ -91,23 +93,25 @@ class SearchProblem:
             divides_sequences: whether to try context ranks for sequences that are not long, too.
 
         Raises:
-            PlanError: if groups share only some of their devices, or contradict each other.
+            PlanError: if groups contradict each other, the cluster or the models.
         """
         self.graph = graph
         self.hardware = hardware
         self.margin = margin
         self.allows_planned_only = allows_planned_only
         self.layouts: dict[str, Layout] = {}
-        self.group_names: dict[tuple[str, ...], str] = {}
+        self.given_groups: dict[str, Devices] = {}
+        self.given_places: dict[str, str] = {}
         names = [f"{model}@{role}" for model, role in replica_roles(graph)]
         if PLACEMENT in request.free and request.placement is not None:
-            self.fixed = self._placed_groups(graph, request)
+            fixed = self._placed_groups(graph, request)
         elif PLACEMENT in request.free:
-            self.fixed = _configured_groups(graph, request)
+            fixed = _configured_groups(graph, request)
         else:
             if structure is None:
                 structure, request = plan_structure(graph, request)
-            self.fixed = self._given_groups(structure)
+            fixed = self._given_groups(structure)
+        self.fixed = _merged(fixed)
         self.request = _without_placement(request)
         for name in names:
             config = request.model(_model(name))
@@ -162,19 +166,20 @@ class SearchProblem:
         """Return the configuration of a replica's model."""
         return self.request.model(self.replica(name).model)
 
-    def structure(self, blocks: Iterable[Iterable[str]]) -> Plan:
-        """Return the plan with a group of one device for each block, and all layouts d1.
+    def structure(self, blocks: Sequence[Sequence[str]]) -> Plan:
+        """Return the plan with a group of one device for each block, and a data rank on each device.
+
+        Groups are in the order of the blocks. A replica in several blocks is in all of their groups.
 
         Raises:
             PlanError: if the graph cannot be planned at all.
         """
-        blocks = [tuple(block) for block in blocks]
-        groups = {group_name(block): (i,) for i, block in enumerate(blocks)}
+        groups = {name: (i,) for i, name in enumerate(_group_names(blocks))}
         models: dict[str, ModelConfig] = dict(self.request.models)
-        for block in blocks:
-            for name in block:
-                config = models.get(_model(name), ModelConfig())
-                models[_model(name)] = with_place(config, name, group_name(block), "d1")
+        for name in dict.fromkeys(name for block in blocks for name in block):
+            own = [group for group, block in zip(groups, blocks, strict=True) if name in block]
+            config = models.get(_model(name), ModelConfig())
+            models[_model(name)] = with_place(config, name, ",".join(own), f"d{len(own)}")
         cluster = replace(self.cluster, num_nodes=1, devices_per_node=len(blocks), cores=())
         request = replace(self.request, cluster=cluster, groups=groups, models=models)
         return plan_structure(self.graph, request)[0]
@@ -210,45 +215,41 @@ class SearchProblem:
     def _check_layouts(self) -> None:
         """Raise where a layout that the user has set needs too many devices, or cannot divide its model."""
         for name, layout in self.layouts.items():
-            own = next((group.devices for group in self.fixed if name in group.replicas), None)
+            own = [group.devices or () for group in self.fixed if name in group.replicas]
             anywhere = (self.free_devices, *(group.devices or () for group in self.fixed))
-            devices = max(anywhere, key=len) if own is None else own
+            devices = tuple(chain(*own)) if all(own) and own else tuple(chain(*anywhere))
             check_size(name, layout, DeviceGroup(placement_name(name), devices))
         check_layouts(
             [replace(self.replica(name), layout=layout) for name, layout in self.layouts.items()],
             self.request,
         )
 
-    def _placed_groups(self, graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
-        """Return the groups that the placement names, and keep the layouts in it."""
+    def _placed_groups(self, graph: Graph, request: PlanRequest) -> Iterator[FixedGroup]:
+        """Yield the groups that the placement names, and keep the layouts in it."""
         placed = {
             model + GEN_SUFFIX * (role == "gen"): f"{model}@{role}" for model, role in replica_roles(graph)
         }
         items, devices = placed_devices(request, list(placed))
-        _check_disjoint(items, devices, [name for name in placed if name not in items])
-        groups: dict[Devices, list[str]] = {}
         for name, item in items.items():
-            groups.setdefault(devices[name], []).append(placed[name])
             if item.layout is not None:
                 layout = self.layouts[placed[name]] = Layout.parse(item.layout)
                 check_size(placed[name], layout, DeviceGroup(name, devices[name]))
-        return tuple(FixedGroup(devices, tuple(names)) for devices, names in groups.items())
+        for members in device_sets(devices, request.cluster).values():
+            names = (placed[name] for name in items if not set(members).isdisjoint(devices[name]))
+            yield FixedGroup(members, tuple(names))
 
-    def _given_groups(self, plan: Plan) -> tuple[FixedGroup, ...]:
-        """Return the groups of a request whose placement is not free."""
-        if overlaps(plan):
-            raise PlanError("layouts on device sets that overlap in part are not chosen; set them")
-        groups = []
+    def _given_groups(self, plan: Plan) -> Iterator[FixedGroup]:
+        """Yield the groups of a request whose placement is not free, and keep their names."""
+        self.given_places = {replica.name: ",".join(replica.groups) for replica in plan.replicas}
         for group in plan.groups:
-            names = tuple(r.name for r in plan.replicas if r.groups == (group.name,))
+            names = tuple(r.name for r in plan.replicas if group.name in r.groups)
             if names:
-                groups.append(FixedGroup(group.devices, names))
-                self.group_names[names] = group.name
-        return tuple(groups)
+                self.given_groups[group.name] = group.devices
+                yield FixedGroup(group.devices, names)
 
 
-def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, ...]:
-    """Return the groups that models name, with their devices where the request has any.
+def _configured_groups(graph: Graph, request: PlanRequest) -> Iterator[FixedGroup]:
+    """Yield the groups that models name, with their devices where the request has any.
 
     Raises:
         PlanError: for groups that contradict each other, the cluster or the models.
@@ -257,23 +258,19 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, 
     roles = replica_roles(graph)
     for model, role in roles:
         config = request.model(model)
-        group = config.group
+        group, key = config.group, f"models.{model}.group"
         if role == "gen" and (config.gen.group is not None or len([m for m, _ in roles if m == model]) > 1):
-            group = config.gen.group
-        if group is not None and len(named_groups(group)) > 1:
-            raise PlanError(
-                f"{model}@{role} is in groups {group}, but placement=auto places no model on several groups; "
-                "remove placement=auto, and give every group its devices"
-            )
-        if group is not None:
-            named.setdefault(group, []).append(f"{model}@{role}")
+            group, key = config.gen.group, f"models.{model}.gen.group"
+        for name in () if group is None else named_groups(key, group):
+            named.setdefault(name, []).append(f"{model}@{role}")
     if not request.groups:
         if len(named) > request.cluster.num_devices:
             raise PlanError(
                 f"models name {len(named)} device groups ({', '.join(named)}), but cluster "
                 f"{request.cluster.name} has {request.cluster.num_devices} devices; name fewer groups"
             )
-        return tuple(FixedGroup(None, tuple(names)) for names in named.values())
+        yield from (FixedGroup(None, tuple(names)) for names in named.values())
+        return
     for group in request.groups:
         if group not in named:
             raise PlanError(
@@ -281,26 +278,16 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> tuple[FixedGroup, 
                 "or remove it"
             )
     groups = device_groups(request.cluster, request.groups, dict.fromkeys(named))
-    return tuple(FixedGroup(groups[name].devices, tuple(names)) for name, names in named.items())
+    yield from (FixedGroup(groups[name].devices, tuple(names)) for name, names in named.items())
 
 
-def overlaps(plan: Plan) -> bool:
-    """Return whether replicas of a plan share only some of their devices."""
-    return any(len(replica.groups) > 1 for replica in plan.replicas)
-
-
-def _check_disjoint(
-    items: Mapping[str, PlacementItem], devices: Mapping[str, Devices], unnamed: Sequence[str]
-) -> None:
-    """Raise if the sets of a placement overlap in part: no model is placed around such sets."""
-    for one, other in combinations(items, 2):
-        common = set(devices[one]) & set(devices[other])
-        if common and devices[one] != devices[other]:
-            free = f"place {' and '.join(unnamed)}, too" if unnamed else "place every replica"
-            raise PlanError(
-                f"placement: {items[one].text!r} and {items[other].text!r} share only some of their devices "
-                f"({device_ranges(sorted(common))}), and the planner places no model around such sets; {free}"
-            )
+def _merged(groups: Iterable[FixedGroup]) -> tuple[FixedGroup, ...]:
+    """Return groups of which no two have the same replicas: these have the devices of both."""
+    devices: dict[tuple[str, ...], Devices | None] = {}
+    for group in groups:
+        before = devices.get(group.replicas) or ()
+        devices[group.replicas] = None if group.devices is None else tuple(sorted(before + group.devices))
+    return tuple(FixedGroup(own, replicas) for replicas, own in devices.items())
 
 
 def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> ModelConfig:
@@ -310,9 +297,14 @@ def with_place(config: ModelConfig, replica: str, group: str, layout: str) -> Mo
     return replace(config, group=group, layout=layout)
 
 
-def group_name(block: Iterable[str]) -> str:
-    """Return the name of a group of replicas: its first one, as `placement` names it."""
-    return placement_name(next(iter(block)))
+def _group_names(blocks: Sequence[Sequence[str]]) -> list[str]:
+    """Return a name for each group of replicas: its first one that is in no other group, else all of them."""
+    num_blocks = Counter(name for block in blocks for name in block)
+    own = [next((name for name in block if num_blocks[name] == 1), None) for block in blocks]
+    return [
+        "+".join(map(placement_name, block)) if name is None else placement_name(name)
+        for name, block in zip(own, blocks, strict=True)
+    ]
 
 
 def _without_placement(request: PlanRequest) -> PlanRequest:

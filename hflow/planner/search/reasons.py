@@ -54,35 +54,32 @@ def waiting(evaluator: Evaluator, choice: Choice) -> str:
 
 def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, str]]:
     """Yield each replica whose layout was chosen among several, with the reason for it."""
-    problem = evaluator.problem
-    for block, group in zip(choice.partition.blocks, choice.groups, strict=True):
-        for axis, option in enumerate(group.options):
-            if option.name in problem.layouts or not problem.traits(option.name).is_model_parallel:
-                continue
-            if option.replica.model not in problem.request.shapes:
-                yield option.name, "data ranks alone, as its sizes are unknown"
-                continue
-            devices = evaluator.costed(choice, block)
-            table = evaluator.table.options(option.name, devices, with_too_large=True)
-            simpler = [other for other in table if other.cuts < option.cuts]
-            if not simpler:
-                faster = any(other.cuts > option.cuts for other in table)
-                yield option.name, "data ranks alone are fastest" if faster else "data ranks alone fit"
-                continue
-            other = min(simpler, key=lambda other: (-other.cuts, other.total))
-            options = [*group.options[:axis], other, *group.options[axis + 1 :]]
-            fit = evaluator.memory.fit(evaluator.phases(block), options, evaluator.apart(block))
-            if fit.total > problem.memory_limit:
-                yield (
-                    option.name,
-                    f"with {other.layout} {fit.phase} would need {fit.total / GIB:.1f} GiB of "
-                    f"{problem.cluster.memory_bytes / GIB:.1f}",
-                )
-            else:
-                yield (
-                    option.name,
-                    f"{1 - option.total / other.total:.0%} faster than {other.layout}".replace("%", " %"),
-                )
+    problem, devices = evaluator.problem, evaluator.costed(choice.partition.blocks, choice.devices)
+    for option in choice.options:
+        if option.name in problem.layouts or not problem.traits(option.name).is_model_parallel:
+            continue
+        if option.replica.model not in problem.request.shapes:
+            yield option.name, "data ranks alone, as its sizes are unknown"
+            continue
+        table = evaluator.table.options(option.name, devices[option.name], with_too_large=True)
+        simpler = [other for other in table if other.cuts < option.cuts]
+        if not simpler:
+            faster = any(other.cuts > option.cuts for other in table)
+            yield option.name, "data ranks alone are fastest" if faster else "data ranks alone fit"
+            continue
+        other = min(simpler, key=lambda other: (-other.cuts, other.total))
+        fit = evaluator.fullest(choice, other)
+        if fit.total > problem.memory_limit:
+            yield (
+                option.name,
+                f"with {other.layout} {fit.phase} would need {fit.total / GIB:.1f} GiB of "
+                f"{problem.cluster.memory_bytes / GIB:.1f}",
+            )
+        else:
+            yield (
+                option.name,
+                f"{1 - option.total / other.total:.0%} faster than {other.layout}".replace("%", " %"),
+            )
 
 
 def _words(name: str) -> str:

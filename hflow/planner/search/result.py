@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from hflow.config.schema import ModelConfig, RunConfig
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import Candidate
-from hflow.planner.placement.replicas import placement_name
+from hflow.planner.placement.replicas import Devices, placement_name
 from hflow.planner.request import PlanRequest
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.problem import PLACEMENT
+from hflow.planner.search.problem import PLACEMENT, with_place
 from hflow.planner.search.reasons import layout_reasons, reason
 
 NUM_CANDIDATES = 10
@@ -80,14 +80,13 @@ def make_result(
 
 def placement_of(choice: Choice) -> str:
     """Return a choice as the setting `placement`."""
-    items = []
-    for group, devices in zip(choice.groups, choice.devices, strict=True):
-        layouts: dict[str, list[str]] = {}
-        for option in group.options:
-            layouts.setdefault(str(option.layout), []).append(placement_name(option.name))
-        for layout, names in layouts.items():
-            items.append(f"{','.join(names)}={device_ranges(devices)}:{layout}")
-    return " ".join(items)
+    items: dict[tuple[Devices, str], list[str]] = {}
+    for option in choice.options:
+        key = choice.devices_of(option.name), str(option.layout)
+        items.setdefault(key, []).append(placement_name(option.name))
+    return " ".join(
+        f"{','.join(names)}={device_ranges(devices)}:{layout}" for (devices, layout), names in items.items()
+    )
 
 
 def settings_of(evaluator: Evaluator, choice: Choice) -> dict[str, Any]:
@@ -139,17 +138,8 @@ def _set_model_key(config: ModelConfig, name: str, value: Any) -> ModelConfig:
 
 def _with_layouts(evaluator: Evaluator, request: PlanRequest, choice: Choice) -> PlanRequest:
     """Return the request with the groups that were given and the layouts that were chosen."""
-    models = dict(request.models)
-    groups = {}
-    for block, group, devices in zip(choice.partition.blocks, choice.groups, choice.devices, strict=True):
-        name = evaluator.problem.group_names[block]
-        groups[name] = devices
-        for option in group.options:
-            config = models.get(option.replica.model, ModelConfig())
-            layout = str(option.layout)
-            if option.replica.role == "gen":
-                config = replace(config, gen=replace(config.gen, group=name, layout=layout))
-            else:
-                config = replace(config, group=name, layout=layout)
-            models[option.replica.model] = config
-    return replace(request, models=models, groups=groups)
+    problem, models = evaluator.problem, dict(request.models)
+    for option in choice.options:
+        model, group = option.replica.model, problem.given_places[option.name]
+        models[model] = with_place(models.get(model, ModelConfig()), option.name, group, str(option.layout))
+    return replace(request, models=models, groups=problem.given_groups)

@@ -31,9 +31,10 @@ def with_bytes(
     of_experts, of_others = experts * dst.layout.num_expert_copies, others * dst.layout.num_copies
     needed = of_experts + of_others
     held = local = 0.0
-    if src.workers == dst.workers:
-        held = others * _held_models(src, dst, shape, cluster)
-        held += experts * _held_experts(src, dst, shape, cluster)
+    if common := sorted(set(src.workers) & set(dst.workers)):
+        on_machines = tuple(Counter(map(cluster.node_of, common)).values())
+        held = others * _held_models(src, dst, shape, on_machines)
+        held += experts * _held_experts(src, dst, shape, on_machines)
     machines = {cluster.node_of(w) for w in src.workers}
     if machines & {cluster.node_of(w) for w in dst.workers}:
         num = min(cluster.devices_per_node, src.layout.world)
@@ -48,10 +49,12 @@ def with_bytes(
     )
 
 
-def _held_models(src: Replica, dst: Replica, shape: ModelShape, cluster: ClusterSpec) -> float:
-    """Return how much workers hold of what they need, all together, in copies of the model."""
+def _held_models(src: Replica, dst: Replica, shape: ModelShape, machines: tuple[int, ...]) -> float:
+    """Return how much workers hold of what they need, all together, in copies of the model.
+
+    The first of the common workers on the machines counts as the first one of both replicas.
+    """
     num_shards, stages = dst.layout.tensor, src.layout.pipe * dst.layout.pipe
-    machines = tuple(Counter(map(cluster.node_of, dst.workers)).values())
     if traits(src.backend).sharded_over_data != "everything":
         return _held_tensors(src.layout.tensor, num_shards, machines) / stages
     by_rows = _split_by_rows(shape)
@@ -59,12 +62,12 @@ def _held_models(src: Replica, dst: Replica, shape: ModelShape, cluster: Cluster
     return (by_rows * rows + (1 - by_rows) / num_shards) / dst.layout.pipe
 
 
-def _held_experts(src: Replica, dst: Replica, shape: ModelShape, cluster: ClusterSpec) -> float:
+def _held_experts(src: Replica, dst: Replica, shape: ModelShape, machines: tuple[int, ...]) -> float:
     """Return the same in copies of all experts, with the ranks of expert axes in the order of devices."""
     if src.layout.expert == dst.layout.expert == 1 or traits(src.backend).sharded_over_data == "everything":
-        return _held_models(src, dst, shape, cluster)
+        return _held_models(src, dst, shape, machines)
     common = 0.0
-    for worker in range(dst.layout.world):
+    for worker in range(sum(machines)):
         (t, e), (other_t, other_e) = _expert_shard(src, worker), _expert_shard(dst, worker)
         tensors_in_common = _overlap(t, src.layout.tensor, other_t, dst.layout.tensor)
         common += tensors_in_common * _overlap(e, src.layout.expert, other_e, dst.layout.expert)

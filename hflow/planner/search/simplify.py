@@ -12,19 +12,15 @@ from hflow.planner.search.options import MIN_DIFFERENCE, ReplicaOption
 def simplified(evaluator: Evaluator, choice: Choice) -> Choice:
     """Return the choice with as many default settings as fit and cost no time."""
     limit = choice.period * (1 + MIN_DIFFERENCE)
-    for i, block in enumerate(choice.partition.blocks):
-        for axis in range(len(block)):
-            for option in _defaults(evaluator, choice.groups[i].options[axis]):
-                options = list(choice.groups[i].options)
-                options[axis] = option
-                group = evaluator.group(block, options)
-                if group is None:
-                    continue
-                groups = [*choice.groups[:i], group, *choice.groups[i + 1 :]]
-                other = evaluator.choice(choice.partition, choice.devices, groups, math.inf)
-                if other is not None and other.period <= limit:
-                    choice = other
-                    break
+    for before in choice.options:
+        for option in _defaults(evaluator, before):
+            groups = evaluator.replaced(choice, option)
+            if groups is None:
+                continue
+            other = evaluator.choice(choice.partition.blocks, choice.devices, groups, math.inf)
+            if other is not None and other.period <= limit:
+                choice = other
+                break
     return choice
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from hflow.planner.forecast import Pace, SimulatedStep
 from hflow.planner.ir import Schedule
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.partition import Blocks
+from hflow.planner.search.explore import MIN_SPREAD_GAIN
+from hflow.planner.search.partition import Blocks, overlaps
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.workload import Workload
 
@@ -34,7 +36,8 @@ def by_seconds(
 
     By its analytic period, an engine that just keeps up is as good as one that has time to wait for late
     responses. So alternatives are simulated too, those first that would be fastest if they waited as much as
-    the best of their division. One takes its place if it is clearly faster.
+    the best of their division. One takes its place if it is clearly faster. Divisions with replicas in several
+    groups are left out if they are not clearly faster than all others.
 
     Args:
         evaluator: made the choices.
@@ -60,7 +63,10 @@ def by_seconds(
         seconds, blocks = step_seconds(evaluator, other, simulate), other.partition.blocks
         if seconds < found[blocks][1] * (1 - MIN_GAIN):
             found[blocks], fastest = (other, seconds), min(fastest, seconds)
-    return sorted(found.values(), key=lambda pair: pair[1])
+    apart = min((s for c, s in found.values() if not overlaps(c.partition.blocks)), default=math.inf)
+    useful = apart * (1 - MIN_SPREAD_GAIN)
+    kept = (row for row in found.values() if row[1] < useful or not overlaps(row[0].partition.blocks))
+    return sorted(kept, key=lambda pair: pair[1])
 
 
 def is_estimate(problem: SearchProblem) -> bool:
