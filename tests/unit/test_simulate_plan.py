@@ -49,8 +49,8 @@ def test_even_lengths_take_the_plans_period(name: str, overrides: tuple[str, ...
     made = plan(name, "workload.response_cv=0", "schedule.max_staleness=0", *overrides)
     assert made.forecast is not None
     assert made.forecast.period is not None
-    # The speed changes in steps: a last wave with few samples may be 0.1 % off.
-    assert simulate_plan(made, 16).period == pytest.approx(made.forecast.period.seconds, rel=1e-3)
+    # The speed changes in steps: a last wave with few samples may be 0.2 % off.
+    assert simulate_plan(made, 16).period == pytest.approx(made.forecast.period.seconds, rel=2e-3)
 
 
 def test_uneven_lengths_come_closer_to_the_limit_with_staleness():

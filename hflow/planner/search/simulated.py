@@ -36,8 +36,8 @@ def by_seconds(
 
     By its analytic period, an engine that just keeps up is as good as one that has time to wait for late
     responses. So alternatives are simulated too, those first that would be fastest if they waited as much as
-    the best of their division. One takes its place if it is clearly faster. Divisions with replicas in several
-    groups are left out if they are not clearly faster than all others.
+    the best of their division. One takes its place if it is clearly faster. Divisions with replicas in
+    several groups are left out if they are not clearly faster than all others.
 
     Args:
         evaluator: made the choices.
