@@ -13,7 +13,7 @@ NO_REMEDY = "More staleness and other placements were tried: none makes a step n
 def limit_text(limit: Limit) -> str:
     """Return what limits a step, and by how much each remedy shortens it."""
     if not limit.remedies:
-        return f"{limit.cause}. {NO_REMEDY}"
+        return f"{limit.cause}. {NO_REMEDY}" if limit.idle else f"{limit.cause}."
     first, *others = limit.remedies
     more = "".join(f", with {_settings(other)} {share_text(other.gain)} less" for other in others)
     return f"{limit.cause}. With {_settings(first)} a step takes {share_text(first.gain)} less{more}."

@@ -10,8 +10,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from kits.search_kit import problem
 from rich.console import Console
+from search_kit import problem
 
 from hflow.graph.ir import Graph
 from hflow.launch.compile import Compiled, compile_recipe, read_recipe

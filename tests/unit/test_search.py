@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
@@ -49,6 +50,7 @@ from hflow.report.plan_text import render_plan
 from hflow.runtime.simulation.simulate_plan import simulate_plan, simulated_period
 
 LONG = pytest.mark.long
+CALIBRATIONS = RECIPES.parent / "configs" / "hardware" / "calibrations"
 PPO_ON_8 = (
     "cluster=h100-1x8",
     "model@models.actor=qwen2.5-1.5b",
@@ -580,6 +582,26 @@ def test_idle_devices_that_nothing_uses_are_named() -> None:
     assert limit_text(idle).startswith(
         "train is idle for 40 % of a step. More staleness and other placements"
     )
+
+
+@pytest.mark.parametrize("sample_us", [0, 40_000])
+def test_a_controller_that_handles_more_samples_than_engines_generate_is_named(
+    sample_us: int, tmp_path: Path
+) -> None:
+    values = yaml.safe_load((CALIBRATIONS / "hopper.yaml").read_text()) | {"sample_us": sample_us}
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(values))
+    keys = (*PPO_ON_8, "placement=actor,actor.gen,critic,ref=all", f"calibration={tmp_path / 'slow.yaml'}")
+    forecast = compile_recipe(RECIPES / "ppo.py", keys, with_limits=True).plan.forecast
+    assert forecast is not None
+    source = next(row for row in forecast.times if row.node == "actor_gen")
+    named = [limit_text(limit) for limit in forecast.limits if "controller" in limit.cause]
+    if not sample_us:
+        assert not named
+        return
+    longer = dict(source.parts)["episodes"]
+    assert named == [
+        f"actor_gen takes {longer:.1f} s longer, as the controller handles one sample after the other."
+    ]
 
 
 LENGTH_KEYS = ("nodes.actor_gen.max_tokens", "models.actor.gen.max_model_len")

@@ -37,6 +37,8 @@ from hflow.planner.workload import Workload, expected_max, sample_lengths
 
 Parts = list[Part] | None
 """None where the planner does not know the sizes of a model that it needs."""
+EPISODES = "episodes"
+"""The part of a source in which the controller handles samples and no engine computes."""
 
 
 class Costs:
@@ -98,7 +100,7 @@ class Costs:
             parts += [replace(part, name=mark + part.name) for part in of_engine]
         samples = len(self._lengths) * self._sample_seconds
         hidden = sum(part.seconds for part in parts) if self._is_beside else 0.0
-        episodes = Part("episodes", max(0.0, samples - hidden), LATENCY)
+        episodes = Part(EPISODES, max(0.0, samples - hidden), LATENCY)
         return [*parts, episodes, *self._source_body()]
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
+from hflow.planner.cost.nodes import EPISODES
 from hflow.planner.cost.roofline import NETWORK
 from hflow.planner.forecast import Forecast, Limit, Remedy
 from hflow.planner.ir import EngineChoice
@@ -109,7 +110,7 @@ def throttles(
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:
         return ()
-    limits = []
+    limits = list(_controller(forecast, before))
     others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
         limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
@@ -127,6 +128,15 @@ def throttles(
         lanes = tuple(lane for lane, _ in idle)
         limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
     return tuple(limits)
+
+
+def _controller(forecast: Forecast, before: float) -> Iterator[Limit]:
+    """Yield the sources that wait for the controller, which handles a sample at a time."""
+    for row in forecast.times:
+        seconds = dict(row.parts).get(EPISODES, 0.0)
+        if seconds > MIN_GAIN * before:
+            more = f"{seconds:.1f} s longer, as the controller handles one sample after the other"
+            yield Limit(f"{row.node} takes {more}", ())
 
 
 def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
