@@ -9,6 +9,7 @@ from functools import cache
 from statistics import NormalDist
 
 from comparison import Comparison, Row, compare, costs, hardware, model, rows, seconds
+from weights import PAGEABLE_GB_PER_S, Update, exported_tensors
 
 from hflow.config.schema import GenConfig
 from hflow.planner.cost.flops import kv_entries, work_of
@@ -29,9 +30,6 @@ LEARNING = {
 """Seconds of NeMo RL's forward and training passes over those of their kernels: it pads packed sequences,
 computes logits in fp32, and swaps the reference model in. The first three are fitted to its fitted rows, the
 last follows from them."""
-SWITCH_GB_PER_S = {"h100": 1.5, "gb200": 2.2}
-"""Rate at which NeMo RL moves weights and optimizer states of a device to the host and back when engines and
-trainer take turns, fitted to its fitted rows: pageable memory, which the processes of a machine share."""
 PROMPT = 128
 """Assumed tokens of a prompt of OpenMathInstruct-2, which the source does not give."""
 DEVIATION = 0.6
@@ -94,9 +92,24 @@ def grpo_step(row: Row) -> float:
     passes = 2 * seconds(forward(trainer, work)) + seconds(train(trainer, work.share(1 / num), num))
     kind = "dense" if trainer.shape.experts is None else "experts"
     learning = LEARNING[row["device"], kind] * passes
+    refit = refit_seconds(row, training, generating)
     if ahead:
-        return max(generation, learning)
-    return generation + learning + switch_seconds(trainer, SWITCH_GB_PER_S[row["device"]])
+        return max(generation, learning) + refit
+    return generation + learning + refit + switch_seconds(trainer, PAGEABLE_GB_PER_S[row["device"]])
+
+
+def refit_seconds(row: Row, training: int, generating: int) -> float:
+    """Return the seconds of new weights, during which nothing is generated or trained.
+
+    Training ranks gather whole tensors. In turns, each hands them to the engine on its device while it
+    gathers the next ones; ahead, one broadcasts them to all. Sources: `refit_policy_generation` and
+    `async_grpo_train` in nemo_rl/algorithms/grpo.py; its recipes set `in_flight_weight_updates`.
+    """
+    shape = model(row["model"])
+    num_bytes = 2.0 * num_parameters(shape)
+    num = exported_tensors(shape)
+    update = Update(row["device"], num_bytes, num_bytes, num, training, generating)
+    return update.gather() if row["ahead"] == "0" else max(update.gather(), *update.from_one_machine())
 
 
 def limit_running(engine: ReplicaCosts, length: int, utilization: float) -> ReplicaCosts:
@@ -148,12 +161,19 @@ class Step:
     backend: str
     tensor: int
     pipe: int
+    microbatch: int = 0
+    """Samples of a micro-batch; 0: as many as the longest response has tokens, or 32,768."""
+    is_eager: bool = False
+    """Whether the engine launches kernels one by one, without CUDA graphs."""
 
     def generation(self, gpus: int, mean: float, ahead: int) -> float:
         """Return the seconds of generating a batch, with the batches that are in flight."""
         config = GenConfig(max_running=RUNNING)
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
         engine = costs(self.model, hardware(self.device), layout, "vllm", gen=config)
+        if self.is_eager:
+            launching = engine.hardware.calibration.host["embedded"].layer_us
+            engine = replace(engine, host=replace(engine.host, layer_us=launching))
         workload = cut_workload(round(mean), self.max_response)
         engine = limit_running(engine, PROMPT + round(mean), 0.8)
         batches = max(1, ahead)
@@ -164,12 +184,13 @@ class Step:
     def learning(self, gpus: int, mean: float) -> tuple[float, float]:
         """Return the seconds of a forward pass over the batch, and of its minibatches."""
         data = gpus // (self.tensor * self.pipe)
+        tokens = self.microbatch * (PROMPT + round(mean)) or max(32_768, self.max_response + PROMPT)
         trainer = costs(
             self.model,
             hardware(self.device),
             Layout(data, self.tensor, self.pipe),
             self.backend,
-            tokens_per_microbatch=max(32_768, self.max_response + PROMPT),
+            tokens_per_microbatch=tokens,
             activation_checkpointing=True,
         )
         num = self.groups * self.group_size
@@ -179,20 +200,35 @@ class Step:
 
 
 def verl_async() -> Iterator[Comparison]:
-    """Yield what one step ahead gains, at the length that explains the seconds of training in turns."""
+    """Yield what one step ahead gains, at the length that explains the seconds of training in turns.
+
+    In turns, parameters go to the host and back three times, for generation, log-probs, and training, and
+    optimizer states once, with training (verl/workers/fsdp_workers.py and megatron_workers.py). What goes
+    with training is part of its published seconds.
+    """
     for row in rows("verl_async"):
-        backend = {"fsdp": "torch", "megatron": "megatron"}[row["engine"]]
-        t, p = int(row["tensor"]), int(row["pipe"])
-        step = Step("qwen2.5-7b", "h20", 512, 12, int(row["max_response"]), 16, 2, backend, t, p)
-        mean = bisect(lambda x, s=step: s.learning(16, x)[1], float(row["update"]), step.max_response)
-        # In turns, parameters and optimizer states go to the host: 12 bytes a weight, over `shards` devices.
-        held = 12 * num_parameters(model("qwen2.5-7b")) / int(row["shards"])
-        switching = 2 * held / (SWITCH_GB_PER_S["h100"] * 1e9)
-        in_turns = step.generation(16, mean, 0) + sum(step.learning(16, mean)) + switching
-        ahead = max(step.generation(4, mean, 1), sum(step.learning(12, mean)))
+        in_turns, ahead = _verl_step(row, "answers_in_turns"), _verl_step(row, "answers_ahead")
+        num = num_parameters(model(in_turns.model))
+        params, states = (num * float(row[key]) for key in ("parameter_bytes", "state_bytes"))
+        per_byte = 2 / (PAGEABLE_GB_PER_S[in_turns.device] * 1e9)
+        updating = float(row["update"]) - per_byte * (params + states)
+        mean = bisect(lambda x, s=in_turns: s.learning(16, x)[1], updating, in_turns.max_response)
+        switching = per_byte * (3 * params + states)
+        together = in_turns.generation(16, mean, 0) + sum(in_turns.learning(16, mean)) + switching
+        apart = max(ahead.generation(4, mean, 1), sum(ahead.learning(12, mean)))
         measured = float(row["in_turns"]) / float(row["ahead"])
         name = f"qwen2.5-7b 16xh20 {row['engine']} 1 ahead: seconds in turns over those ahead"
-        yield compare("verl", "gain by staleness", name, measured, in_turns / ahead, row)
+        yield compare("verl", "gain by staleness", name, measured, together / apart, row)
+
+
+def _verl_step(row: Row, answers: str) -> Step:
+    """Return the step of a row. verl's engines launch kernels one by one: `enforce_eager` is its default."""
+    backend = {"fsdp": "torch", "megatron": "megatron"}[row["engine"]]
+    t, p = int(row["tensor"]), int(row["pipe"])
+    longest, samples = int(row["max_response"]), int(row["microbatch"])
+    return Step(
+        "qwen2.5-7b", "h20", 512, int(row[answers]), longest, 16, 2, backend, t, p, samples, is_eager=True
+    )
 
 
 def areal() -> Iterator[Comparison]:

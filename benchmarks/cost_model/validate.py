@@ -27,7 +27,15 @@ from reinforcement import areal, nemo_rl, verl_async
 from training import llm_foundry, megatron_bridge, nemo_framework
 from weights import weight_sync
 
-TARGETS = {"training": 0.10, "decode": 0.12, "RL step": 0.20, "gain by staleness": 0.10, "weight sync": 0.40}
+TARGETS = {
+    "training": 0.10,
+    "decode": 0.12,
+    "RL step": 0.20,
+    "MoE RL step": 0.20,
+    "PPO": 0.20,
+    "gain by staleness": 0.10,
+    "weight sync": 0.40,
+}
 
 SOURCES: tuple[Callable[[], Iterator[Comparison]], ...] = (
     llm_foundry,

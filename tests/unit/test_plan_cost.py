@@ -50,7 +50,7 @@ from hflow.planner.cost.flops import (
 )
 from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
 from hflow.planner.cost.kernels import layer_products
-from hflow.planner.cost.rank_collectives import MIN_UNIT_BYTES
+from hflow.planner.cost.rank_collectives import MIN_UNIT_BYTES, bucket_collectives
 from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
 from hflow.planner.cost.training import (
     bubble,
@@ -229,6 +229,25 @@ def test_a_distributed_optimizer_that_overlaps_hides_all_but_a_layer():
     whole, seen = (named(train(each, amount, 1)) for each in (plain, beside))
     for part in ("reduce-scatter", "all-gather"):
         assert seen[part] == pytest.approx(whole[part] / 33)
+
+
+def test_gradients_of_interleaved_stages_are_hidden_by_more_than_one_pass():
+    # 3 pieces on 2 stages: (2 x 2 + 1) / 3 backward passes hide the sum, of which each is 2 of 3 passes.
+    plain = side(LLAMA_7B, "d2p2", backend="megatron", dtype="bf16")
+    one, three = (named(train(replace(plain, virtual_stages=num), work(10.0), 1)) for num in (1, 3))
+    unhidden = replace(plain, traits=replace(plain.traits, overlaps_optimizer=False))
+    whole = named(train(unhidden, work(10.0), 1))["reduce-scatter"]
+    backward = one["forward and backward"] * 2 / 3 * 16 / 17
+    assert one["reduce-scatter"] == pytest.approx(whole - backward)
+    assert three["reduce-scatter"] == pytest.approx(whole - 5 / 3 * backward)
+
+
+def test_gradients_and_weights_may_be_exchanged_in_fewer_bytes():
+    whole = side(layout="d4", backend="megatron", dtype="bf16")
+    few = replace(whole, low_dtype="fp8", gathers_low=True, gradient_bytes=2)
+    for kind in ("reduce-scatter", "all-gather"):
+        (one,), (half,) = (bucket_collectives(kind, each) for each in (whole, few))
+        assert half.num_bytes == one.num_bytes / 2
 
 
 def test_what_programs_reach_scales_the_data_sheet():

@@ -266,10 +266,10 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
         return
     units, in_layers = num_units(replica), 0.0
     if units > 1:
-        layer = layer_parameters(replica.shape) * replica.itemsize
+        layer = layer_parameters(replica.shape) * replica.gathered_bytes
         in_layers = layer * (units - 1)
         yield Collectives("all-gather", "data", layer, passes.num * (units - 1) * (1 + passes.backward))
-    rest = replica.stage_weights * replica.itemsize - in_layers
+    rest = replica.stage_weights * replica.gathered_bytes - in_layers
     yield Collectives("all-gather", "data", rest, passes.num if passes.backward else 1)
 
 
@@ -277,7 +277,7 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
     """Yield the sums of gradients in backward passes, where weights are sharded over data ranks."""
     if is_sharded(replica, "everything") and passes.backward:
         units = num_units(replica)
-        gradients = replica.trained_weights / units * FP32_BYTES
+        gradients = replica.trained_weights / units * replica.gradient_bytes
         yield Collectives("reduce-scatter", "data", gradients, passes.num * units)
 
 
@@ -294,7 +294,7 @@ def bucket_collectives(
     if not is_sharded(replica, "optimizer"):
         return
     layout, shape = replica.layout, replica.shape
-    width = FP32_BYTES if kind == "reduce-scatter" else replica.itemsize
+    width = replica.gradient_bytes if kind == "reduce-scatter" else replica.gathered_bytes
     num, num_of_experts = num_buckets(shape, layout, stage)
     others, experts = _bucket_weights(shape, layout, stage)
     if experts and layout.num_expert_copies > 1:

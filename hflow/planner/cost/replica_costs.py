@@ -16,6 +16,7 @@ from hflow.planner.cost.roofline import Rates
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import ClusterSpec, Replica
 from hflow.planner.layout import Layout
+from hflow.planner.memory.rank import FP32_BYTES
 from hflow.planner.model_shape import (
     DTYPE_BYTES,
     ModelShape,
@@ -53,6 +54,10 @@ class ReplicaCosts:
     """Precision of the matrices, where it is lower than the compute dtype."""
     virtual_stages: int = 1
     """Pieces of a pipeline stage that take turns (interleaved pipeline)."""
+    gradient_bytes: int = FP32_BYTES
+    """Bytes of a gradient as data ranks sum it."""
+    gathers_low: bool = False
+    """Whether data ranks gather weights in `low_dtype`."""
 
     @classmethod
     def of(
@@ -123,6 +128,11 @@ class ReplicaCosts:
     def itemsize(self) -> int:
         """Bytes of an activation."""
         return DTYPE_BYTES[self.config.compute_dtype]
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a weight as data ranks gather it."""
+        return self.weight_bytes if self.gathers_low else self.itemsize
 
     @cached_property
     def weight_bytes(self) -> float:

@@ -195,7 +195,9 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
     """Return the seconds of scattering gradients to optimizer shards, and gathering new weights from them.
 
     A backend that overlaps them hides gradients behind the last backward pass, and weights behind the first
-    forward pass, but for one layer.
+    forward pass, but for one layer. A stage in `v` pieces sums a piece's gradients while the pieces before it
+    compute as many micro-batches as there are stages `p`, so that `(p (v - 1) + 1) / v` passes hide them;
+    weights are gathered likewise. Source: `forward_backward_pipelining_with_interleaving` of Megatron-core.
 
     Args:
         replica: the replica.
@@ -207,6 +209,8 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
     scatter = total_time(bucket_collectives("reduce-scatter", replica), replica)
     gather = total_time(bucket_collectives("all-gather", replica), replica)
     if replica.traits.overlaps_optimizer:
+        pieces = replica.virtual_stages
+        pass_seconds *= (replica.layout.pipe * (pieces - 1) + 1) / pieces
         first = pass_seconds / (num_passes + 1)
         scatter = scatter.times(_visible(replica, scatter.seconds, pass_seconds - first))
         gather = gather.times(_visible(replica, gather.seconds, first))
