@@ -88,6 +88,11 @@ class Costs:
         Encoded samples are made ahead and take no time. An engine that comes back from its sleep with the
         weights that it had is part of this.
         """
+        parts = self.generation()
+        return None if parts is None else [*parts, *self.beside_engines(sum(part.seconds for part in parts))]
+
+    def generation(self) -> Parts:
+        """Return what the engines take for one whole batch."""
         replicas = self._engines()
         if replicas is None:
             return None
@@ -98,10 +103,13 @@ class Costs:
             if share := self._share_of_kept_weights(name):
                 of_engine += [part.times(share) for part in keep_weights(replica)]
             parts += [replace(part, name=mark + part.name) for part in of_engine]
+        return parts
+
+    def beside_engines(self, seconds: float) -> list[Part]:
+        """Return what a batch takes besides the seconds of its engines."""
+        hidden = seconds if self._is_beside else 0.0
         samples = len(self._lengths) * self._sample_seconds
-        hidden = sum(part.seconds for part in parts) if self._is_beside else 0.0
-        episodes = Part(EPISODES, max(0.0, samples - hidden), LATENCY)
-        return [*parts, episodes, *self._source_body()]
+        return [Part(EPISODES, max(0.0, samples - hidden), LATENCY), *self._source_body()]
 
     @property
     def _sample_seconds(self) -> float:

@@ -260,7 +260,7 @@ class Evaluator:
         for name in stream.replicas:
             if share := partition.share_of_kept_weights(name):
                 source += share * self.table.waking(option_of[name])
-        seconds[stream.source] = source
+        seconds[stream.source] = source + self.table.beside_engines(source)
         for name, option in option_of.items():
             model = option.replica.model
             if option.replica.role != "gen" or model not in self.problem.written:

@@ -54,6 +54,7 @@ class Exploration:
             sequences at once, the best one included; empty unless they are kept.
         num_tried: candidates so far.
         budget: most candidates to try.
+        most_reasons: for which a run may refuse a division; None: divisions are not checked, as they were.
     """
 
     evaluator: Evaluator
@@ -62,6 +63,8 @@ class Exploration:
     best: dict[Blocks, Choice] = field(default_factory=dict)
     alternatives: dict[Blocks, list[Choice]] = field(default_factory=dict)
     num_tried: int = 0
+    most_reasons: int | None = None
+    _can_run: dict[Blocks, bool] = field(default_factory=dict)
 
     def ranked(self) -> list[Choice]:
         """Return the best choice of each division, the fastest first."""
@@ -94,6 +97,15 @@ class Exploration:
         rows, slowest = self.alternatives[blocks], best.period * (1 + MAX_SLOWER)
         return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
 
+    def can_run(self, blocks: Blocks) -> bool:
+        """Return whether a run can execute a division for all that is known of it."""
+        if self.most_reasons is None or blocks in self.best:
+            return True
+        if blocks not in self._can_run:
+            num = _num_unrunnable(self.evaluator, blocks)
+            self._can_run[blocks] = num is not None and num <= self.most_reasons
+        return self._can_run[blocks]
+
     def shortest_apart(self) -> float:
         """Return the shortest period without replicas in several groups."""
         apart = (choice.period for blocks, choice in self.best.items() if not overlaps(blocks))
@@ -112,14 +124,17 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
     found = Exploration(evaluator, budget, keeps_alternatives)
     if too_large(evaluator):
         return found
-    for blocks in divisions(evaluator):
+    plain = divisions(evaluator)
+    for blocks in plain:
         _try_sizes(found, blocks)
     for choice in found.ranked()[:NUM_IMPROVED]:
         _improve(found, choice)
-    for blocks in spread_divisions(evaluator):
+    found.most_reasons = _num_unrunnable(evaluator, plain[0]) if plain else None
+    spread = list(spread_divisions(evaluator))
+    for blocks in spread:
         _try_sizes(found, blocks)
     for choice in found.ranked()[:NUM_IMPROVED]:
-        if overlaps(choice.partition.blocks):
+        if choice.partition.blocks in spread:
             _improve(found, choice)
     return found
 
@@ -221,6 +236,8 @@ def _try_division(found: Exploration, blocks: Blocks, sizes: Sequence[int]) -> C
     if devices is None:
         return None
     groups = found.evaluator.best_groups(blocks, devices, found.cutoff(blocks))
+    if groups is not None and not found.can_run(blocks):
+        return None
     return _try(found, blocks, devices, groups)
 
 

@@ -144,11 +144,19 @@ class OptionTable:
         workload = self._problem.workloads[self.events.stream.name]
         return Costs(plan, request, self._problem.hardware, workload, ()).pace()
 
+    def beside_engines(self, seconds: float) -> float:
+        """Return what a batch takes besides the seconds of its engines."""
+        return _seconds(self._base_costs.beside_engines(seconds))
+
     @cached_property
     def constant_seconds(self) -> Mapping[str, float]:
         """Node without a model -> its seconds."""
-        costs = self._make_costs(self._base)
-        return {node.name: _seconds(costs.node(node)) for node in self._nodes_of.get("", ())}
+        return {node.name: _seconds(self._base_costs.node(node)) for node in self._nodes_of.get("", ())}
+
+    @cached_property
+    def _base_costs(self) -> Costs:
+        """Costs of what does not depend on devices."""
+        return self._make_costs(self._base)
 
     def _replicas(self, name: str, devices: Devices) -> Iterator[Replica]:
         base = self._problem.replica(name)
@@ -319,8 +327,7 @@ class OptionTable:
         seconds: dict[str, float] = {}
         total = 0.0
         if replica.role == "gen" and replica.name in self.events.stream.replicas:
-            parts = costs.source()
-            seconds[f"{replica.name} source"] = total = _seconds(parts)
+            seconds[f"{replica.name} source"] = total = _seconds(costs.generation())
         for node in self._nodes_of.get(replica.name, ()):
             seconds[node.name] = _seconds(costs.node(node))
             total += seconds[node.name] * self._executions(node)
