@@ -39,9 +39,17 @@ from hflow.runtime.events import (
     StepDone,
     Wake,
 )
-from hflow.runtime.simulation.simulation_result import SimulatedRun, SimulationRecorder, Timeline
+from hflow.runtime.simulation.simulation_result import (
+    SimulatedRun,
+    SimulationRecorder,
+    Timeline,
+    steady_steps,
+)
 from hflow.runtime.state.run_state import RunState
 from hflow.workers.interface import Span
+
+STOPPED = "the steps of the steady state are complete"
+"""Reason for which a run ends of which no more is simulated."""
 
 DurationFunction = Callable[[int], float]
 """Sample, group or step -> seconds. It must be deterministic, so that a seed determines the run."""
@@ -64,6 +72,8 @@ def simulate_run(
     rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
     speeds: Speeds | None = None,
+    *,
+    steady_only: bool = False,
 ) -> SimulatedRun:
     """Run a schedule on a virtual clock, and report on its devices and samples.
 
@@ -76,6 +86,8 @@ def simulate_run(
         rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
         speeds: of streams; in others the samples that run do not change each other's pace.
+        steady_only: whether to stop when the steps of the steady state are complete. The period and the idle
+            shares are the same; lags, interruptions and refusals are those until then.
 
     Raises:
         ValueError: fewer than four steps.
@@ -86,7 +98,8 @@ def simulate_run(
     lanes = tuple(dict.fromkeys((*groups, *streaming_groups(schedule))))
     groups_of = {replica: shared_groups(schedule, replica) for replica in stream.replicas}
     samples_per_step = (stream.batch or 0) * stream.group_size
-    return simulator.recorder.result(simulator.run(), lanes, groups_of, samples_per_step)
+    finish = simulator.run(steady_steps(schedule.num_steps).stop if steady_only else None)
+    return simulator.recorder.result(finish, lanes, groups_of, samples_per_step)
 
 
 def seconds_of(durations: Durations, name: str, key: int) -> float:
@@ -187,10 +200,10 @@ class _Simulator:
         self._trained = schedule.streams[0].name
         self.recorder = SimulationRecorder()
 
-    def run(self) -> Finish:
-        """Handle what is due, in order of time, until the run is over."""
-        finish = self._handle(Started())
-        while finish is None:
+    def run(self, num_steps: int | None = None) -> Finish:
+        """Handle what is due, in order of time, until the run is over, or some of its steps are complete."""
+        finish, ends = self._handle(Started()), self.recorder.step_ends
+        while finish is None and len(ends) != num_steps:
             assert self._heap, "nothing is due, and the run has not ended"
             self._now, _, due = heapq.heappop(self._heap)
             if not isinstance(due, _SampleInFlight):
@@ -199,6 +212,11 @@ class _Simulator:
                 finish = self._handle(self._finish_sample(due))
         for replica in tuple(self._awake_since):
             self._record_awake_time(replica)
+        if finish is None:
+            finish, self.recorder.num_steps = Finish(STOPPED), self._state.parts.progress.num_steps
+            for source in self._sources.values():
+                for sample in source.running.values():
+                    self._stop(sample)
         return finish
 
     def _handle(self, event: Event) -> Finish | None:

@@ -198,6 +198,7 @@ def _simulated_step(
         durations,
         slots={stream.name: max(1, pace.slots // scale)},
         speeds={stream.name: lambda num_running: pace.speed(num_running * scale)},
+        steady_only=True,
     )
     return SimulatedStep(run.timeline.period(), run.idle)
 
