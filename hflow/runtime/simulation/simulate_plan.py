@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hflow.errors import PlanError
@@ -197,7 +197,7 @@ def _simulated_step(
         part,
         durations,
         slots={stream.name: max(1, pace.slots // scale)},
-        speeds={stream.name: lambda num_running: pace.speed(num_running * scale)},
+        speeds={stream.name: cache(lambda num_running: pace.speed(num_running * scale))},
         steady_only=True,
     )
     return SimulatedStep(run.timeline.period(), run.idle)
