@@ -17,6 +17,7 @@ from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
 from hflow.planner.schedule import shared_groups, streaming_groups
 from hflow.planner.workload import Workload, quantile
 from hflow.runtime.events import (
+    Accept,
     Asleep,
     Awake,
     Event,
@@ -112,18 +113,24 @@ def response_seconds(
     workload: Workload, seconds_per_token: float, seed: int, seconds_per_sample: float = 0.0
 ) -> DurationFunction:
     """Return the duration of responses whose lengths follow the workload's distribution."""
+    length = _response_lengths(workload, seed)
 
     def seconds(sample: int) -> float:
-        return _response_length(workload, seed, sample) * seconds_per_token + seconds_per_sample
+        return length(sample) * seconds_per_token + seconds_per_sample
 
     return seconds
 
 
-@lru_cache(maxsize=1 << 16)
-def _response_length(workload: Workload, seed: int, sample: int) -> int:
-    """Return the tokens of a sample's response. A search simulates the same samples for many plans."""
-    share = Random(f"response/{seed}/{sample}").random()
-    return quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
+@lru_cache(maxsize=4)
+def _response_lengths(workload: Workload, seed: int) -> Callable[[int], int]:
+    """Return the tokens of each sample's response. A search simulates the same samples for many plans."""
+
+    @lru_cache(maxsize=1 << 16)
+    def length(sample: int) -> int:
+        share = Random(f"response/{seed}/{sample}").random()
+        return quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
+
+    return length
 
 
 @dataclass(eq=False, slots=True)
@@ -230,12 +237,14 @@ class _Simulator:
 
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
+            case RunSample(node, key) | RunGroup(node, key):
+                self._send_after(node, NodeDone(node, key), key)
+            case Accept():
+                pass
             case OpenGroup():
                 self._open_group(instruction)
             case Refuse():
                 self._abort(instruction)
-            case RunSample(node, key) | RunGroup(node, key):
-                self._send_after(node, NodeDone(node, key), key)
             case RunStreamingInference(node, number, keys):
                 self._run_streaming(node, number, keys)
             case RunBatch(node, step):
