@@ -17,6 +17,7 @@ simulates alternatives to them as well. `precisely` is the same with seven times
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import sys
@@ -32,7 +33,6 @@ from hflow.errors import PlanError
 from hflow.planner.search import Evaluator, SearchProblem, search
 from hflow.planner.search.explore import NUM_IMPROVED, explore
 from hflow.planner.search.simulated import by_seconds, step_seconds
-from hflow.runtime.simulation import simulate_plan
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
 CLUSTERS = (
@@ -73,6 +73,8 @@ AHEAD = (
 )
 """Clusters and models of the comparison of searches with and without alternatives."""
 NUM_QUICK_AHEAD = 2
+PRECISELY = functools.partial(simulated_period, num_steps=72, num_samples=20_000)
+"""What searches use, with seven times as many samples."""
 MAX_TUNED = {"grpo": 16, "grpo_async": 16, "ppo": 6, "ppo_async": 6}
 """Recipe -> devices up to which settings are tried as well; those of four models on more are too many."""
 
@@ -139,9 +141,7 @@ def ahead(quick: bool) -> None:
                 by_seconds(evaluator, found.ranked(), simulated_period, NUM_IMPROVED, alternatives)[0]
                 for alternatives in ({}, found.alternatives)
             )
-            simulate_plan.COMPARED_STEPS, simulate_plan.COMPARED_SAMPLES = 72, 20_000
-            exact, exact_others = (step_seconds(evaluator, c, simulated_period) for c, _ in (one, others))
-            simulate_plan.COMPARED_STEPS, simulate_plan.COMPARED_SAMPLES = 24, 3_000
+            exact, exact_others = (step_seconds(evaluator, c, PRECISELY) for c, _ in (one, others))
             gains = f"{1 - others[1] / one[1]:.1%} | {1 - exact_others / exact:.1%}"
             row = f"{recipe} | {cluster} | {model} | {staleness} | {spread}"
             print(f"| {row} | {one[1]:.2f} s | {others[1]:.2f} s | {gains} |", flush=True)

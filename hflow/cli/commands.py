@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import NoReturn
@@ -170,6 +171,7 @@ app.command(epilog=_examples("doctor"))(doctor_command.doctor)
 
 def main() -> None:
     """Run the command line. Errors of the user are printed in one line, with exit code 2."""
+    gc.freeze()  # modules are never garbage, and collections would visit all of them again and again
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

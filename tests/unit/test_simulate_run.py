@@ -87,6 +87,20 @@ def test_a_run_is_decided_by_its_seed():
     assert first != other
 
 
+@pytest.mark.parametrize("shared", ["", "g"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_the_steady_state_alone_has_the_same_period_and_idle_shares(max_staleness: int, shared: str):
+    nodes = [batch("infer", "h"), batch("train", "g", "infer", writes=("actor",))]
+    rules = {"max_concurrent": BATCH, "num_steps": 24, "max_staleness": max_staleness}
+    what = schedule([generated(size=1, num_groups=BATCH)], nodes, shared=shared, **rules)
+    seconds = {"gen": responses(1.0), "infer": 0.5, "train": 2.0, ENGINE: 0.1}
+    whole, part = (simulate_run(what, seconds, steady_only=only) for only in (False, True))
+    assert len(part.timeline.step_ends) < len(whole.timeline.step_ends) == part.timeline.num_steps
+    assert part.timeline.period() == whole.timeline.period()
+    assert part.idle == whole.idle
+    assert part.mean_generating == whole.mean_generating
+
+
 def test_written_streams_have_no_staleness():
     run = simulate_run(schedule([encoded()], [batch("train", "g")], num_steps=8), {"train": 1.0})
     assert run.lags == ()

@@ -19,7 +19,7 @@ the pace of generation and the lengths of samples."""
 
 
 NUM_ALTERNATIVES = 8
-"""Choices that are simulated besides the best ones of their divisions."""
+"""Choices that are tried besides the best ones of their divisions."""
 MIN_GAIN = 0.03
 """By so much an alternative must be faster to be taken: the few steps that are simulated differ from many by
 up to 4 %."""
@@ -35,9 +35,10 @@ def by_seconds(
     """Return the best choice of each division with the seconds of a step, the fastest first.
 
     By its analytic period, an engine that just keeps up is as good as one that has time to wait for late
-    responses. So alternatives are simulated too, those first that would be fastest if they waited as much as
-    the best of their division. One takes its place if it is clearly faster. Divisions with replicas in
-    several groups are left out if they are not clearly faster than all others.
+    responses. So alternatives are tried too, those first that would be fastest if they waited as much as the
+    best of their division. One takes its place if it is clearly faster; it is not simulated if even its
+    analytic period is not. Divisions with replicas in several groups are left out if they are not clearly
+    faster than all others.
 
     Args:
         evaluator: made the choices.
@@ -60,8 +61,12 @@ def by_seconds(
         if other.period >= fastest:  # which is the least that it takes
             continue
         num += 1
-        seconds, blocks = step_seconds(evaluator, other, simulate), other.partition.blocks
-        if seconds < found[blocks][1] * (1 - MIN_GAIN):
+        blocks = other.partition.blocks
+        slowest = found[blocks][1] * (1 - MIN_GAIN)
+        if other.period >= slowest:
+            continue
+        seconds = step_seconds(evaluator, other, simulate)
+        if seconds < slowest:
             found[blocks], fastest = (other, seconds), min(fastest, seconds)
     apart = min((s for c, s in found.values() if not overlaps(c.partition.blocks)), default=math.inf)
     useful = apart * (1 - MIN_SPREAD_GAIN)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 
-from hflow.planner.ir import PUBLISH_PREFIX, Schedule
+from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
 from hflow.planner.schedule import shared_groups, streaming_groups
 from hflow.planner.workload import Workload, quantile
 from hflow.runtime.events import (
+    Accept,
     Asleep,
     Awake,
     Event,
@@ -38,9 +40,17 @@ from hflow.runtime.events import (
     StepDone,
     Wake,
 )
-from hflow.runtime.simulation.simulation_result import SimulatedRun, SimulationRecorder, Timeline
+from hflow.runtime.simulation.simulation_result import (
+    SimulatedRun,
+    SimulationRecorder,
+    Timeline,
+    steady_steps,
+)
 from hflow.runtime.state.run_state import RunState
 from hflow.workers.interface import Span
+
+STOPPED = "the steps of the steady state are complete"
+"""Reason for which a run ends of which no more is simulated."""
 
 DurationFunction = Callable[[int], float]
 """Sample, group or step -> seconds. It must be deterministic, so that a seed determines the run."""
@@ -63,6 +73,8 @@ def simulate_run(
     rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
     speeds: Speeds | None = None,
+    *,
+    steady_only: bool = False,
 ) -> SimulatedRun:
     """Run a schedule on a virtual clock, and report on its devices and samples.
 
@@ -75,6 +87,8 @@ def simulate_run(
         rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
         speeds: of streams; in others the samples that run do not change each other's pace.
+        steady_only: whether to stop when the steps of the steady state are complete. The period and the idle
+            shares are the same; lags, interruptions and refusals are those until then.
 
     Raises:
         ValueError: fewer than four steps.
@@ -85,7 +99,8 @@ def simulate_run(
     lanes = tuple(dict.fromkeys((*groups, *streaming_groups(schedule))))
     groups_of = {replica: shared_groups(schedule, replica) for replica in stream.replicas}
     samples_per_step = (stream.batch or 0) * stream.group_size
-    return simulator.recorder.result(simulator.run(), lanes, groups_of, samples_per_step)
+    finish = simulator.run(steady_steps(schedule.num_steps).stop if steady_only else None)
+    return simulator.recorder.result(finish, lanes, groups_of, samples_per_step)
 
 
 def seconds_of(durations: Durations, name: str, key: int) -> float:
@@ -98,25 +113,34 @@ def response_seconds(
     workload: Workload, seconds_per_token: float, seed: int, seconds_per_sample: float = 0.0
 ) -> DurationFunction:
     """Return the duration of responses whose lengths follow the workload's distribution."""
+    length = _response_lengths(workload, seed)
 
     def seconds(sample: int) -> float:
-        return _response_length(workload, seed, sample) * seconds_per_token + seconds_per_sample
+        return length(sample) * seconds_per_token + seconds_per_sample
 
     return seconds
 
 
-@lru_cache(maxsize=1 << 16)
-def _response_length(workload: Workload, seed: int, sample: int) -> int:
-    """Return the tokens of a sample's response. A search simulates the same samples for many plans."""
-    share = Random(f"response/{seed}/{sample}").random()
-    return quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
+@lru_cache(maxsize=4)
+def _response_lengths(workload: Workload, seed: int) -> Callable[[int], int]:
+    """Return the tokens of each sample's response. A search simulates the same samples for many plans."""
+
+    @lru_cache(maxsize=1 << 16)
+    def length(sample: int) -> int:
+        share = Random(f"response/{seed}/{sample}").random()
+        return quantile(workload, min(max(share, 1e-9), 1 - 1e-9))
+
+    return length
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _SampleInFlight:
     """A sample that is generated, or waits to be."""
 
     sample: int
+    source: _Source
+    seconds: float
+    """While all slots are used."""
     seconds_left: float
     """While all slots are used, since the speed last changed."""
     oldest: int = -1
@@ -125,26 +149,27 @@ class _SampleInFlight:
     """When it will be finished; None while it waits for a slot, or while its engines sleep."""
     since: float = 0.0
     """When it began, or continued after an interruption."""
-    seconds_done: float = 0.0
-    """While all slots are used."""
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Source:
     """The samples of a stream in flight, and the position in its dataset."""
 
-    in_flight: dict[int, _SampleInFlight] = field(default_factory=dict)
+    stream: ScheduledStream
+    slots: float
+    speed_of: Callable[[int], float] | None
+    """Number of samples that run -> their speed; None: it is always the same."""
+    is_awake: bool
+    """Whether all engines are awake."""
+    running: dict[int, _SampleInFlight] = field(default_factory=dict)
     waiting: dict[int, _SampleInFlight] = field(default_factory=dict)
     """Those in flight that are not being generated, in the order in which they will be: interrupted first."""
+    version: int = -1
+    """Of the weights that generate; -1 without an engine."""
     first_group: int = 0
     """The group that has the dataset's first row in this evaluation."""
     speed: float = 1.0
     """Of the samples that run."""
-
-    @property
-    def num_running(self) -> int:
-        """The number of samples that are being generated."""
-        return len(self.in_flight) - len(self.waiting)
 
 
 class _Simulator:
@@ -161,42 +186,49 @@ class _Simulator:
         self._state = RunState(schedule)
         self._durations = durations
         self._rows = rows
-        self._slots = slots
-        self._speeds = speeds
-        self._streams = {stream.name: stream for stream in schedule.streams}
-        self._sources = {stream.name: _Source() for stream in schedule.streams}
+        self._sources = {
+            stream.name: _Source(
+                stream,
+                slots=slots.get(stream.name, math.inf),
+                speed_of=speeds.get(stream.name),
+                is_awake=not stream.replicas,
+            )
+            for stream in schedule.streams
+        }
         self._lanes = {n.name: n.groups or (n.name,) for n in schedule.nodes}
         self._publishers = dict(schedule.publishers)
         self._free_from: dict[str, float] = {}
         """Device group -> when it is done with everything that it was asked to do, in that order."""
         self._versions: dict[str, int] = {}
         self._awake_since: dict[str, float] = {}
-        self._heap: list[tuple[float, int, Event | _SampleInFlight, str]] = []
+        self._heap: list[tuple[float, int, Event | _SampleInFlight]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._trained = schedule.streams[0].name
         self.recorder = SimulationRecorder()
 
-    def run(self) -> Finish:
-        """Handle what is due, in order of time, until the run is over."""
-        finish = self._handle(Started())
-        while finish is None:
+    def run(self, num_steps: int | None = None) -> Finish:
+        """Handle what is due, in order of time, until the run is over, or some of its steps are complete."""
+        finish, ends = self._handle(Started()), self.recorder.step_ends
+        while finish is None and len(ends) != num_steps:
             assert self._heap, "nothing is due, and the run has not ended"
-            self._now, _, due, stream = heapq.heappop(self._heap)
+            self._now, _, due = heapq.heappop(self._heap)
             if not isinstance(due, _SampleInFlight):
                 finish = self._handle(due)
             elif due.due == self._now:
-                finish = self._handle(self._finish_sample(stream, due))
+                finish = self._handle(self._finish_sample(due))
         for replica in tuple(self._awake_since):
             self._record_awake_time(replica)
+        if finish is None:
+            finish, self.recorder.num_steps = Finish(STOPPED), self._state.parts.progress.num_steps
+            for source in self._sources.values():
+                for sample in source.running.values():
+                    self._stop(sample)
         return finish
 
     def _handle(self, event: Event) -> Finish | None:
         if isinstance(event, Awake):
-            self._versions[event.replica] = event.version
-            self._awake_since[event.replica] = self._now
-            for stream in self._sources:
-                self._fill_slots(stream)
+            self._continue(event)
         for instruction in self._state.handle(event):
             if isinstance(instruction, Finish):
                 return instruction
@@ -205,12 +237,14 @@ class _Simulator:
 
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
+            case RunSample(node, key) | RunGroup(node, key):
+                self._send_after(node, NodeDone(node, key), key)
+            case Accept():
+                pass
             case OpenGroup():
                 self._open_group(instruction)
             case Refuse():
                 self._abort(instruction)
-            case RunSample(node, key) | RunGroup(node, key):
-                self._send_after(node, NodeDone(node, key), key)
             case RunStreamingInference(node, number, keys):
                 self._run_streaming(node, number, keys)
             case RunBatch(node, step):
@@ -252,7 +286,7 @@ class _Simulator:
         self.recorder.spans += [Span(name, lane, start, end, {"step": key}) for lane in lanes]
 
     def _schedule(self, time: float, event: Event) -> None:
-        heapq.heappush(self._heap, (time, next(self._order), event, ""))
+        heapq.heappush(self._heap, (time, next(self._order), event))
 
     def _run_streaming(self, node: str, number: int, keys: Sequence[int]) -> None:
         """Finish all keys at once, after the sum of their durations."""
@@ -266,99 +300,107 @@ class _Simulator:
 
     # Samples
     def _open_group(self, instruction: OpenGroup) -> None:
-        stream, source = self._streams[instruction.stream], self._sources[instruction.stream]
-        row = instruction.group - source.first_group
+        source = self._sources[instruction.stream]
+        stream, row = source.stream, instruction.group - source.first_group
         if stream.batch is None and row >= self._rows.get(stream.name, 1):
             self._send_after("", Exhausted(stream.name, instruction.group))
             return
         for number in instruction.samples:
-            sample = _SampleInFlight(number, seconds_of(self._durations, stream.source, number))
-            source.in_flight[number] = source.waiting[number] = sample
-        self._fill_slots(stream.name)
+            seconds = seconds_of(self._durations, stream.source, number)
+            source.waiting[number] = _SampleInFlight(number, source, seconds, seconds)
+        self._fill_slots(source)
 
-    def _fill_slots(self, stream: str) -> None:
+    def _fill_slots(self, source: _Source) -> None:
         """Let waiting samples generate while there are slots and all engines are awake."""
-        source, slots = self._sources[stream], self._slots.get(stream)
-        if not all(replica in self._awake_since for replica in self._streams[stream].replicas):
+        if not source.is_awake:
             return
-        while source.waiting and (slots is None or source.num_running < slots):
-            sample = source.waiting.pop(next(iter(source.waiting)))
+        while source.waiting and len(source.running) < source.slots:
+            number = next(iter(source.waiting))
+            sample = source.running[number] = source.waiting.pop(number)
             if sample.oldest < 0:
-                sample.oldest = self._version(stream)
+                sample.oldest = source.version
             sample.since = self._now
-            self._set_due(stream, sample)
-        self._update_speed(stream)
+            heapq.heappush(self._heap, self._due(sample))
+        self._update_speed(source)
 
-    def _set_due(self, stream: str, sample: _SampleInFlight) -> None:
-        sample.due = self._now + sample.seconds_left / self._sources[stream].speed
-        heapq.heappush(self._heap, (sample.due, next(self._order), sample, stream))
+    def _due(self, sample: _SampleInFlight) -> tuple[float, int, _SampleInFlight]:
+        """Return when a sample that runs will be finished, as an entry of the heap."""
+        sample.due = due = self._now + sample.seconds_left / sample.source.speed
+        return due, next(self._order), sample
 
-    def _update_speed(self, stream: str) -> None:
+    def _update_speed(self, source: _Source) -> None:
         """Give the samples that run the speed of their number."""
-        source, speed_of = self._sources[stream], self._speeds.get(stream)
-        if speed_of is None or not source.num_running:
+        if source.speed_of is None or not source.running:
             return
-        speed = speed_of(source.num_running)
+        speed = source.speed_of(len(source.running))
         if speed == source.speed:
             return
-        running = [sample for number, sample in source.in_flight.items() if number not in source.waiting]
-        for sample in running:
-            self._count_progress(source, sample)
+        for sample in source.running.values():
+            self._count_progress(sample)
         source.speed = speed
-        for sample in running:
-            self._set_due(stream, sample)
+        # Most of the heap is these samples: it is faster to make it again than to add all of them.
+        others = [row for row in self._heap if getattr(row[2], "source", None) is not source]
+        self._heap = others + [self._due(sample) for sample in source.running.values()]
+        heapq.heapify(self._heap)
 
-    def _count_progress(self, source: _Source, sample: _SampleInFlight) -> None:
+    def _count_progress(self, sample: _SampleInFlight) -> None:
         """Take what has been generated at the current speed off the seconds that are left."""
         assert sample.due is not None
-        left = (sample.due - self._now) * source.speed
-        sample.seconds_done += sample.seconds_left - left
-        sample.seconds_left = left
+        sample.seconds_left = (sample.due - self._now) * sample.source.speed
+
+    def _continue(self, event: Awake) -> None:
+        """Let samples generate whose engines are all awake now."""
+        self._versions[event.replica] = event.version
+        self._awake_since[event.replica] = self._now
+        for source in self._sources.values():
+            replicas = source.stream.replicas
+            if event.replica in replicas and self._awake_since.keys() >= set(replicas):
+                source.is_awake = True
+                source.version = min(self._versions[replica] for replica in replicas)
+                self._fill_slots(source)
 
     def _interrupt(self, replica: str) -> None:
         """Interrupt the samples of an engine. They continue when all engines of their stream are awake."""
-        for name, source in self._sources.items():
-            if replica not in self._streams[name].replicas:
+        for source in self._sources.values():
+            if replica not in source.stream.replicas:
                 continue
-            interrupted = {
-                number: sample for number, sample in source.in_flight.items() if number not in source.waiting
-            }
-            for sample in interrupted.values():
-                self._stop(name, sample)
+            source.is_awake = False
+            for sample in source.running.values():
+                self._stop(sample)
                 if sample.seconds_left > 0:
-                    self.recorder.add_interruption(sample.seconds_done)
-            source.waiting = {**interrupted, **source.waiting}
+                    self.recorder.add_interruption(sample.seconds - sample.seconds_left)
+            source.waiting = {**source.running, **source.waiting}
+            source.running = {}
 
-    def _stop(self, stream: str, sample: _SampleInFlight) -> None:
+    def _stop(self, sample: _SampleInFlight) -> None:
         """Stop generating a sample, for now or for good."""
-        assert sample.due is not None, f"sample {sample.sample} of {stream} is not being generated"
-        self.recorder.add_generation(self._streams[stream].replicas, sample.since, self._now)
-        self._count_progress(self._sources[stream], sample)
+        self.recorder.add_generation(sample.source.stream.replicas, sample.since, self._now)
+        self._count_progress(sample)
         sample.due = None
 
-    def _finish_sample(self, stream: str, sample: _SampleInFlight) -> SampleDone:
-        self._stop(stream, sample)
-        del self._sources[stream].in_flight[sample.sample]
-        self._fill_slots(stream)
+    def _finish_sample(self, sample: _SampleInFlight) -> SampleDone:
+        source = sample.source
+        stream = source.stream.name
+        self._stop(sample)
+        del source.running[sample.sample]
+        self._fill_slots(source)
         if stream == self._trained:
-            self.recorder.add_sample(sample.sample, sample.oldest, self._version(stream))
+            self.recorder.add_sample(sample.sample, sample.oldest, source.version)
         return SampleDone(stream, sample.sample, sample.oldest)
 
     def _abort(self, instruction: Refuse) -> None:
         """Stop the refused samples that are in flight, and let each report at once."""
         source = self._sources[instruction.stream]
         for number in instruction.samples:
-            if (sample := source.in_flight.pop(number, None)) is not None:
-                if source.waiting.pop(number, None) is None:
-                    self._stop(instruction.stream, sample)
+            if (sample := source.running.pop(number, None)) is not None:
+                self._stop(sample)
+            else:
+                sample = source.waiting.pop(number, None)
+            if sample is not None:
                 self._send_after("", SampleDone(instruction.stream, number, sample.oldest))
-        self._fill_slots(instruction.stream)
+        self._fill_slots(source)
         if instruction.stream == self._trained:
             self.recorder.add_refused(instruction)
-
-    def _version(self, stream: str) -> int:
-        """Return the version of the weights that generate a stream; -1 without an engine."""
-        return min((self._versions[replica] for replica in self._streams[stream].replicas), default=-1)
 
     def _record_awake_time(self, replica: str) -> None:
         version = self._versions[replica]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from hflow.errors import PlanError
@@ -143,7 +144,13 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
 
 
 def simulated_period(
-    schedule: Schedule, seconds: Mapping[str, float], pace: Pace, workload: Workload
+    schedule: Schedule,
+    seconds: Mapping[str, float],
+    pace: Pace,
+    workload: Workload,
+    *,
+    num_steps: int = COMPARED_STEPS,
+    num_samples: int = COMPARED_SAMPLES,
 ) -> SimulatedStep:
     """Return the step that the state machine reaches on the virtual clock.
 
@@ -155,11 +162,26 @@ def simulated_period(
         seconds: of one execution of each node, of new weights of an engine, and of publishing them.
         pace: of generation.
         workload: lengths of the samples.
+        num_steps: steps to simulate.
+        num_samples: about the most samples to simulate.
     """
-    part = replace(_steady_part(schedule), num_steps=COMPARED_STEPS)
+    return _simulated_step(schedule, tuple(seconds.items()), pace, workload, num_steps, num_samples)
+
+
+@lru_cache(maxsize=256)
+def _simulated_step(
+    schedule: Schedule,
+    seconds: tuple[tuple[str, float], ...],
+    pace: Pace,
+    workload: Workload,
+    num_steps: int,
+    num_samples: int,
+) -> SimulatedStep:
+    """Return the result of `simulated_period`. Many plans of a search differ in nothing that takes time."""
+    part = replace(_steady_part(schedule), num_steps=num_steps)
     stream, settings = part.streams[0], part.settings
     batch = stream.batch or 1
-    scale = max(1, min(batch, batch * stream.group_size * COMPARED_STEPS // COMPARED_SAMPLES))
+    scale = max(1, min(batch, batch * stream.group_size * num_steps // num_samples))
     queue = None if settings.queue is None else max(batch // scale, settings.queue // scale)
     settings = replace(
         settings, max_concurrent=max(stream.group_size, settings.max_concurrent // scale), queue=queue
@@ -167,7 +189,7 @@ def simulated_period(
     part = replace(part, streams=(replace(stream, batch=batch // scale),), settings=settings)
     streaming = {node.name for node in part.nodes if node.level is not Level.BATCH and node.groups}
     durations: dict[str, float | DurationFunction] = {
-        name: value * (scale if name in streaming else 1) for name, value in seconds.items()
+        name: value * (scale if name in streaming else 1) for name, value in seconds
     }
     drawn = response_seconds(workload, pace.seconds_per_token, 0, pace.seconds_per_sample)
     durations[stream.source] = drawn
@@ -175,7 +197,8 @@ def simulated_period(
         part,
         durations,
         slots={stream.name: max(1, pace.slots // scale)},
-        speeds={stream.name: lambda num_running: pace.speed(num_running * scale)},
+        speeds={stream.name: cache(lambda num_running: pace.speed(num_running * scale))},
+        steady_only=True,
     )
     return SimulatedStep(run.timeline.period(), run.idle)
 

@@ -24,6 +24,8 @@ class Timeline:
     step_ends: tuple[float, ...]
     """When each step was complete."""
     finish: Finish
+    num_steps: int
+    """Steps of the run, complete or not."""
 
     def period(self) -> float:
         """Return the seconds per step in the steady state, between filling and draining the pipeline.
@@ -40,10 +42,7 @@ class Timeline:
         Raises:
             ValueError: fewer than four steps.
         """
-        num_steps = len(self.step_ends)
-        if num_steps < 4:
-            raise ValueError(f"only {num_steps} steps were simulated. Simulate at least four.")
-        return range(num_steps // 4 + 1, 3 * num_steps // 4 + 1)
+        return steady_steps(self.num_steps)
 
     def window(self) -> tuple[float, float]:
         """Return the start and end of the steps that count as the steady state.
@@ -53,6 +52,17 @@ class Timeline:
         """
         steps = self.steps()
         return self.step_ends[steps.start - 1], self.step_ends[steps.stop - 1]
+
+
+def steady_steps(num_steps: int) -> range:
+    """Return those steps of a run that count as the steady state: the middle half.
+
+    Raises:
+        ValueError: fewer than four steps.
+    """
+    if num_steps < 4:
+        raise ValueError(f"only {num_steps} steps were simulated. Simulate at least four.")
+    return range(num_steps // 4 + 1, 3 * num_steps // 4 + 1)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class SimulationRecorder:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
+        self.num_steps: int | None = None
+        """Steps of the run; None: those that are complete."""
         self.interruptions = 0
         self.seconds_kept = 0.0
         self._intervals: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
@@ -139,7 +151,8 @@ class SimulationRecorder:
 
     def timeline(self, finish: Finish) -> Timeline:
         """Return the times alone."""
-        return Timeline(tuple(self.spans), tuple(self.step_ends), finish)
+        num_steps = len(self.step_ends) if self.num_steps is None else self.num_steps
+        return Timeline(tuple(self.spans), tuple(self.step_ends), finish, num_steps)
 
     def result(
         self,

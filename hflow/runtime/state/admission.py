@@ -41,6 +41,8 @@ class Admission:
         needed = sum(stream.dependencies.size for stream in (trained, *self._reserved))
         largest = max(stream.dependencies.size for stream in parts.streams)
         self.max_samples = max(parts.schedule.settings.max_concurrent, needed, largest)
+        self._max_admitted = 0
+        """Groups of the trained stream that may be admitted in total; 0 while none may be opened."""
 
     def begin_evaluations(self) -> None:
         """Begin the evaluations that are due and whose engines are awake with the version."""
@@ -53,6 +55,18 @@ class Admission:
                 continue
             if self._has_engines(evaluation, version):
                 evaluation.begin(version)
+
+    def update_limit(self) -> None:
+        """Read again how many groups of the trained stream may be admitted.
+
+        That follows from steps, from the phases of engines and from their versions, so samples and their
+        nodes do not change it.
+        """
+        parts, trained = self._parts, self._parts.trained
+        engines = parts.engines_of[trained.stream.name]
+        is_awake = all(engine.phase is EnginePhase.AWAKE for engine in engines)
+        is_open = is_awake and not parts.progress.is_stopping
+        self._max_admitted = trained.group_limit(*self._progress_of(engines)) if is_open else 0
 
     def open_groups(self) -> None:
         """Open as many groups as may be opened now."""
@@ -84,19 +98,14 @@ class Admission:
 
         This is called after every event, and usually there is no room, so that is checked first.
         """
-        parts, trained = self._parts, self._parts.trained
-        num_free, size = self._num_free_samples(), trained.dependencies.size
-        if num_free < size or trained.exhausted or trained.is_full or parts.progress.is_stopping:
+        trained = self._parts.trained
+        num_admitted, size = trained.num_admitted, trained.dependencies.size
+        if num_admitted >= self._max_admitted or trained.exhausted or trained.is_full:
             return 0
-        engines = parts.engines_of[trained.stream.name]
-        if any(engine.phase is not EnginePhase.AWAKE for engine in engines):
-            return 0
-        limit = trained.group_limit(*self._progress_of(engines))
-        if limit <= trained.num_admitted:
-            return 0
+        num_free = self._num_free_samples()
         for evaluation in self._reserved:
             num_free -= max(0, evaluation.dependencies.size - evaluation.num_generating)
-        return capacity(num_free, size, limit, trained.num_admitted)
+        return capacity(num_free, size, self._max_admitted, num_admitted)
 
     def _progress_of(self, engines: Sequence[EngineState]) -> tuple[int, int]:
         """Return the version that generates the trained stream, and the completed steps.

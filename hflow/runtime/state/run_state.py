@@ -278,6 +278,7 @@ class RunState:
             self._end()
             return
         update_engines(self.parts)
+        self.admission.update_limit()
         self.admission.open_groups()
         if self._is_over():
             take_last_checkpoint(self.parts)
@@ -353,17 +354,19 @@ def may_form_batch(parts: StateParts) -> bool:
 
     While a checkpoint is pending, no batch is formed, so that nothing of a later step begins.
     """
-    waits_for_step = bool(parts.trained.models) and parts.schedule.settings.max_staleness > 0
     return (
         parts.trained.can_form_batch
         and not parts.progress.is_stopping
         and pending_checkpoint(parts) is None
-        and (not waits_for_step or _step_needs_batch(parts))
+        and _step_needs_batch(parts)
     )
 
 
 def _step_needs_batch(parts: StateParts) -> bool:
+    """Return whether a batch need not wait, or its step needs it."""
     step = parts.progress.num_formed
+    if not parts.trained.models or parts.schedule.settings.max_staleness == 0:
+        return True
     if step > parts.progress.min_version(parts.trained.models) + LOOK_AHEAD:
         return False
     return any(device.cycle == step and device.running is None for device in parts.devices)

@@ -76,7 +76,8 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
     streams = _streams(schedule)
     trained_stream, *side_streams = streams
     streaming = StreamingReplicas(schedule, emit)
-    trained = TrainedStream(trained_stream, schedule, progress, streaming.emit_or_queue)
+    emit_or_queue = streaming.emit_or_queue if streaming.queues else emit
+    trained = TrainedStream(trained_stream, schedule, progress, emit_or_queue)
     models = _models_of_replicas(schedule, progress)
     weights = {replica: EngineWeights() for replica in models}
     evaluations = {
@@ -86,7 +87,7 @@ def assemble(schedule: Schedule, emit: Emit) -> StateParts:
             _union(models[replica] for replica in stream.replicas),
             tuple(weights[replica] for replica in stream.replicas),
             progress,
-            streaming.emit_or_queue,
+            emit_or_queue,
         )
         for stream in side_streams
     }

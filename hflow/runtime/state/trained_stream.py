@@ -95,9 +95,10 @@ class TrainedStream(StreamState):
     @property
     def cannot_fill_batch(self) -> bool:
         """Whether the dataset is exhausted and the remaining groups are too few for another batch."""
+        if not self.exhausted:
+            return False
         num_remaining = len(self.queue) + len(self.groups)
-        has_steps_left = self._progress.num_formed < self._progress.num_steps
-        return self.exhausted and num_remaining < self.batch and has_steps_left
+        return num_remaining < self.batch and self._progress.num_formed < self._progress.num_steps
 
     @property
     def has_too_many_refusals(self) -> bool:
@@ -109,7 +110,7 @@ class TrainedStream(StreamState):
     def needs_decision(self) -> bool:
         """Whether no further batch can be filled, too much was refused, or engines have drained."""
         is_drained = self.num_generating == 0 and not self._settings.interrupt
-        return self.cannot_fill_batch or self.has_too_many_refusals or is_drained
+        return is_drained or self.cannot_fill_batch or self.has_too_many_refusals
 
     def describe_refusals(self) -> str:
         """Return the error for too many refusals: how many groups, which node refused most, and why."""
