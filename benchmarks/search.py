@@ -114,13 +114,14 @@ def optimum(quick: bool) -> None:
             num = request.cluster.num_devices
             if (quick and num > MAX_QUICK) or (tunes and num > MAX_TUNED[recipe]):
                 continue
-            best = exhaustive(graph, request)
+            spreads = not tunes or recipe.startswith("grpo")
+            best = exhaustive(graph, request, spreads=spreads)
             try:
                 gap = f"{search(graph, request).seconds / best - 1:+.2%}"
             except PlanError:
                 gap = "nothing fits"
             shown = "nothing fits" if math.isinf(best) else f"{best:.3f} s"
-            tried = "all" if tunes else "layouts"
+            tried = ("all" if tunes else "layouts") + ("" if spreads else ", none in several groups")
             print(f"| {recipe} | {cluster} | {model} | {tried} | {shown} | {gap} |", flush=True)
 
 

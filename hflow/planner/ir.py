@@ -6,8 +6,10 @@ depends on nothing else of the plan, so tests can write one by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from hflow.config.schema import ScheduleConfig
@@ -47,6 +49,15 @@ class ClusterSpec:
     def node_of(self, device: int) -> int:
         """Return the machine that a device belongs to."""
         return device // self.devices_per_node
+
+    def machines(self, devices: tuple[int, ...]) -> Mapping[int, int]:
+        """Return the number of some devices on each machine that has any, in the order of the devices."""
+        return _machines(devices, self.devices_per_node)
+
+
+@lru_cache(maxsize=256)
+def _machines(devices: tuple[int, ...], devices_per_node: int) -> Mapping[int, int]:
+    return Counter(device // devices_per_node for device in devices)
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,13 @@ def quantile(workload: Workload, share: float) -> int:
     return min(workload.max_response, max(1, math.ceil(real - 0.5)))
 
 
-def sample_lengths(workload: Workload, num: int, seed: int) -> list[int]:
+@lru_cache(maxsize=8)
+def sample_lengths(workload: Workload, num: int, seed: int) -> tuple[int, ...]:
     """Return the tokens of `num` samples, prompt and response together.
 
     The responses are the `num` quantiles at (i + 1/2) / num, so they have the workload's distribution for any
     `num`. `seed` decides only their order.
     """
-    return list(_sample_lengths(workload, num, seed))
-
-
-@lru_cache(maxsize=8)
-def _sample_lengths(workload: Workload, num: int, seed: int) -> tuple[int, ...]:
     lengths = [workload.prompt + response for response in _quantiles(workload, num)]
     random.Random(f"lengths/{seed}").shuffle(lengths)
     return tuple(lengths)

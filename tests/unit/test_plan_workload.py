@@ -109,7 +109,7 @@ def test_equal_responses():
     workload = Workload(10, 20.0, 0.0, 50)
     assert [cdf(workload, t) for t in (0, 19, 20, 50)] == [0.0, 0.0, 1.0, 1.0]
     assert expected_max(workload, 1) == expected_max(workload, 1000) == 20.0
-    assert sample_lengths(workload, 3, seed=0) == [30, 30, 30]
+    assert sample_lengths(workload, 3, seed=0) == (30, 30, 30)
 
 
 def test_longer_means_than_max_response_are_cut():

@@ -171,10 +171,9 @@ def _axis_ranks(
 ) -> RankPlacement:
     """Return the placement of an axis. A search asks for the same ones again and again."""
     lines = axis_lines(layout, role, workers, axis)
-    if workers == tuple(range(workers[0], workers[0] + len(workers))):
+    if workers[-1] - workers[0] == len(workers) - 1:
         # Lines that begin at the same place of a machine, or of a rack, are placed alike.
-        alike = {line[0] % (rack_size or cluster.devices_per_node): line for line in lines}
-        lines = iter(alike.values())
+        lines = axis_lines(layout, role, workers, axis, alike=rack_size or cluster.devices_per_node)
     return max(
         (RankPlacement.counted(line, cluster, rack_size) for line in lines),
         key=lambda r: (r.racks, r.machines, -r.per_machine),
@@ -182,8 +181,18 @@ def _axis_ranks(
     )
 
 
-def axis_lines(layout: Layout, role: str, workers: Sequence[int], axis: Axis) -> Iterator[Sequence[int]]:
-    """Yield the workers of each line of ranks along an axis; none for size 1."""
+def axis_lines(
+    layout: Layout, role: str, workers: Sequence[int], axis: Axis, *, alike: int | None = None
+) -> Iterator[Sequence[int]]:
+    """Yield the workers of each line of ranks along an axis; none for size 1.
+
+    Args:
+        layout: of the replica.
+        role: of the replica.
+        workers: in the order of ranks.
+        axis: along which the lines are.
+        alike: one line is enough of those whose first workers differ by a multiple of this; None: all lines.
+    """
     copies = layout.copy_stride(rank_order(role))
     size, stride = {
         "data": (layout.num_copies, copies),
@@ -195,9 +204,15 @@ def axis_lines(layout: Layout, role: str, workers: Sequence[int], axis: Axis) ->
     }[axis]
     if size == 1:
         return
-    for rank in range(layout.world):
-        if rank // stride % size == 0:
-            yield workers[rank : rank + stride * size : stride]
+    seen = set()
+    for block in range(0, layout.world, stride * size):
+        for rank in range(block, block + stride):
+            place = workers[rank] % alike if alike else rank
+            if place not in seen:
+                seen.add(place)
+                yield workers[rank : rank + stride * size : stride]
+        if len(seen) == alike:
+            return
 
 
 def _rack_size(hardware: Hardware) -> int | None:

@@ -207,8 +207,9 @@ class Costs:
 
     def _network(self, workers: Sequence[int]) -> Link:
         """Return the link over which workers on different machines exchange."""
-        racks = {self._hardware.rack_of(worker) for worker in workers}
-        return self._hardware.inter if len(racks) > 1 else self._hardware.within_rack
+        hardware = self._hardware
+        in_one_rack = hardware.rack_of(min(workers)) == hardware.rack_of(max(workers))
+        return hardware.within_rack if in_one_rack else hardware.inter
 
     @cached_property
     def _longest_link(self) -> Link:

@@ -53,36 +53,40 @@ def shards(
     return tuple(tuple(ranks[dp] for ranks in split) for dp in range(len(rule.heads)))
 
 
-def heaviest_loads(
-    lengths: Sequence[int],
-    group_size: int,
-    cut: BatchCut | None,
-    num_ranks: int,
-    *,
-    by_group: bool,
-    seed: int,
-) -> list[int]:
-    """Return the tokens of the heaviest rank in each minibatch of step 0, if samples may be anywhere.
+def minibatch_units(
+    lengths: Sequence[int], group_size: int, cut: BatchCut | None, *, by_group: bool, seed: int
+) -> list[list[int]]:
+    """Return the tokens of what is assigned as a whole in each minibatch of step 0, the longest first.
 
     Args:
         lengths: tokens of each sample; `group_size` neighbours are a group.
         group_size: samples of a group.
         cut: how a train node cuts its batch; None for other nodes.
-        num_ranks: dp ranks.
         by_group: whether a group stays on one rank.
         seed: the run's seed.
     """
     groups = [lengths[i : i + group_size] for i in range(0, len(lengths), group_size)]
     ids = range(len(groups))
-    minibatches = [tuple(ids)] if cut is None else cut_minibatches(ids, cut, seed, 0)
-    heaviest = []
-    for minibatch in minibatches:
-        units = [sum(groups[g]) for g in minibatch] if by_group else [n for g in minibatch for n in groups[g]]
-        loads = [0] * num_ranks
-        for size in sorted(units, reverse=True):
-            heapq.heapreplace(loads, loads[0] + size)
-        heaviest.append(max(loads))
-    return heaviest
+    units = []
+    for minibatch in [tuple(ids)] if cut is None else cut_minibatches(ids, cut, seed, 0):
+        tokens = (
+            [sum(groups[g]) for g in minibatch] if by_group else [n for g in minibatch for n in groups[g]]
+        )
+        units.append(sorted(tokens, reverse=True))
+    return units
+
+
+def heaviest_load(units: Sequence[int], num_ranks: int) -> int:
+    """Return the tokens of the heaviest rank, if units may be anywhere.
+
+    Args:
+        units: tokens of what is assigned as a whole, the longest first.
+        num_ranks: dp ranks.
+    """
+    loads = [0] * num_ranks
+    for size in units:
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(loads)
 
 
 def cut_minibatches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from hflow.errors import PlanError
@@ -57,7 +56,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     for group in plan.groups:
         for ranks, devices in context.ranks_of_devices(group):
             on_one = _items_of(context, ranks)
-            for machine, num in Counter(map(plan.cluster.node_of, devices)).items():
+            for machine, num in plan.cluster.machines(tuple(devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
     per_device = hardware.device.host_memory_bytes
     capacity = None if per_device is None else per_device * plan.cluster.devices_per_node
@@ -178,23 +177,23 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
     src, dst = plan.replica(route.src), plan.replica(route.dst)
     if route.transport == "shared":
         version = DTYPE_BYTES[request.model(route.model).compute_dtype] * num_parameters(shape)
-        for machine, num in Counter(map(plan.cluster.node_of, src.workers)).items():
+        for machine, num in plan.cluster.machines(src.workers).items():
             yield (
                 machine,
                 item(MemoryCategory.BUFFERS, version * num // src.layout.world, "published weights"),
             )
         return
     stored, store = stored_bytes(route, src, dst, request), store_bytes(request)
-    engines, receivers = (Counter(map(plan.cluster.node_of, workers)) for workers in (dst.heads, dst.workers))
+    engines, receivers = plan.cluster.machines(dst.heads), plan.cluster.machines(dst.workers)
     for machine in sorted(stored.keys() | receivers.keys()):
         share = stored.get(machine, 0)
         items = item(MemoryCategory.BUFFERS, share, _IN_STORE)
-        if receivers[machine]:
+        if machine in receivers:
             others = sum(stored.values()) - share
             kept = others if store is None else min(others, max(0, round(store) - share))
             items += item(MemoryCategory.BUFFERS, kept, _FETCHED)
         if engine_kind(dst.backend).has_own_process:
-            relayed = route.moved_bytes * engines[machine] // len(dst.heads)
+            relayed = route.moved_bytes * engines.get(machine, 0) // len(dst.heads)
             items += item(MemoryCategory.BUFFERS, relayed, _RELAYED)
         yield machine, items
 

@@ -246,13 +246,15 @@ def device_sets(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[st
     `actor+critic` has 2 and 3, and `critic` has 4 and 5. All devices of the cluster are called `all`.
     """
     first_names = _first_names(devices)
-    covering: dict[tuple[Devices, ...], list[int]] = {}
-    for device in sorted({device for device_set in first_names for device in device_set}):
-        covering.setdefault(tuple(s for s in first_names if device in s), []).append(device)
+    sets = [frozenset(device_set) for device_set in first_names]
+    names = list(first_names.values())
+    covering: dict[tuple[int, ...], list[int]] = {}
+    for device in sorted(frozenset().union(*sets)):
+        covering.setdefault(tuple(i for i, own in enumerate(sets) if device in own), []).append(device)
     named = {}
-    for sets, members in covering.items():
-        smallest = [s for s in sets if not any(set(other) < set(s) for other in sets)]
-        name = "+".join(first_names[s] for s in smallest)
+    for around, members in covering.items():
+        smallest = [i for i in around if not any(sets[other] < sets[i] for other in around)]
+        name = "+".join(names[i] for i in smallest)
         named[ALL_DEVICES if len(members) == cluster.num_devices else name] = tuple(members)
     order = {device_set: i for i, device_set in enumerate(first_names)}
     return dict(sorted(named.items(), key=lambda row: order.get(row[1], len(order))))

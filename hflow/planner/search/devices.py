@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -13,6 +12,8 @@ EVERY_SIZE = 16
 """Up to this many devices, groups of every size are tried."""
 NUM_UNITS = 16
 """Larger clusters are divided in about this many equal parts; the search then moves parts of them."""
+HUGE = 4096
+"""Clusters of more devices are divided in half as many parts."""
 
 
 def group_sizes(num_devices: int, cluster: ClusterSpec) -> tuple[int, ...]:
@@ -24,8 +25,8 @@ def group_sizes(num_devices: int, cluster: ClusterSpec) -> tuple[int, ...]:
     if num_devices <= EVERY_SIZE:
         return tuple(range(1, num_devices + 1))
     per_machine = cluster.devices_per_node
-    unit = per_machine
-    while num_devices > NUM_UNITS * unit:
+    unit, num_units = per_machine, NUM_UNITS if num_devices <= HUGE else NUM_UNITS // 2
+    while num_devices > num_units * unit:
         unit *= 2
     small = {1 << i for i in range(unit.bit_length()) if 1 << i < unit and unit % (1 << i) == 0}
     if num_devices > 8 * EVERY_SIZE:  # a part of a machine is of no use beside so many
@@ -70,18 +71,20 @@ def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...
     return tuple(found.values())
 
 
+@lru_cache(maxsize=4096)
 def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
     """Return the first devices of the cluster of which as many share each machine.
 
     Costs are computed for these, so that they are computed once for groups that differ in nothing else.
     """
-    numbers = Counter(map(cluster.node_of, devices)).values()
+    numbers = cluster.machines(devices).values()
     per_machine = cluster.devices_per_node
     return tuple(machine * per_machine + i for machine, num in enumerate(numbers) for i in range(num))
 
 
+@lru_cache(maxsize=4096)
 def assign_devices(
-    sizes: Sequence[int], devices: Sequence[int], cluster: ClusterSpec
+    sizes: tuple[int, ...], devices: Devices, cluster: ClusterSpec
 ) -> tuple[Devices, ...] | None:
     """Give each group its devices.
 
@@ -98,7 +101,7 @@ def assign_devices(
     Returns:
         The devices of each group, or None if the groups cannot be placed like this.
     """
-    gaps = [list(run) for run in _by_machine(tuple(devices), cluster)]
+    gaps = [list(run) for run in _by_machine(devices, cluster)]
     given: dict[int, Devices] = {}
     may_share = any(len(gap) < cluster.devices_per_node for gap in gaps)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

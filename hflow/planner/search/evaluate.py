@@ -359,7 +359,7 @@ class Evaluator:
         used: Counter[int] = Counter()
         for own, group in zip(devices, groups, strict=True):
             kept = group.fit.host + self._published_within(group.options, common)
-            for machine, num in Counter(map(cluster.node_of, own)).items():
+            for machine, num in cluster.machines(own).items():
                 used[machine] += round(kept * num)
         for src, gen, new in routes:
             replicas = tuple(

@@ -247,7 +247,7 @@ def _devices(evaluator: Evaluator, blocks: Blocks, sizes: Sequence[int]) -> tupl
     problem = evaluator.problem
     usable = usable_devices(problem.free_devices, problem.cluster)
     devices = next((some for some in usable if len(some) == sum(sizes)), ())
-    new = assign_devices(sizes, devices, problem.cluster)
+    new = assign_devices(tuple(sizes), devices, problem.cluster)
     if new is None:
         return None
     rest = iter(new)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, pairwise
 
 from hflow.planner.backends import engine_kind
 from hflow.planner.ir import ClusterSpec
@@ -86,14 +87,20 @@ def _cuts(problem: SearchProblem, name: str, devices: Devices, is_large: bool) -
             may_idle = num <= EVERY_SIZE and num - used < MOST_IDLE * num and pipe in MAIN_STAGES
             if used < num and not may_idle:
                 continue
-            if _in_one_machine(problem.cluster, devices[:used], tensor):
+            if _in_one_machine(problem.cluster, devices, used, tensor):
                 yield tensor, pipe
 
 
-def _in_one_machine(cluster: ClusterSpec, devices: Devices, size: int) -> bool:
-    """Return whether each block of this many neighbouring devices is on one machine."""
-    firsts = range(0, len(devices), size)
-    return all(cluster.node_of(devices[i]) == cluster.node_of(devices[i + size - 1]) for i in firsts)
+def _in_one_machine(cluster: ClusterSpec, devices: Devices, num: int, size: int) -> bool:
+    """Return whether each block of this many neighbours among the first devices is on one machine."""
+    return all(first % size == 0 for first in _first_on_machines(devices, cluster) if first < num)
+
+
+@lru_cache(maxsize=64)
+def _first_on_machines(devices: Devices, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return the indices at which the devices of another machine begin."""
+    machines = list(map(cluster.node_of, devices))
+    return tuple(i for i, (one, other) in enumerate(pairwise(machines), 1) if one != other)
 
 
 def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Devices) -> int:

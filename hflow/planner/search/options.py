@@ -10,7 +10,7 @@ from functools import cached_property
 from hflow.config.schema import ModelConfig, Offload
 from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.cost.nodes import Costs
-from hflow.planner.data.minibatches import heaviest_loads
+from hflow.planner.data.minibatches import heaviest_load, minibatch_units
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.hardware import GIB
@@ -35,7 +35,8 @@ MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
 every response slow."""
 FEW_RUNNING = (16, 8, 4, 2, 1)
 """Further choices for an engine whose cache grows as needed, so that fewer sequences make it smaller."""
-
+MAX_SAMPLES = 4096
+"""Samples of a batch of which the loads of ranks are computed."""
 MIN_DIFFERENCE = 1e-3
 """Relative difference of seconds below which more memory is not worth it."""
 
@@ -81,6 +82,7 @@ class OptionTable:
         self._waking: dict[ReplicaOption, float] = {}
         self._costs: dict[Replica, Costs] = {}
         self._imbalance: dict[tuple[str, int], float] = {}
+        self._units: dict[str, list[list[int]]] = {}
         self.events = SteadyEvents(problem.base.schedule)
 
     def options(
@@ -366,20 +368,28 @@ class OptionTable:
         return {rule.consumer: rule.by_group for rule in self._base.rules if rule.fields}
 
     def _imbalance_of(self, node: str, num_ranks: int) -> float:
-        """Return the tokens of the heaviest rank over the mean, for a batch with sampled lengths."""
-        key = node, num_ranks
+        """Return the tokens of the heaviest rank over the mean, for a batch with sampled lengths.
+
+        Of a large batch on many ranks a part counts, on as many fewer ranks.
+        """
+        batch, group_size = self._problem.request.batch, self.events.stream.group_size
+        scale = max(1, batch * group_size // MAX_SAMPLES)
+        key = node, max(1, round(num_ranks / scale))
         if key not in self._imbalance:
-            request, stream = self._problem.request, self.events.stream
-            lengths = sample_lengths(
-                self._problem.workloads[stream.name], request.batch * stream.group_size, request.seed
-            )
-            cut = dict(self._base.cuts).get(node)
-            size = root_stream(self._problem.graph, self._problem.graph.node(node)).group
-            loads = heaviest_loads(
-                lengths, size, cut, num_ranks, by_group=self._rules[node], seed=request.seed
-            )
-            self._imbalance[key] = sum(loads) * num_ranks / sum(lengths)
+            if node not in self._units:
+                self._units[node] = self._units_of(node, batch // scale * group_size)
+            minibatches = self._units[node]
+            loads = [heaviest_load(units, key[1]) for units in minibatches]
+            self._imbalance[key] = sum(loads) * key[1] / sum(map(sum, minibatches))
         return self._imbalance[key]
+
+    def _units_of(self, node: str, num_samples: int) -> list[list[int]]:
+        """Return the tokens of what a node assigns to a rank as a whole, for each minibatch."""
+        request = self._problem.request
+        lengths = sample_lengths(self._problem.workloads[self.events.stream.name], num_samples, request.seed)
+        cut = dict(self._base.cuts).get(node)
+        size = root_stream(self._problem.graph, self._problem.graph.node(node)).group
+        return minibatch_units(lengths, size, cut, by_group=self._rules[node], seed=request.seed)
 
     @cached_property
     def _nodes_of(self) -> Mapping[str, Sequence[ScheduledNode]]:

@@ -8,7 +8,6 @@ an average tensor. Norms count as if they were sharded.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -31,12 +30,11 @@ def with_bytes(
     of_experts, of_others = experts * dst.layout.num_expert_copies, others * dst.layout.num_copies
     needed = of_experts + of_others
     held = local = 0.0
-    if common := sorted(set(src.workers) & set(dst.workers)):
-        on_machines = tuple(Counter(map(cluster.node_of, common)).values())
+    if common := tuple(sorted(set(src.workers) & set(dst.workers))):
+        on_machines = tuple(cluster.machines(common).values())
         held = others * _held_models(src, dst, shape, on_machines)
         held += experts * _held_experts(src, dst, shape, on_machines)
-    machines = {cluster.node_of(w) for w in src.workers}
-    if machines & {cluster.node_of(w) for w in dst.workers}:
+    if cluster.machines(src.workers).keys() & cluster.machines(dst.workers).keys():
         num = min(cluster.devices_per_node, src.layout.world)
         local = of_experts * _machine_share(src, num, src.layout.expert) + of_others * _machine_share(
             src, num

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -124,7 +123,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
     own_process, cluster = engine_kind(gen.backend).has_own_process, request.cluster
-    machines = {cluster.node_of(worker) for worker in (*src.workers, *gen.workers)}
+    machines = cluster.machines(src.workers).keys() | cluster.machines(gen.workers).keys()
     in_one_process = request.settings.get("workers") == "inproc"
     if cluster.device == "cuda" and not in_one_process:
         if not set(src.workers) & set(gen.workers):
@@ -153,7 +152,7 @@ def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRe
     if shape is None:
         return {}
     version = route.moved_bytes / mean_copies(shape, gen.layout)
-    senders = Counter(map(request.cluster.node_of, src.workers))
+    senders = request.cluster.machines(src.workers)
     return {machine: round(version * num / src.layout.world) for machine, num in senders.items()}
 
 
