@@ -24,12 +24,15 @@ from hflow.planner.staleness import staleness_bound
 from hflow.planner.validate import check_request, check_splits, check_streams, plan_warnings
 
 
-def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanRequest]:
+def plan_structure(
+    graph: Graph, request: PlanRequest, *, checks_batch: bool = True
+) -> tuple[Plan, PlanRequest]:
     """Return a plan without routing table, weight routes and forecast, and the request with its placement.
 
     Args:
         graph: a checked graph.
         request: the cluster, where each model runs, and the settings of the run.
+        checks_batch: whether to refuse a batch that is too small for its layouts.
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together.
@@ -51,7 +54,8 @@ def plan_structure(graph: Graph, request: PlanRequest) -> tuple[Plan, PlanReques
         for rule in rules
         if graph.stream(rule.stream).trained and levels.get(rule.consumer, Level.BATCH) is Level.BATCH
     ]
-    check_splits(batch_rules, dict(cuts), request.batch, trained.group)
+    if checks_batch:
+        check_splits(batch_rules, dict(cuts), request.batch, trained.group)
     orders = _orders(graph, levels, by_node, saved)
     schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
     group_sizes = {group.name: len(group.devices) for group in placed.groups}

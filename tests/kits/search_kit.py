@@ -144,8 +144,9 @@ def useful_options(
     """
     kept: dict[Layout | None, list[tuple[float, ...]]] = {}
     own = [i for i, block in enumerate(blocks) if name in block]
-    common, found = evaluator.common(blocks), []
-    devices = tuple(range(sum(sizes[i] for i in own)))
+    common, found = evaluator.common_devices(blocks), []
+    ends = list(itertools.accumulate(sizes))
+    devices = [tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     for option in evaluator.options(name, blocks, devices, with_offload=True):
         memory = (evaluator.memory.sizes(evaluator.phases(blocks[i]), option, common) for i in own)
         costs = (*option.seconds.values(), *chain(*memory))

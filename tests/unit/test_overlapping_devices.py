@@ -186,6 +186,49 @@ def test_layouts_on_sets_that_overlap_are_chosen() -> None:
         assert chosen.plan.forecast.period.seconds < other.period.seconds
 
 
+def test_an_engine_in_several_groups_may_leave_devices_unused() -> None:
+    """Seven devices have no tensor ranks, but six have."""
+    keys = ("cluster=a100-40g-1x16", "model@models.actor=qwen2.5-14b", *LARGE[1:], *MEGATRON)
+    made = compile_recipe(
+        ROOT / "recipes" / "grpo.py",
+        [
+            *(key for key in keys if "critic" not in key and "ref" not in key),
+            "models.actor.offload=optimizer",
+            "models.actor.tokens_per_microbatch=2048",
+            "placement=actor.gen=0-6 actor=4-15:d1t4p3",
+        ],
+    )
+    assert str(made.plan.replica("actor@gen").layout) == "d3t2p1"
+    assert len(made.plan.replica("actor@gen").groups) == 2
+
+
+def test_a_batch_smaller_than_the_groups_of_a_model_is_planned() -> None:
+    keys = [
+        f"{key}models.{name}{value}"
+        for name in ("actor", "ref")
+        for key, value in (("model@", "=qwen2.5-0.5b"), ("", ".path=null"))
+    ]
+    made = compile_recipe(
+        ROOT / "recipes" / "dpo.py",
+        [
+            *("cluster=h100-1x2", "batch=1", *keys, "models.actor.backend=megatron"),
+            *("placement=actor=0-1:d1t2p1 ref=0:d1t1p1",),
+        ],
+    )
+    assert len(made.plan.replica("actor@train").groups) == 2
+
+
+def test_the_order_of_given_devices_is_kept() -> None:
+    """Tensor ranks on devices 0 and 8 would be on two machines."""
+    devices = ("groups.a=[0,8,1,9]", "groups.b=[2,3,4,5,6,7]")
+    groups = ("models.actor.gen.group=a", "models.actor.group=b", "models.actor.backend=megatron")
+    made = compile_recipe(
+        ROOT / "recipes" / "grpo.py", ["cluster=h100-2x8", "batch=64", *LARGE, *devices, *groups]
+    )
+    assert made.plan.replica("actor@gen").workers == (0, 8, 1, 9)
+    assert not made.plan.unrunnable
+
+
 def test_models_are_placed_around_sets_that_overlap() -> None:
     plan = compiled("actor,ref=0-3 critic=2-5", *LARGE, *MEGATRON).plan
     assert set(plan.replica("actor@train").workers) <= {0, 1, 2, 3}

@@ -46,11 +46,16 @@ def wait_for_end(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
-    [("exits", "its process died (exit code 3)"), ("hangs", "took longer than its timeout of 1 s")],
+    ("how", "timeout", "message"),
+    [
+        ("exits", 60.0, "its process died (exit code 3)"),
+        ("hangs", 1.0, "took longer than its timeout of 1 s"),
+    ],
 )
-def test_what_a_body_started_ends_with_its_process(tmp_path: Path, how: str, message: str) -> None:
-    bench = Bench(start_others, 1, timeout=1.0)
+def test_what_a_body_started_ends_with_its_process(
+    tmp_path: Path, how: str, timeout: float, message: str
+) -> None:
+    bench = Bench(start_others, 1, timeout=timeout)
     try:
         ended = bench.run({0: {"marks": str(tmp_path), "how": how, "x": 0}})
         assert ended[0].message == message

@@ -50,6 +50,7 @@ from hflow.report.plan_text import render_plan
 from hflow.runtime.simulation.simulate_plan import simulate_plan, simulated_period
 
 LONG = pytest.mark.long
+TORCH = ("actor.backend=torch", "actor.tokens_per_microbatch=4096")
 CALIBRATIONS = RECIPES.parent / "configs" / "hardware" / "calibrations"
 PPO_ON_8 = (
     "cluster=h100-1x8",
@@ -722,6 +723,63 @@ def test_estimated_bytes_of_new_weights_are_those_of_the_rows(
     estimated = with_bytes(route, trainer, engine, model, 2, cluster)
     for name in ("moved_bytes", "held_bytes", "node_bytes"):
         assert getattr(estimated, name) == pytest.approx(getattr(exact, name), rel=0.01, abs=1e6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "src", "dst"),
+    [("megatron", "d16", "d4t8"), ("megatron", "d2t8", "d4t8"), ("torch", "d16", "d8t4")],
+)
+def test_estimated_bytes_to_engines_on_more_machines_than_the_trainer(
+    backend: str, src: str, dst: str
+) -> None:
+    cluster = ClusterSpec("x", "cuda", 16, 8, 80 << 30)
+    trainer, engine = _replica(src, "train", backend, 0), _replica(dst, "gen", "vllm", 0)
+    route = WeightRoute("m", "m@train", "m@gen", "pull")
+    exact = add_rows(route, trainer, engine, LARGE, 2, cluster)
+    estimated = with_bytes(route, trainer, engine, LARGE, 2, cluster)
+    for name in ("moved_bytes", "node_bytes"):
+        assert getattr(estimated, name) == pytest.approx(getattr(exact, name), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "model", "keys", "placement"),
+    [
+        # engines that sleep with their weights, although training changes adapters
+        ("grpo", "h100-1x2", "qwen2.5-1.5b", (*TORCH, "actor.lora.r=16"), "actor,actor.gen=all:d2"),
+        # weights that an engine uses in place
+        ("grpo", "h100-1x1", "qwen2.5-0.5b", (*TORCH, "actor.dtype=fp32"), "actor,actor.gen=0"),
+        # groups whose machines are given
+        ("grpo", "h100-2x8", "qwen2.5-7b", (), "actor=8-11:t4 actor.gen=0-7"),
+        # a reference model that uses offloaded weights of the trainer
+        (
+            "ppo",
+            "h100-1x4",
+            "qwen2.5-1.5b",
+            (*TORCH, "ref.backend=torch", "actor.lora.r=16", "actor.offload=all"),
+            "actor,ref,actor.gen=0-1:d2 critic=2-3:d2",
+        ),
+    ],
+)
+def test_the_search_counts_the_seconds_that_the_plan_counts(
+    recipe: str, cluster: str, model: str, keys: tuple[str, ...], placement: str
+) -> None:
+    overrides = [f"++models.{key}" for key in keys]
+    sync = ["schedule.sync_every=2"] if "actor.dtype=fp32" in keys else []
+    if sync:
+        overrides.append("models.actor.gen.engine=embedded")
+    graph, request = problem(recipe, cluster, model, "batch=64", *overrides, *sync, tunes=False)
+    found = search(graph, replace(request, placement=placement))
+    forecast = compile_plan(graph, found.request).forecast
+    assert forecast is not None
+    assert forecast.period is not None
+    assert found.seconds == pytest.approx(forecast.period.seconds, rel=5e-3)
+
+
+def test_a_group_larger_than_the_samples_that_count_is_planned() -> None:
+    keys = ("batch=2", "nodes.actor_gen.group=8192", "nodes.actor_train.minibatches=1")
+    keys = (*keys, "schedule.max_concurrent=16384")
+    graph, request = problem("grpo", "h100-1x4", "qwen2.5-1.5b", *keys, tunes=False)
+    assert search(graph, request).seconds > 0
 
 
 def _replica(text: str, role: str, backend: str, first: int) -> Replica:

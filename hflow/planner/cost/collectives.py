@@ -171,7 +171,7 @@ def _axis_ranks(
 ) -> RankPlacement:
     """Return the placement of an axis. A search asks for the same ones again and again."""
     lines = axis_lines(layout, role, workers, axis)
-    if workers[-1] - workers[0] == len(workers) - 1:
+    if workers == tuple(range(workers[0], workers[0] + len(workers))):
         # Lines that begin at the same place of a machine, or of a rack, are placed alike.
         lines = axis_lines(layout, role, workers, axis, alike=rack_size or cluster.devices_per_node)
     return max(

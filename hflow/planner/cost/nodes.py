@@ -222,14 +222,10 @@ class Costs:
 
     def _share_of_kept_weights(self, name: str) -> float:
         """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights."""
-        model = self._plan.replica(name).model
+        replica = self._plan.replica(name)
         is_shared = any(route.dst == name and route.how == "shared" for route in self._plan.weights)
-        if is_shared and self._request.model(model).compute_dtype == "fp32":
-            return 0.0
-        merges = engine_kind(self._plan.replica(name).backend).merges_adapters
-        if self._request.model(model).lora is not None and not merges:  # only adapters are replaced
-            return float(any(name in replicas for _, replicas in self._plan.schedule.shared))
-        return share_of_kept_weights(self._plan.schedule, name, model)
+        config = self._request.model(replica.model)
+        return share_of_kept_weights(self._plan.schedule, replica, config, is_shared=is_shared)
 
     def _engines(self) -> dict[str, ReplicaCosts] | None:
         """Return the replicas that generate by name; None if the sizes of one are unknown."""
@@ -321,16 +317,26 @@ def _batch_work(workload: Workload, num: int, group_size: int, seed: int, budget
     return work_of(sample_lengths(workload, num, seed), workload.prompt, group_size, budget)
 
 
-def share_of_kept_weights(schedule: Schedule, engine: str, model: str) -> float:
+def share_of_kept_weights(
+    schedule: Schedule, engine: Replica, config: ModelConfig, *, is_shared: bool
+) -> float:
     """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
 
     An engine that shares its devices drops them where nodes on these devices change them before it wakes
-    (`runtime/state/weight_updates.py`).
+    (`runtime/state/weight_updates.py`), unless only adapters are replaced.
+
+    Args:
+        schedule: of the plan.
+        engine: the replica that generates.
+        config: of its model.
+        is_shared: whether it may use the weights of its trainer in place.
     """
-    groups = shared_groups(schedule, engine)
-    if not groups:
+    groups = shared_groups(schedule, engine.name)
+    if not groups or (is_shared and config.compute_dtype == "fp32"):
         return 0.0
-    writers = [node for node in schedule.nodes if model in node.writes]
+    if config.lora is not None and not engine_kind(engine.backend).merges_adapters:
+        return 1.0
+    writers = [node for node in schedule.nodes if engine.model in node.writes]
     if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):
         return 1.0
     return 1 - 1 / schedule.settings.sync_every

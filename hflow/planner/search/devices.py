@@ -12,7 +12,7 @@ EVERY_SIZE = 16
 """Up to this many devices, groups of every size are tried."""
 NUM_UNITS = 16
 """Larger clusters are divided in about this many equal parts; the search then moves parts of them."""
-HUGE = 4096
+HUGE_CLUSTER = 4096
 """Clusters of more devices are divided in half as many parts."""
 
 
@@ -25,7 +25,7 @@ def group_sizes(num_devices: int, cluster: ClusterSpec) -> tuple[int, ...]:
     if num_devices <= EVERY_SIZE:
         return tuple(range(1, num_devices + 1))
     per_machine = cluster.devices_per_node
-    unit, num_units = per_machine, NUM_UNITS if num_devices <= HUGE else NUM_UNITS // 2
+    unit, num_units = per_machine, NUM_UNITS if num_devices <= HUGE_CLUSTER else NUM_UNITS // 2
     while num_devices > num_units * unit:
         unit *= 2
     small = {1 << i for i in range(unit.bit_length()) if 1 << i < unit and unit % (1 << i) == 0}

@@ -23,7 +23,7 @@ from hflow.planner.memory.phases import group_phases
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
 from hflow.planner.search.devices import comparable_devices
-from hflow.planner.search.group_memory import Common, Fit, GroupMemory, Phases
+from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
@@ -94,9 +94,13 @@ class Evaluator:
         self.num_periods = 0
         self._partitions: dict[Blocks, Partition] = {}
         self._phases: dict[tuple[str, ...], Phases] = {}
-        self._common: dict[Blocks, Mapping[str, Common]] = {}
-        self._groups: dict[tuple[Blocks, tuple[Devices, ...]], tuple[GroupChoice, ...] | None] = {}
-        self._routes: dict[tuple[ReplicaOption, ReplicaOption, Common], NewWeights] = {}
+        self._common: dict[Blocks, Mapping[str, CommonDevices]] = {}
+        self._groups: dict[
+            tuple[Blocks, tuple[Devices, ...], tuple[int, ...]], tuple[GroupChoice, ...] | None
+        ] = {}
+        self._routes: dict[
+            tuple[ReplicaOption, ReplicaOption, CommonDevices, tuple[Devices, Devices] | None], NewWeights
+        ] = {}
 
     def partition(self, blocks: Blocks) -> Partition:
         """Return the schedule of replicas that are divided like this."""
@@ -113,7 +117,7 @@ class Evaluator:
             self._phases[block] = tuple(group_phases(MemoryContext(plan, self.problem.request), group))
         return self._phases[block]
 
-    def common(self, blocks: Blocks) -> Mapping[str, Common]:
+    def common_devices(self, blocks: Blocks) -> Mapping[str, CommonDevices]:
         """Return how many of its trainer's devices the engine of each model has, given connected blocks."""
         if blocks not in self._common:
             places = {
@@ -121,29 +125,29 @@ class Evaluator:
                 for r in self.problem.base.replicas
             }
             self._common[blocks] = {
-                src.model: _common(places[src.name], places[gen.name])
+                src.model: _compared(places[src.name], places[gen.name])
                 for src, gen in permutations(self.problem.base.replicas, 2)
                 if src.model == gen.model and gen.role == "gen" and src.role != "gen"
             }
         return self._common[blocks]
 
     def options(
-        self, name: str, blocks: Blocks, devices: Devices, *, with_offload: bool = False
+        self, name: str, blocks: Blocks, devices: Sequence[Devices], *, with_offload: bool = False
     ) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica, as `OptionTable.options` does.
 
-        A replica in several groups uses all devices of them, unless the user has set its layout.
+        Those of a replica in several groups use devices of each, unless the user has set its layout.
 
         Args:
             name: of the replica.
-            blocks: all groups.
-            devices: those for which the replica is costed.
+            blocks: groups, with all of the replica's.
+            devices: of each group.
             with_offload: also options with other values of `offload`.
         """
-        options = self.table.options(name, devices, with_offload=with_offload)
-        if name in self.problem.layouts or sum(name in block for block in blocks) == 1:
+        options = self.table.options(name, self.costed(name, blocks, devices), with_offload=with_offload)
+        if name in self.problem.layouts or (least := _least_ranks(name, blocks, devices)) == 1:
             return options
-        return tuple(option for option in options if option.layout.world == len(devices))
+        return tuple(option for option in options if option.layout.world >= least)
 
     def best_groups(
         self, blocks: Blocks, devices: Sequence[Devices], cutoff: float = math.inf
@@ -155,21 +159,21 @@ class Evaluator:
             devices: of each group.
             cutoff: None is also returned if the nodes of a group take so many seconds in any case.
         """
-        own = self.costed(blocks, devices)
-        totals = {}
-        for name, its in own.items():
-            table = self.options(name, blocks, its)
+        fastest = {}
+        for name in _names(blocks):
+            table = self.options(name, blocks, devices)
             if not table:
                 return None
-            totals[name] = table[0].total
-        if any(sum(totals[name] for name in block) >= cutoff for block in blocks):
+            fastest[name] = table[0].total
+        if any(sum(fastest[name] for name in block) >= cutoff for block in blocks):
             return None
         found: dict[int, GroupChoice] = {}
         for part in connected_blocks(blocks):
-            near = tuple(blocks[i] for i in part)
-            key = near, tuple(own[name] for name in _names(near))
+            connected, own = tuple(blocks[i] for i in part), tuple(devices[i] for i in part)
+            costed = tuple(self.costed(name, connected, own) for name in _names(connected))
+            key = connected, costed, tuple(map(len, own))
             if key not in self._groups:
-                self._groups[key] = self._search_groups(near, own)
+                self._groups[key] = self._search_groups(connected, own)
             groups = self._groups[key]
             if groups is None:
                 return None
@@ -185,7 +189,7 @@ class Evaluator:
         """
         if not self._agree(options.values()):
             return None
-        common, found = self.common(blocks), []
+        common, found = self.common_devices(blocks), []
         for block in blocks:
             group = self._group(block, [options[name] for name in block], common)
             if group is None:
@@ -211,11 +215,11 @@ class Evaluator:
         for block, group in zip(blocks, choice.groups, strict=True):
             if option.name in block:
                 options = [option if o.name == option.name else o for o in group.options]
-                fits.append(self.memory.fit(self.phases(block), options, self.common(blocks)))
+                fits.append(self.memory.fit(self.phases(block), options, self.common_devices(blocks)))
         return max(fits, key=lambda fit: fit.total)
 
     def _group(
-        self, block: tuple[str, ...], options: Sequence[ReplicaOption], common: Mapping[str, Common]
+        self, block: tuple[str, ...], options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
     ) -> GroupChoice | None:
         if self._shares_offloaded(options):
             return None
@@ -240,7 +244,7 @@ class Evaluator:
             cutoff: seconds of a step.
         """
         partition = self.partition(blocks)
-        seconds = self.seconds(partition, groups)
+        seconds = self.seconds(partition, devices, groups)
         if partition.bound(seconds) >= cutoff:
             return None
         self.num_periods += 1
@@ -249,24 +253,26 @@ class Evaluator:
             return None
         return Choice(partition, devices, tuple(groups), seconds, period, cycle)
 
-    def seconds(self, partition: Partition, groups: Sequence[GroupChoice]) -> dict[str, float]:
+    def seconds(
+        self, partition: Partition, devices: Sequence[Devices], groups: Sequence[GroupChoice]
+    ) -> dict[str, float]:
         """Return the seconds of nodes, of the source, and of new weights."""
         seconds = dict(self.table.constant_seconds)
         option_of = {option.name: option for group in groups for option in group.options}
         for group in groups:  # an engine in several generates as fast as on the devices with the least room
             seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in group.seconds.items()}
-        common, stream = self.common(partition.blocks), self.table.events.stream
+        stream = self.table.events.stream
         source = sum(seconds.pop(f"{name} source", 0.0) for name in stream.replicas)
+        in_place = set()
+        for gen, new in self._routed(partition.blocks, devices, tuple(option_of.values())):
+            seconds |= new.seconds
+            if new.route.how == "shared":
+                in_place.add(gen.name)
         for name in stream.replicas:
-            if share := partition.share_of_kept_weights(name):
-                source += share * self.table.waking(option_of[name])
+            gen = option_of[name]
+            if share := partition.share_of_kept_weights(name, gen.config, is_shared=name in in_place):
+                source += share * self.table.waking(gen)
         seconds[stream.source] = source + self.table.beside_engines(source)
-        for name, option in option_of.items():
-            model = option.replica.model
-            if option.replica.role != "gen" or model not in self.problem.written:
-                continue
-            src = next(o for n, o in option_of.items() if o.replica.model == model and n != name)
-            seconds |= self._new_weights(src, option, common[model]).seconds
         return seconds
 
     def fixed_devices(self, block: tuple[str, ...]) -> Devices | None:
@@ -274,22 +280,18 @@ class Evaluator:
         named = [group for group in self.problem.fixed if set(group.replicas) <= set(block)]
         return max(named, key=lambda group: len(group.replicas)).devices if named else None
 
-    def costed(self, blocks: Blocks, devices: Sequence[Devices]) -> dict[str, Devices]:
-        """Return the devices for which each replica is costed.
-
-        Free ones count like others on as many machines.
+    def costed(self, name: str, blocks: Blocks, devices: Sequence[Devices]) -> Devices:
+        """Return the devices for which a replica is costed: free ones count like others on as many machines.
 
         Args:
-            blocks: all groups.
+            name: of the replica.
+            blocks: groups, with all of the replica's.
             devices: of each group.
         """
-        free = [self.fixed_devices(block) is None for block in blocks]
-        found = {}
-        for name in _names(blocks):
-            own = devices_of(name, blocks, devices)
-            is_free = all(free[i] for i, block in enumerate(blocks) if name in block)
-            found[name] = comparable_devices(own, self.problem.cluster) if is_free else own
-        return found
+        own = devices_of(name, blocks, devices)
+        if any(name in block and self.fixed_devices(block) is not None for block in blocks):
+            return own
+        return comparable_devices(own, self.problem.cluster)
 
     def pace(self, choice: Choice) -> Pace | None:
         """Return how fast the engines of a choice generate, or None without engines."""
@@ -299,22 +301,57 @@ class Evaluator:
                 largest[name] = min(number, largest.get(name, number))
         return self.table.pace([(option, largest.get(option.name)) for option in choice.options])
 
-    def _new_weights(self, src: ReplicaOption, gen: ReplicaOption, common: Common) -> NewWeights:
-        """Return what it takes to give an engine new weights."""
-        key = src, gen, common
+    def _routed(
+        self, blocks: Blocks, devices: Sequence[Devices], options: Sequence[ReplicaOption]
+    ) -> Iterator[tuple[ReplicaOption, NewWeights]]:
+        """Yield each engine of a model that changes, with what it takes to give it new weights."""
+        common = self.common_devices(blocks)
+        for src, gen in _senders(options, self.problem.written):
+            places = None
+            if any(group.devices for group in self.problem.fixed):  # others differ in nothing but number
+                places = devices_of(src.name, blocks, devices), devices_of(gen.name, blocks, devices)
+            yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
+
+    def _new_weights(
+        self,
+        src: ReplicaOption,
+        gen: ReplicaOption,
+        common: CommonDevices,
+        places: tuple[Devices, Devices] | None = None,
+    ) -> NewWeights:
+        """Return what it takes to give an engine new weights.
+
+        Args:
+            src: option of the trainer.
+            gen: option of the engine.
+            common: how many devices they have in common.
+            places: the devices of both; None: any of which these are as many.
+        """
+        key = src, gen, common, places
         if key not in self._routes:
-            self._routes[key] = self._cost_route(src, gen, common)
+            self._routes[key] = self._cost_route(src, gen, common, places)
         return self._routes[key]
 
-    def _cost_route(self, src: ReplicaOption, gen: ReplicaOption, common: Common) -> NewWeights:
+    def _cost_route(
+        self,
+        src: ReplicaOption,
+        gen: ReplicaOption,
+        common: CommonDevices,
+        places: tuple[Devices, Devices] | None,
+    ) -> NewWeights:
         problem = self.problem
-        engine = _moved_behind(gen.replica, src.replica) if common == "none" else gen.replica
+        trainer, engine = src.replica, gen.replica
+        if places is not None:
+            trainer, engine = (
+                on_workers(replica, own[: replica.layout.world])
+                for replica, own in zip((trainer, engine), places, strict=True)
+            )
+        elif common == "none":
+            engine = _moved_behind(engine, trainer)
         config = replace(src.config, gen=gen.config.gen)
         request = replace(problem.request, models={**problem.request.models, engine.model: config})
-        route = weight_route(src.replica, engine, request, with_bytes)
-        plan = replace(
-            problem.base, cluster=problem.cluster, replicas=(src.replica, engine), weights=(route,)
-        )
+        route = weight_route(trainer, engine, request, with_bytes)
+        plan = replace(problem.base, cluster=problem.cluster, replicas=(trainer, engine), weights=(route,))
         stream = self.table.events.stream.name
         costs = Costs(plan, request, problem.hardware, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
@@ -325,7 +362,9 @@ class Evaluator:
         sizes = [items.total() for _, items in published_by(plan, request, route)]
         return NewWeights(seconds, route, max(sizes, default=0))
 
-    def _published_within(self, options: Sequence[ReplicaOption], common: Mapping[str, Common]) -> float:
+    def _published_within(
+        self, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
+    ) -> float:
         """Return the bytes of published weights in host memory for each device of a group.
 
         They count for models whose engine has the devices of its trainer.
@@ -347,24 +386,24 @@ class Evaluator:
         """
         problem, cluster = self.problem, self.problem.cluster
         capacity = problem.host_memory_limit * cluster.devices_per_node
-        options = list(dict.fromkeys(option for group in groups for option in group.options))
-        common = self.common(blocks)
+        options = tuple(dict.fromkeys(option for group in groups for option in group.options))
+        common = self.common_devices(blocks)
         routes = [
-            (src, gen, self._new_weights(src, gen, common[gen.replica.model]))
-            for src, gen in _senders(options, problem.written)
-            if common[gen.replica.model] != "all"
+            new for gen, new in self._routed(blocks, devices, options) if common[gen.replica.model] != "all"
         ]
-        if math.isinf(capacity) or not sum(new.host_bytes for _, _, new in routes):
+        if math.isinf(capacity) or not sum(new.host_bytes for new in routes):
             return True
         used: Counter[int] = Counter()
         for own, group in zip(devices, groups, strict=True):
             kept = group.fit.host + self._published_within(group.options, common)
             for machine, num in cluster.machines(own).items():
                 used[machine] += round(kept * num)
-        for src, gen, new in routes:
+        option_of = {option.name: option for option in options}
+        for new in routes:
             replicas = tuple(
-                on_workers(o.replica, devices_of(o.name, blocks, devices)[: o.layout.world])
-                for o in (src, gen)
+                on_workers(option_of[name].replica, own[: option_of[name].layout.world])
+                for name in (new.route.src, new.route.dst)
+                for own in (devices_of(name, blocks, devices),)
             )
             plan = replace(problem.base, cluster=cluster, replicas=replicas)
             for machine, items in published_by(plan, problem.request, new.route):
@@ -396,17 +435,14 @@ class Evaluator:
             for option in options
         )
 
-    def _search_groups(
-        self, blocks: Blocks, devices: Mapping[str, Devices]
-    ) -> tuple[GroupChoice, ...] | None:
+    def _search_groups(self, blocks: Blocks, devices: Sequence[Devices]) -> tuple[GroupChoice, ...] | None:
         """Return the fastest combination of options; offloading is tried where memory makes it slower.
 
         Args:
             blocks: connected ones.
-            devices: of each replica.
+            devices: of each of them.
         """
-        names = _names(blocks)
-        tables = {name: self.options(name, blocks, devices[name]) for name in names}
+        tables = {name: self.options(name, blocks, devices) for name in _names(blocks)}
         fastest = {name: table[0] for name, table in tables.items()}
         first = self.groups(blocks, fastest)
         if first is not None and _seconds(first) <= _bound(blocks, fastest):
@@ -416,7 +452,7 @@ class Evaluator:
         loss = math.inf if found is None else _seconds(found)[1] - _bound(blocks, fastest)[1]
         wider = {}
         for name, table in tables.items():
-            options = self.options(name, blocks, devices[name], with_offload=True)
+            options = self.options(name, blocks, devices, with_offload=True)
             wider[name] = tuple(option for option in options if option.total - table[0].total < loss)
         if all(
             o.config.offload == self.problem.config(o.name).offload for row in wider.values() for o in row
@@ -529,7 +565,7 @@ class Evaluator:
 
     def _sizes(self, blocks: Blocks, option: ReplicaOption) -> dict[int, tuple[int, ...]]:
         """Return what an option adds in each phase of each of its replica's blocks, by their index."""
-        common = self.common(blocks)
+        common = self.common_devices(blocks)
         return {
             i: self.memory.sizes(self.phases(block), option, common)
             for i, block in enumerate(blocks)
@@ -543,12 +579,21 @@ def devices_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> Devi
     return own[0] if len(own) == 1 else tuple(sorted(chain(*own)))
 
 
+def _least_ranks(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> int:
+    """Return how many ranks a replica needs at least to use a device of each of its groups."""
+    own = [row for row, block in zip(devices, blocks, strict=True) if replica in block]
+    if len(own) == 1:
+        return 1
+    last = max(map(min, own))
+    return 1 + sum(device < last for row in own for device in row)
+
+
 def _names(blocks: Blocks) -> tuple[str, ...]:
     """Return the replicas of some groups."""
     return tuple(dict.fromkeys(chain(*blocks)))
 
 
-def _common(src: Set[int], gen: Set[int]) -> Common:
+def _compared(src: Set[int], gen: Set[int]) -> CommonDevices:
     """Return how many devices a trainer and an engine have in common, given the groups of each."""
     if src == gen:
         return "all"

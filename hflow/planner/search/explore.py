@@ -54,7 +54,7 @@ class Exploration:
             sequences at once, the best one included; empty unless they are kept.
         num_tried: candidates so far.
         budget: most candidates to try.
-        most_reasons: for which a run may refuse a division; None: divisions are not checked, as they were.
+        most_reasons: for which a run may refuse a division; None: divisions are not checked again.
     """
 
     evaluator: Evaluator
@@ -305,9 +305,8 @@ def _steps(evaluator: Evaluator) -> Iterator[int]:
 def _replaced(found: Exploration, choice: Choice) -> Choice | None:
     """Return a better choice in which one replica has another option."""
     evaluator, blocks = found.evaluator, choice.partition.blocks
-    devices = evaluator.costed(blocks, choice.devices)
     for before in choice.options:
-        for option in evaluator.options(before.name, blocks, devices[before.name])[:MAX_REPLACED]:
+        for option in evaluator.options(before.name, blocks, choice.devices)[:MAX_REPLACED]:
             if option is before:
                 continue
             groups = evaluator.replaced(choice, option)

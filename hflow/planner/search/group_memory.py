@@ -40,7 +40,7 @@ class Fit:
     """Bytes that the replicas keep in the memory of the device's host, without published weights."""
 
 
-Common = Literal["all", "some", "none"]
+CommonDevices = Literal["all", "some", "none"]
 """How many of its trainer's devices an engine has: all and no others, some, or none."""
 
 NODE = ""
@@ -85,9 +85,9 @@ class GroupMemory:
         self._problem = problem
         self._table = table
         self._plan = problem.base
-        self._profiles: dict[tuple[ReplicaOption, Common], _Profile] = {}
-        self._phase_bytes: dict[tuple[Phases, ReplicaOption, Common], _PhaseBytes] = {}
-        self._contexts: dict[tuple[str, Common, bool], MemoryContext] = {}
+        self._profiles: dict[tuple[ReplicaOption, CommonDevices], _Profile] = {}
+        self._phase_bytes: dict[tuple[Phases, ReplicaOption, CommonDevices], _PhaseBytes] = {}
+        self._contexts: dict[tuple[str, CommonDevices, bool], MemoryContext] = {}
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
@@ -100,15 +100,19 @@ class GroupMemory:
             for name in dict.fromkeys(used):
                 self._nodes_of.setdefault(name, []).append(placement.node)
 
-    def sizes(self, phases: Phases, option: ReplicaOption, common: Mapping[str, Common]) -> tuple[int, ...]:
+    def sizes(
+        self, phases: Phases, option: ReplicaOption, common: Mapping[str, CommonDevices]
+    ) -> tuple[int, ...]:
         """Return the bytes that an option adds in each phase, without its cache, and for engines their speed.
 
         An option is of no use beside one that is at least as fast and as small everywhere. More sequences
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
-        return self._bytes_in(phases, option, _common(common, option)).smallest
+        return self._bytes_in(phases, option, _common_of(option, common)).smallest
 
-    def fit(self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, Common]) -> Fit:
+    def fit(
+        self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
+    ) -> Fit:
         """Return the memory of a device with one option of each replica of a group.
 
         Args:
@@ -116,11 +120,11 @@ class GroupMemory:
             options: one for each replica.
             common: model with an engine and a trainer -> how many devices these have in common.
         """
-        rows = [self._bytes_in(phases, option, _common(common, option)) for option in options]
+        rows = [self._bytes_in(phases, option, _common_of(option, common)) for option in options]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
         used, caches, batches = self.runtime + sum(row.generating for row in rows), 0, {}
         for option in options:
-            engine = self._profile(option, _common(common, option)).engine
+            engine = self._profile(option, _common_of(option, common)).engine
             if engine is None:
                 continue
             rank, load, step = engine
@@ -139,17 +143,17 @@ class GroupMemory:
             if total > largest:
                 largest, fullest = total, phase
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
-        profiles = [self._profile(option, _common(common, option)) for option in options]
+        profiles = [self._profile(option, _common_of(option, common)) for option in options]
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
-    def _bytes_in(self, phases: Phases, option: ReplicaOption, common: Common) -> _PhaseBytes:
+    def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
         key = phases, option, common
         if key not in self._phase_bytes:
             self._phase_bytes[key] = self._sum_phases(phases, option, common)
         return self._phase_bytes[key]
 
-    def _sum_phases(self, phases: Phases, option: ReplicaOption, common: Common) -> _PhaseBytes:
+    def _sum_phases(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
         profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
@@ -178,13 +182,13 @@ class GroupMemory:
                 means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
         return means
 
-    def _profile(self, option: ReplicaOption, common: Common) -> _Profile:
+    def _profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
         key = option, common
         if key not in self._profiles:
             self._profiles[key] = self._make_profile(option, common)
         return self._profiles[key]
 
-    def _make_profile(self, option: ReplicaOption, common: Common) -> _Profile:
+    def _make_profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
         if option.replica.model not in self._problem.request.shapes:
             kinds = {(kind, inferred): 0 for kind in (GENERATE, WAKE, NODE) for inferred in (False, True)}
             return _Profile(kinds, {}, None)
@@ -212,7 +216,7 @@ class GroupMemory:
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: Common
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> tuple[int, int]:
         """Return what a rank keeps in host memory at all times, and what more while it sleeps."""
         config = option.config
@@ -234,7 +238,7 @@ class GroupMemory:
         return self._on_host_by_layout[key]
 
     def _returned(
-        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, common: Common
+        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, common: CommonDevices
     ) -> int:
         """Return the offloaded bytes of a rank that are on the device while a node runs."""
         key = node, option.name, option.layout, option.config.offload, rank.stage, common
@@ -243,12 +247,12 @@ class GroupMemory:
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
 
-    def _may_wake_unchanged(self, option: ReplicaOption, common: Common) -> bool:
+    def _may_wake_unchanged(self, option: ReplicaOption, common: CommonDevices) -> bool:
         schedule = self._plan.schedule
         is_changed = any(option.replica.model in node.writes for node in schedule.nodes)
         return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and common != "none")
 
-    def _peak(self, context: MemoryContext, rank: Rank, node: str, common: Common) -> int:
+    def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
         """Return what a node needs at its peak, which does not depend on what is offloaded."""
         config = rank.config
         settings = config.tokens_per_microbatch, config.activation_checkpointing
@@ -257,7 +261,7 @@ class GroupMemory:
             self._peaks[key] = transient_bytes(context, rank, node)
         return self._peaks[key]
 
-    def _context(self, option: ReplicaOption, common: Common) -> MemoryContext:
+    def _context(self, option: ReplicaOption, common: CommonDevices) -> MemoryContext:
         """Return what the memory of a rank depends on besides the rank itself."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
@@ -283,7 +287,7 @@ class GroupMemory:
         return [rank for rank in ranks if rank.stage in (0, largest, option.layout.pipe - 1)]
 
     def _held(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: Common
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> dict[tuple[str, bool], int]:
         """Return what a rank holds in phases in which it does not run.
 
@@ -301,7 +305,7 @@ class GroupMemory:
             self._held_by_layout[key] = held
         return self._held_by_layout[key]
 
-    def _routes(self, option: ReplicaOption, common: Common) -> tuple[WeightRoute, ...]:
+    def _routes(self, option: ReplicaOption, common: CommonDevices) -> tuple[WeightRoute, ...]:
         """Return the route from or to an option's replica, as far as memory depends on it."""
         model = option.replica.model
         mine = [replica for replica in self._plan.replicas if replica.model == model]
@@ -331,7 +335,7 @@ class GroupMemory:
         )
 
 
-def _common(common: Mapping[str, Common], option: ReplicaOption) -> Common:
+def _common_of(option: ReplicaOption, common: Mapping[str, CommonDevices]) -> CommonDevices:
     return common.get(option.replica.model, "all")
 
 

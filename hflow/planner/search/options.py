@@ -343,7 +343,11 @@ class OptionTable:
             schedule = replace(
                 self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=()
             )
-            plan = replace(self._base, replicas=(replica,), schedule=schedule)
+            used = [replica]
+            if replica.base_of:  # its weights are those of the trainer, on the same ranks
+                trainer = replace(self._base.replica(replica.base_of), layout=replica.layout)
+                used.append(on_workers(trainer, replica.workers))
+            plan = replace(self._base, replicas=tuple(used), schedule=schedule)
             self._costs[replica] = self._make_costs(plan, self._traffic(replica))
         return self._costs[replica]
 
@@ -373,11 +377,13 @@ class OptionTable:
         Of a large batch on many ranks a part counts, on as many fewer ranks.
         """
         batch, group_size = self._problem.request.batch, self.events.stream.group_size
-        scale = max(1, batch * group_size // MAX_SAMPLES)
-        key = node, max(1, round(num_ranks / scale))
+        cut = dict(self._base.cuts).get(node)
+        num_minibatches = min(batch, cut.minibatches if cut else 1)
+        num_groups = min(batch, max(num_minibatches, MAX_SAMPLES // group_size))
+        key = node, max(1, round(num_ranks * num_groups / batch))
         if key not in self._imbalance:
             if node not in self._units:
-                self._units[node] = self._units_of(node, batch // scale * group_size)
+                self._units[node] = self._units_of(node, num_groups * group_size)
             minibatches = self._units[node]
             loads = [heaviest_load(units, key[1]) for units in minibatches]
             self._imbalance[key] = sum(loads) * key[1] / sum(map(sum, minibatches))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 
+from hflow.config.schema import ModelConfig
 from hflow.planner.cost.nodes import share_of_kept_weights
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.planner.period import timed_graph
@@ -37,7 +38,7 @@ class Partition:
             for vertex in graph.vertices
         ]
         self._arcs = graph.arcs
-        self._kept: dict[str, float] = {}
+        self._kept: dict[tuple[str, bool], float] = {}
         self._cycles: dict[tuple[tuple[int, ...], int], None] = {}
 
     def bound(self, seconds: Mapping[str, float]) -> float:
@@ -66,12 +67,19 @@ class Partition:
             self._cycles[slowest, lag] = None
         return ratio, tuple(dict.fromkeys(self._names[v] for v in slowest if spent[v] > 0))
 
-    def share_of_kept_weights(self, engine: str) -> float:
-        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights."""
-        if engine not in self._kept:
-            model = self.plan.replica(engine).model
-            self._kept[engine] = share_of_kept_weights(self.plan.schedule, engine, model)
-        return self._kept[engine]
+    def share_of_kept_weights(self, engine: str, config: ModelConfig, *, is_shared: bool) -> float:
+        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
+
+        Args:
+            engine: name of the replica that generates.
+            config: of its model. A search changes nothing in it that this depends on.
+            is_shared: whether it uses the weights of its trainer in place.
+        """
+        key = engine, is_shared
+        if key not in self._kept:
+            replica = self.plan.replica(engine)
+            self._kept[key] = share_of_kept_weights(self.plan.schedule, replica, config, is_shared=is_shared)
+        return self._kept[key]
 
     def lanes(self) -> tuple[str, ...]:
         """Return what may be idle: groups, and engines on their own devices."""

@@ -169,7 +169,8 @@ class SearchProblem:
     def structure(self, blocks: Sequence[Sequence[str]]) -> Plan:
         """Return the plan with a group of one device for each block, and a data rank on each device.
 
-        Groups are in the order of the blocks. A replica in several blocks is in all of their groups.
+        A replica in several blocks is in all of their groups, so that it needs a data rank on each of them,
+        which says nothing of the layouts to choose.
 
         Raises:
             PlanError: if the graph cannot be planned at all.
@@ -182,7 +183,7 @@ class SearchProblem:
             models[_model(name)] = with_place(config, name, ",".join(own), f"d{len(own)}")
         cluster = replace(self.cluster, num_nodes=1, devices_per_node=len(blocks), cores=())
         request = replace(self.request, cluster=cluster, groups=groups, models=models)
-        return plan_structure(self.graph, request)[0]
+        return plan_structure(self.graph, request, checks_batch=False)[0]
 
     @cached_property
     def max_data_ranks(self) -> Mapping[str, int]:
@@ -285,8 +286,9 @@ def _merged(groups: Iterable[FixedGroup]) -> tuple[FixedGroup, ...]:
     """Return groups of which no two have the same replicas: these have the devices of both."""
     devices: dict[tuple[str, ...], Devices | None] = {}
     for group in groups:
-        before = devices.get(group.replicas) or ()
-        devices[group.replicas] = None if group.devices is None else tuple(sorted(before + group.devices))
+        before = devices.get(group.replicas)
+        both = None if before is None or group.devices is None else tuple(sorted(before + group.devices))
+        devices[group.replicas] = both or group.devices
     return tuple(FixedGroup(own, replicas) for replicas, own in devices.items())
 
 

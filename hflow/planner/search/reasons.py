@@ -54,14 +54,15 @@ def waiting(evaluator: Evaluator, choice: Choice) -> str:
 
 def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, str]]:
     """Yield each replica whose layout was chosen among several, with the reason for it."""
-    problem, devices = evaluator.problem, evaluator.costed(choice.partition.blocks, choice.devices)
+    problem, blocks = evaluator.problem, choice.partition.blocks
     for option in choice.options:
         if option.name in problem.layouts or not problem.traits(option.name).is_model_parallel:
             continue
         if option.replica.model not in problem.request.shapes:
             yield option.name, "data ranks alone, as its sizes are unknown"
             continue
-        table = evaluator.table.options(option.name, devices[option.name], with_too_large=True)
+        devices = evaluator.costed(option.name, blocks, choice.devices)
+        table = evaluator.table.options(option.name, devices, with_too_large=True)
         simpler = [other for other in table if other.cuts < option.cuts]
         if not simpler:
             faster = any(other.cuts > option.cuts for other in table)

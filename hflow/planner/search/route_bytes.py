@@ -34,11 +34,14 @@ def with_bytes(
         on_machines = tuple(cluster.machines(common).values())
         held = others * _held_models(src, dst, shape, on_machines)
         held += experts * _held_experts(src, dst, shape, on_machines)
-    if cluster.machines(src.workers).keys() & cluster.machines(dst.workers).keys():
+    receivers, senders = cluster.machines(dst.workers), cluster.machines(src.workers)
+    near = sum(num for machine, num in receivers.items() if machine in senders) / len(dst.workers)
+    if near:
         num = min(cluster.devices_per_node, src.layout.world)
         local = of_experts * _machine_share(src, num, src.layout.expert) + of_others * _machine_share(
             src, num
         )
+        local *= near
     return replace(
         route,
         moved_bytes=round(max(0.0, needed - held)),

@@ -1,4 +1,4 @@
-"""Seconds of a step of candidates whose analytic period is only an estimate: the state machine tells them."""
+"""Seconds of a step of candidates whose analytic period is only an estimate: they are simulated."""
 
 from __future__ import annotations
 
