@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from hflow.planner.forecast import Pace, SimulatedStep
@@ -20,6 +19,8 @@ the pace of generation and the lengths of samples."""
 
 NUM_ALTERNATIVES = 8
 """Choices that are tried besides the best ones of their divisions."""
+NUM_SPREAD = 3
+"""Choices with replicas in several groups that are simulated where others are possible."""
 MIN_GAIN = 0.03
 """By so much an alternative must be faster to be taken: the few steps that are simulated differ from many by
 up to 4 %."""
@@ -49,7 +50,9 @@ def by_seconds(
     """
     if simulate is None or not is_estimate(evaluator.problem):
         return [(choice, choice.period) for choice in ranked]
-    found = {c.partition.blocks: (c, step_seconds(evaluator, c, simulate)) for c in ranked[:most]}
+    spread = [choice for choice in ranked if overlaps(choice.partition.blocks)]
+    plain = [choice for choice in ranked if choice not in spread] or spread
+    found = {c.partition.blocks: (c, step_seconds(evaluator, c, simulate)) for c in plain[:most]}
     others: list[tuple[float, Choice]] = []
     for blocks, (choice, seconds) in found.items():
         rows = (alternatives or {}).get(blocks, ())
@@ -68,10 +71,11 @@ def by_seconds(
         seconds = step_seconds(evaluator, other, simulate)
         if seconds < slowest:
             found[blocks], fastest = (other, seconds), min(fastest, seconds)
-    apart = min((s for c, s in found.values() if not overlaps(c.partition.blocks)), default=math.inf)
-    useful = apart * (1 - MIN_SPREAD_GAIN)
-    kept = (row for row in found.values() if row[1] < useful or not overlaps(row[0].partition.blocks))
-    return sorted(kept, key=lambda pair: pair[1])
+    for choice in spread[:NUM_SPREAD] if plain is not spread else ():
+        limit = fastest * (1 - MIN_SPREAD_GAIN)
+        if choice.period < limit and (seconds := step_seconds(evaluator, choice, simulate)) < limit:
+            found[choice.partition.blocks] = choice, seconds
+    return sorted(found.values(), key=lambda pair: pair[1])
 
 
 def is_estimate(problem: SearchProblem) -> bool:
