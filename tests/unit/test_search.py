@@ -86,7 +86,7 @@ def test_the_search_is_within_one_percent_of_trying_everything(
     recipe: str, cluster: str, model: str, overrides: tuple[str, ...], tunes: bool
 ) -> None:
     graph, request = problem(recipe, cluster, model, *overrides, tunes=tunes)
-    assert 0.99 * search(graph, request).seconds <= exhaustive(graph, request)
+    assert search(graph, request).seconds <= 1.01 * exhaustive(graph, request)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_search_offloads_where_memory_is_short(
     found = search(graph, request)
     assert {key: value for key, value in found.overrides.items() if key.endswith("offload")} == offloaded
     if request.cluster.num_devices <= 4:
-        assert 0.99 * found.seconds <= exhaustive(graph, request)
+        assert found.seconds <= 1.01 * exhaustive(graph, request)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from hflow.report.simulation_text import render_simulation
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+CALIBRATIONS = RECIPES.parent / "configs" / "hardware" / "calibrations"
 LONG = ("workload.response_mean=20", "nodes.actor_gen.max_tokens=100", "nodes.eval_gen.max_tokens=100")
 """Responses long enough that generation and training take about as long."""
 BALANCED = (*LONG, "workload.response_cv=1.2", "batch=16", "models.actor.gen.max_running=24")
@@ -44,13 +46,17 @@ def printed(simulation: Simulation, width: int = 100) -> str:
         ("sft", ()),
     ],
 )
-def test_even_lengths_take_the_plans_period(name: str, overrides: tuple[str, ...]):
+def test_even_lengths_take_the_plans_period(name: str, overrides: tuple[str, ...], tmp_path: Path):
     """Slots that are no whole number of groups, too, and two engines for three groups each."""
-    made = plan(name, "workload.response_cv=0", "schedule.max_staleness=0", *overrides)
+    shipped = yaml.safe_load((CALIBRATIONS / "cpu.yaml").read_text())
+    engines_alone = shipped | {"devices": ["cpu"], "sample_us": 0}
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(engines_alone))
+    keys = ("workload.response_cv=0", "schedule.max_staleness=0", f"calibration={tmp_path / 'alone.yaml'}")
+    made = plan(name, *keys, *overrides)
     assert made.forecast is not None
     assert made.forecast.period is not None
-    # The speed changes in steps: a last wave with few samples may be 0.2 % off.
-    assert simulate_plan(made, 16).period == pytest.approx(made.forecast.period.seconds, rel=2e-3)
+    # The speed changes in steps: a last wave with few samples may be 0.1 % off.
+    assert simulate_plan(made, 16).period == pytest.approx(made.forecast.period.seconds, rel=1e-3)
 
 
 def test_uneven_lengths_come_closer_to_the_limit_with_staleness():
