@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 from hflow.config.schema import ScheduleConfig
@@ -72,12 +73,16 @@ class DeviceGroup:
 
 
 def devices_of(groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
-    """Return the devices of a replica's groups, in the order in which it uses them.
+    """Return the devices of a replica's groups, in the order in which it uses them."""
+    return joined_devices([group.devices for group in groups])
 
-    Those of several groups are in ascending order, so that neighbouring ranks are on the same machine.
+
+def joined_devices(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return disjoint sets of devices as one, in the order in which a replica uses them.
+
+    Those of several sets are in ascending order, so that neighbouring ranks are on the same machine.
     """
-    devices = tuple(device for group in groups for device in group.devices)
-    return devices if len(groups) == 1 else tuple(sorted(devices))
+    return sets[0] if len(sets) == 1 else tuple(sorted(chain(*sets)))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 
 from hflow.planner.backends import engine_kind
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.forecast import Pace
-from hflow.planner.ir import Replica, WeightRoute
+from hflow.planner.ir import Replica, WeightRoute, joined_devices
 from hflow.planner.memory.context import MemoryContext
 from hflow.planner.memory.host import published_by
 from hflow.planner.memory.phases import group_phases
@@ -80,8 +80,8 @@ class Choice:
         return tuple(dict.fromkeys(option for group in self.groups for option in group.options))
 
     def devices_of(self, replica: str) -> Devices:
-        """Return the devices of a replica's groups, ascending."""
-        return devices_of(replica, self.partition.blocks, self.devices)
+        """Return the devices of a replica's groups."""
+        return joined_devices(_sets_of(replica, self.partition.blocks, self.devices))
 
 
 class Evaluator:
@@ -91,7 +91,6 @@ class Evaluator:
         self.problem = problem
         self.table = OptionTable(problem)
         self.memory = GroupMemory(problem, self.table)
-        self.num_periods = 0
         self._partitions: dict[Blocks, Partition] = {}
         self._phases: dict[tuple[str, ...], Phases] = {}
         self._common: dict[Blocks, Mapping[str, CommonDevices]] = {}
@@ -145,7 +144,7 @@ class Evaluator:
             with_offload: also options with other values of `offload`.
         """
         options = self.table.options(name, self.costed(name, blocks, devices), with_offload=with_offload)
-        if name in self.problem.layouts or (least := _least_ranks(name, blocks, devices)) == 1:
+        if name in self.problem.layouts or (least := _least_ranks(_sets_of(name, blocks, devices))) == 1:
             return options
         return tuple(option for option in options if option.layout.world >= least)
 
@@ -187,7 +186,7 @@ class Evaluator:
             blocks: connected ones.
             options: of each replica in them.
         """
-        if not self._agree(options.values()):
+        if not self._agree(list(options.values())):
             return None
         common, found = self.common_devices(blocks), []
         for block in blocks:
@@ -247,7 +246,6 @@ class Evaluator:
         seconds = self.seconds(partition, devices, groups)
         if partition.bound(seconds) >= cutoff:
             return None
-        self.num_periods += 1
         period, cycle = partition.period(seconds)
         if period >= cutoff or not self._fits_hosts(blocks, devices, groups):
             return None
@@ -288,7 +286,7 @@ class Evaluator:
             blocks: groups, with all of the replica's.
             devices: of each group.
         """
-        own = devices_of(name, blocks, devices)
+        own = joined_devices(_sets_of(name, blocks, devices))
         if any(name in block and self.fixed_devices(block) is not None for block in blocks):
             return own
         return comparable_devices(own, self.problem.cluster)
@@ -309,7 +307,8 @@ class Evaluator:
         for src, gen in _senders(options, self.problem.written):
             places = None
             if any(group.devices for group in self.problem.fixed):  # others differ in nothing but number
-                places = devices_of(src.name, blocks, devices), devices_of(gen.name, blocks, devices)
+                of_src, of_gen = (_sets_of(option.name, blocks, devices) for option in (src, gen))
+                places = joined_devices(of_src), joined_devices(of_gen)
             yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
 
     def _new_weights(
@@ -403,16 +402,15 @@ class Evaluator:
             replicas = tuple(
                 on_workers(option_of[name].replica, own[: option_of[name].layout.world])
                 for name in (new.route.src, new.route.dst)
-                for own in (devices_of(name, blocks, devices),)
+                for own in (joined_devices(_sets_of(name, blocks, devices)),)
             )
             plan = replace(problem.base, cluster=cluster, replicas=replicas)
             for machine, items in published_by(plan, problem.request, new.route):
                 used[machine] += items.total()
         return max(used.values()) <= capacity
 
-    def _agree(self, options: Iterable[ReplicaOption]) -> bool:
+    def _agree(self, options: Sequence[ReplicaOption]) -> bool:
         """Return whether replicas that need equal layouts have them."""
-        options = list(options)
         for names in self.problem.tied:
             if len({option.layout for option in options if option.name in names}) > 1:
                 return False
@@ -573,19 +571,17 @@ class Evaluator:
         }
 
 
-def devices_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> Devices:
-    """Return the devices of a replica, ascending, given those of each group."""
-    own = [row for row, block in zip(devices, blocks, strict=True) if replica in block]
-    return own[0] if len(own) == 1 else tuple(sorted(chain(*own)))
+def _sets_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> list[Devices]:
+    """Return the devices of each of a replica's groups, given those of all groups."""
+    return [own for own, block in zip(devices, blocks, strict=True) if replica in block]
 
 
-def _least_ranks(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> int:
+def _least_ranks(sets: Sequence[Devices]) -> int:
     """Return how many ranks a replica needs at least to use a device of each of its groups."""
-    own = [row for row, block in zip(devices, blocks, strict=True) if replica in block]
-    if len(own) == 1:
+    if len(sets) == 1:
         return 1
-    last = max(map(min, own))
-    return 1 + sum(device < last for row in own for device in row)
+    last = max(map(min, sets))
+    return 1 + sum(device < last for device in chain(*sets))
 
 
 def _names(blocks: Blocks) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from hflow.errors import PlanError
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
-from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets, with_spread
+from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.unrunnable import unrunnable_reasons
 
@@ -176,7 +176,7 @@ def spread_divisions(evaluator: Evaluator) -> Iterator[Blocks]:
         others = [name for name in problem.loose if name not in spread]
         for blocks in _divided(problem, others):
             if len(blocks) > 1:
-                yield _in_order(problem, with_spread(blocks, spread))
+                yield _in_order(problem, [(*block, *spread) for block in blocks])
 
 
 def _divided(problem: SearchProblem, loose: Sequence[str]) -> Iterator[Blocks]:

@@ -82,7 +82,7 @@ class OptionTable:
         self._waking: dict[ReplicaOption, float] = {}
         self._costs: dict[Replica, Costs] = {}
         self._imbalance: dict[tuple[str, int], float] = {}
-        self._units: dict[str, list[list[int]]] = {}
+        self._units: dict[str, tuple[list[list[int]], float]] = {}
         self.events = SteadyEvents(problem.base.schedule)
 
     def options(
@@ -376,26 +376,27 @@ class OptionTable:
 
         Of a large batch on many ranks a part counts, on as many fewer ranks.
         """
-        batch, group_size = self._problem.request.batch, self.events.stream.group_size
-        cut = dict(self._base.cuts).get(node)
-        num_minibatches = min(batch, cut.minibatches if cut else 1)
-        num_groups = min(batch, max(num_minibatches, MAX_SAMPLES // group_size))
-        key = node, max(1, round(num_ranks * num_groups / batch))
+        if node not in self._units:
+            self._units[node] = self._units_of(node)
+        minibatches, share = self._units[node]
+        key = node, max(1, round(num_ranks * share))
         if key not in self._imbalance:
-            if node not in self._units:
-                self._units[node] = self._units_of(node, num_groups * group_size)
-            minibatches = self._units[node]
             loads = [heaviest_load(units, key[1]) for units in minibatches]
             self._imbalance[key] = sum(loads) * key[1] / sum(map(sum, minibatches))
         return self._imbalance[key]
 
-    def _units_of(self, node: str, num_samples: int) -> list[list[int]]:
-        """Return the tokens of what a node assigns to a rank as a whole, for each minibatch."""
-        request = self._problem.request
-        lengths = sample_lengths(self._problem.workloads[self.events.stream.name], num_samples, request.seed)
+    def _units_of(self, node: str) -> tuple[list[list[int]], float]:
+        """Return the tokens of what a node assigns as a whole, by minibatch, and their share of the batch."""
+        request, stream = self._problem.request, self.events.stream
         cut = dict(self._base.cuts).get(node)
+        num_minibatches = cut.minibatches if cut else 1
+        num_groups = min(request.batch, max(num_minibatches, MAX_SAMPLES // stream.group_size))
+        lengths = sample_lengths(
+            self._problem.workloads[stream.name], num_groups * stream.group_size, request.seed
+        )
         size = root_stream(self._problem.graph, self._problem.graph.node(node)).group
-        return minibatch_units(lengths, size, cut, by_group=self._rules[node], seed=request.seed)
+        units = minibatch_units(lengths, size, cut, by_group=self._rules[node], seed=request.seed)
+        return units, num_groups / request.batch
 
     @cached_property
     def _nodes_of(self) -> Mapping[str, Sequence[ScheduledNode]]:

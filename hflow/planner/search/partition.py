@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 
 from hflow.config.schema import ModelConfig
 from hflow.planner.cost.nodes import share_of_kept_weights
@@ -81,20 +80,16 @@ class Partition:
             self._kept[key] = share_of_kept_weights(self.plan.schedule, replica, config, is_shared=is_shared)
         return self._kept[key]
 
-    def lanes(self) -> tuple[str, ...]:
-        """Return what may be idle: groups, and engines on their own devices."""
-        return self._events.lanes()
-
     def _spent(self, seconds: Mapping[str, float]) -> list[float]:
         return [
             seconds.get(name, 0.0) * factor for name, factor in zip(self._names, self._factors, strict=True)
         ]
 
 
-@lru_cache(maxsize=4096)
 def overlaps(blocks: Blocks) -> bool:
     """Return whether a replica is in several groups, so that replicas share only some of their devices."""
-    return max(Counter(name for block in blocks for name in block).values()) > 1
+    names = list(chain(*blocks))
+    return len(set(names)) < len(names)
 
 
 @lru_cache(maxsize=4096)
@@ -123,11 +118,6 @@ def spread_sets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     engines = tuple(name for name in names if name.endswith("@gen"))
     yield from dict.fromkeys((name,) for name in names)
     yield from dict.fromkeys((*pairs, *([engines] if len(engines) > 1 else [])))
-
-
-def with_spread(blocks: Blocks, names: Iterable[str]) -> Blocks:
-    """Return groups to each of which some replicas are added."""
-    return tuple((*block, *names) for block in blocks)
 
 
 def _partitions(names: list[str]) -> Iterator[Blocks]:

@@ -51,7 +51,9 @@ def by_seconds(
     if simulate is None or not is_estimate(evaluator.problem):
         return [(choice, choice.period) for choice in ranked]
     spread = [choice for choice in ranked if overlaps(choice.partition.blocks)]
-    plain = [choice for choice in ranked if choice not in spread] or spread
+    plain = [choice for choice in ranked if choice not in spread]
+    if not plain:  # the user has placed replicas like this
+        plain, spread = spread, []
     found = {c.partition.blocks: (c, step_seconds(evaluator, c, simulate)) for c in plain[:most]}
     others: list[tuple[float, Choice]] = []
     for blocks, (choice, seconds) in found.items():
@@ -71,7 +73,7 @@ def by_seconds(
         seconds = step_seconds(evaluator, other, simulate)
         if seconds < slowest:
             found[blocks], fastest = (other, seconds), min(fastest, seconds)
-    for choice in spread[:NUM_SPREAD] if plain is not spread else ():
+    for choice in spread[:NUM_SPREAD]:
         limit = fastest * (1 - MIN_SPREAD_GAIN)
         if choice.period < limit and (seconds := step_seconds(evaluator, choice, simulate)) < limit:
             found[choice.partition.blocks] = choice, seconds
