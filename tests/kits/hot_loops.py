@@ -78,7 +78,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "backends/megatron/te_layers.py": EVERYTHING,
     "backends/megatron/vocab_parallel.py": EVERYTHING,
     "backends/torch_model/backend.py": ("train", "infer"),
-    "backends/torch_model/fsdp.py": ("cast_while_running",),
+    "backends/torch_model/fsdp.py": ("_run_cast",),
     "backends/torch_model/heads.py": ("forward",),
     "backends/torch_model/optimizer.py": EVERYTHING,
     "backends/torch_model/packed_model.py": EVERYTHING,

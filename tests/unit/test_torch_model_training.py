@@ -38,6 +38,15 @@ def test_micro_batches_do_not_change_the_result(name):
     assert_same(trained(kit.CALLS[name], kit.whole(BATCH), **checkpointed), wanted)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputed_layers_change_no_bit(dtype):
+    call = kit.CALLS["token-mean"]
+    wanted = trained(call, kit.whole(BATCH), dtype=dtype)
+    got = trained(call, kit.whole(BATCH), dtype=dtype, activation_checkpointing=True)
+    assert got[0] == wanted[0]
+    assert all(torch.equal(got[1][name], tensor) for name, tensor in wanted[1].items())
+
+
 def test_the_padding_token_is_trained_like_others():
     """HF gives its embedding no gradient. Here nothing is padded, so every occurrence is a real token."""
     token = int(BATCH.columns["input_ids"].values[0])

@@ -28,17 +28,19 @@ def routers_of(module: nn.Module) -> list[Any]:
 def let_routers_replay(layers: Iterable[nn.Module]) -> None:
     """Let the routers of decoder layers choose what the argument `REPLAYED` says, where it is passed.
 
-    Each layer hands it to its router when it is called, also when it is computed again in a backward pass.
+    Each layer passes it to its router when its forward runs, in a recomputation too.
     """
     with_router = [(layer, router) for layer in layers for router in routers_of(layer)]
     for number, (layer, router) in enumerate(with_router):
         router.replayed = None
         router.forward = partial(_route, router, number, router.forward)
-        layer.register_forward_pre_hook(partial(_hand_over, router), with_kwargs=True)
+        layer.forward = partial(_pass_to_router, layer.forward, router)
 
 
-def _hand_over(router: Any, layer: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+def _pass_to_router(forward: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward whose router replays what the layer's arguments say."""
     router.replayed = kwargs.get(REPLAYED)
+    return forward(*args, **kwargs)
 
 
 def _route(router: Any, number: int, own_forward: Callable[[Tensor], Routed], hidden: Tensor) -> Routed:

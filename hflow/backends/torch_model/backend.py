@@ -21,7 +21,7 @@ from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
 from hflow.backends.torch_model.build import DTYPES, build_model
 from hflow.backends.torch_model.compiled_layers import compile_layers
-from hflow.backends.torch_model.fsdp import place_model
+from hflow.backends.torch_model.fsdp import place_model, recompute_layers
 from hflow.backends.torch_model.held_weights import load_held_weights
 from hflow.backends.torch_model.optimizer import TorchOptimizer, local_shard
 from hflow.backends.torch_model.packed_model import PackedModel
@@ -77,8 +77,6 @@ class TorchModel(ModelBackend):
             self._model.requires_grad_(False)
             for weight in adapter_weights(self._model).values():
                 weight.requires_grad_(settings.trainable)
-        if settings.activation_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         lacks_weights = any(weight.is_meta for weight in self._model.parameters())
         layers = _decoder_layers(self._model)
         if settings.compile:
@@ -86,6 +84,8 @@ class TorchModel(ModelBackend):
         else:
             let_routers_replay(layers)
         place_model(module, layers, device, dtype, self.group)
+        if settings.activation_checkpointing:
+            recompute_layers(layers)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":

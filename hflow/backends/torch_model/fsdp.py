@@ -7,6 +7,8 @@ its forward and backward pass. Beside adapters, the weights that are not trained
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from hflow.backends.torch_model.shard_collectives import use_messages
 
@@ -72,16 +75,25 @@ def _num_bytes(module: nn.Module) -> int:
     return 4 * sum(weight.numel() for weight in module.parameters())
 
 
+def recompute_layers(layers: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of layers for their backward pass, and compute the rest again.
+
+    Everything that a layer's `forward` does when this is called is computed again, its casts too. Hooks of
+    the layer do not run again: by then FSDP has gathered the weights.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
 def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dtype) -> None:
     """Use a unit's weights in `dtype` during its forward; gradients reach the fp32 weights.
 
-    This is FSDP's mixed precision for a single rank. Activation checkpointing calls the unit again and thus
-    casts again.
+    This is FSDP's mixed precision for a single rank.
 
     Args:
         unit: the module whose weights are cast.
         inner: submodules that cast their own weights.
-        dtype: of the casts.
+        dtype: the dtype that is cast to.
     """
     skipped = {id(module) for submodule in inner for module in submodule.modules()}
     slots = [
@@ -91,21 +103,26 @@ def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dty
         for name, weight in module._parameters.items()
         if weight is not None and weight.is_floating_point()
     ]
-    stack: list[list[Any]] = []
+    unit.forward = partial(_run_cast, unit.forward, slots, dtype)
 
-    def enter(*_: Any) -> None:
-        originals = [module._parameters[name] for module, name in slots]
-        casts: dict[int, Tensor] = {}
+
+def _run_cast(
+    forward: Callable[..., Any],
+    slots: list[tuple[nn.Module, str]],
+    dtype: torch.dtype,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a forward with the parameters in `slots` cast; tied ones are cast once."""
+    originals = [module._parameters[name] for module, name in slots]
+    casts: dict[int, Tensor] = {}
+    for (module, name), original in zip(slots, originals, strict=True):
+        assert original is not None
+        if id(original) not in casts:
+            casts[id(original)] = original.to(dtype)
+        module._parameters[name] = casts[id(original)]  # type: ignore[assignment]
+    try:
+        return forward(*args, **kwargs)
+    finally:
         for (module, name), original in zip(slots, originals, strict=True):
-            assert original is not None
-            if id(original) not in casts:  # tied weights are cast once
-                casts[id(original)] = original.to(dtype)
-            module._parameters[name] = casts[id(original)]  # type: ignore[assignment]
-        stack.append(originals)
-
-    def leave(*_: Any) -> None:
-        for (module, name), original in zip(slots, stack.pop(), strict=True):
             module._parameters[name] = original
-
-    unit.register_forward_pre_hook(enter)
-    unit.register_forward_hook(leave, always_call=True)
