@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-long lint browser docs docs-serve demo speed chaos bad-input gpu-check clean
+.PHONY: env test test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
 
 env: $(STAMP)
 
@@ -77,6 +77,11 @@ N ?= 20
 chaos: env
 	$(BIN)/python tests/fault/inproc_chaos.py --kills $(N) --out benchmarks/results/chaos-inproc.json
 	$(BIN)/python tests/fault/chaos.py --faults $(N) --out benchmarks/results/chaos.json
+
+# The tests with the newest and the oldest versions that pyproject.toml allows, and each extra on its own: about an
+# hour on two idle cores, and 15 GB under build/versions.
+versions:
+	$(PYTHON) requirements/versions.py --out benchmarks/results/versions.json
 
 # Tests marked gpu, then small runs on all GPUs, whose results go to build/gpu-check.json. Both run whatever the first
 # one finds. The environment of `make env` has torch for CPUs, so this uses the python3 that has torch for CUDA.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,63 @@ LONGEST = [
     "test_good_recipes.py",
 ]
 """The files that take longest run first: then the processes of tests end at about the same time."""
+
+EXTRAS = {
+    "agents": ("httpx", "openai"),
+    "data": ("datasets",),
+    "docs": ("mkdocs", "material", "mkdocstrings"),
+    "lora": ("peft",),
+    "math": ("math_verify",),
+    "megatron": ("megatron",),
+    "mlflow": ("alembic", "mlflow", "sqlalchemy"),
+    "serve": ("starlette", "uvicorn"),
+    "tensordict": ("tensordict",),
+    "vllm": ("vllm",),
+    "wandb": ("wandb",),
+}
+"""The importable packages of the optional parts of hflow. `make test` has all of them."""
+ABSENT = {
+    package: extra
+    for extra, packages in EXTRAS.items()
+    for package in packages
+    if find_spec(package) is None or find_spec(packages[0]) is None
+}
+LACKS = re.compile(
+    r"No module named '(\w+)|could not import '(\w+)|hflow\[([\w-]+)\]|\b(\w+) is not installed"
+)
+
+
+def _missing_extra(problem: str) -> str | None:
+    """Return the optional part that is not installed and that a test failed without."""
+    for found in LACKS.finditer(problem):
+        name = next(filter(None, found.groups()))
+        if extra := ABSENT.get(name, name if name in ABSENT.values() else None):
+            return extra
+    return None
+
+
+def _skip_without_extra(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Count a failure as skipped if the test needs a part of hflow that is not installed."""
+    extra = _missing_extra(report.longreprtext) if ABSENT and report.failed else None
+    if extra is not None:
+        report.outcome = "skipped"
+        report.longrepr = (report.nodeid, 0, f"Skipped: needs hflow[{extra}]")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip tests of parts that are not installed."""
+    report = yield
+    _skip_without_extra(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip files that import parts that are not installed."""
+    report = yield
+    _skip_without_extra(report)
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent where GPU tests run

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -30,7 +31,9 @@ def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> byte
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return bytes(cloudpickle.dumps(value))
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
     except (pickle.PicklingError, TypeError) as error:
         raise RunError(
             f"the recipe's bodies use something that cannot be sent to other processes: {error}; "
@@ -39,6 +42,21 @@ def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> byte
     finally:
         for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles code with the name of its file, for errors and stacks. cloudpickle 3.1.3 leaves it out."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is made again."""
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        make, arguments = self.dispatch_table[CodeType](obj)
+        return _make_code, (obj.co_filename, make, arguments)
+
+
+def _make_code(filename: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
 
 
 def _is_importable(module: ModuleType) -> bool:

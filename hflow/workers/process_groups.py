@@ -62,14 +62,18 @@ class ProcessGroups:
             timeout=limit,
         )
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        created: set[tuple[int, ...]] = set()
         for replica in replicas:
             if replica.role == "gen":
                 continue
             ranks = replica.workers
             assert list(ranks) == sorted(set(ranks)), f"ranks of {replica.name} are not in device order"
-            if len(ranks) > 1 and ranks not in self._groups:
+            if len(ranks) > 1 and ranks not in created:
+                created.add(ranks)
                 members = [rank.members.index(worker) for worker in ranks]
-                self._groups[ranks] = dist.new_group(members, timeout=limit)
+                group = dist.new_group(members, timeout=limit)
+                if isinstance(group, ProcessGroup):  # not on a rank outside the group
+                    self._groups[ranks] = group
 
     def wait_for_all(self) -> None:
         """Return when every member has called this. It needs no communicator, and so no device memory."""

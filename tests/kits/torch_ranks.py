@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         backend = kit.model(2, group, tokens_per_microbatch=13)
         results[name] = (backend.train(call, shard, 5), kit.weights(backend))
     for name, changes in VARIANTS.items():
+        if "lora" in changes and find_spec("peft") is None:
+            continue
         fsdp.MIN_UNIT_BYTES = 0 if name == "replayed" else whole_layers
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))

@@ -59,6 +59,7 @@ def fail(backend: str, device: str) -> list[LayerTime]:
 
 
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron")
     monkeypatch.setattr(layer_times, "_measure", fail)
     found = list(check_layer_times("cpu"))
     assert [finding.name for finding in found] == ["torch", "megatron"]

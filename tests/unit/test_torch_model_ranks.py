@@ -80,6 +80,7 @@ def test_offloading_changes_no_bit(ranks):
 
 
 def test_adapters(directory, ranks):
+    pytest.importorskip("peft")
     """Adapters train, are turned off and on, and are merged over ranks as in one process."""
     changes = torch_ranks.VARIANTS["lora"]
     batch, backend = kit.make_batch(kit.LENGTHS), kit.model(**changes)
@@ -99,6 +100,7 @@ def test_adapters(directory, ranks):
 
 
 def test_bf16_adapters_beside_bf16_weights(ranks):
+    pytest.importorskip("peft")
     changes = torch_ranks.VARIANTS["lora recomputed in bf16"]
     metrics, weights = train_here(kit.CALLS["token-mean"], **changes)
     assert ranks["lora recomputed in bf16"][0]["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
