@@ -22,12 +22,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hflow.backends.interface import GRAD_NORM
 from hflow.config import ModelConfig, RunConfig
 from hflow.config.schema import FaultsConfig
-from hflow.errors import ConfigError
+from hflow.errors import ConfigError, RunError
 from hflow.graph.ir import Graph, Level
 from hflow.launch.auto_placement import AUTO
 from hflow.launch.compile import Compiled, compile_recipe, read_recipe
+from hflow.launch.no_gradient_warning import MAX_NORM
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.backends import (
@@ -46,6 +48,7 @@ from hflow.planner.placement.replicas import GEN_SUFFIX
 from hflow.planner.unused_keys import without_unused_keys
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
+from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.validation import FrozenDict
 
@@ -61,7 +64,7 @@ WORKER_BYTES = 1 << 30
 COMPARED = ("loss", "grad_norm")
 """The metrics of a train node that must be equal. Others, such as clipped fractions, count events."""
 MIN_STEPS, MAX_STEPS = 2, 10_000
-"""Differences of weights are relative to their change since the first step, so a second step is needed."""
+"""Differences of weights are relative to their change since a checkpoint at half of the steps."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ def _run_and_compare(
     report_progress("one process")
     recording = RunEnvironment(_factories(_engine().recording_factory, draws), is_quiet=True)
     expected = run_compiled(reference, False, recording)
+    refuse_without_gradient(expected, reference.graph)
     shared = processes or _start_processes(twins)
     try:
         for name, twin in twins:
@@ -237,6 +241,8 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
         placement=placement,
         schedule=dataclasses.replace(config.schedule, max_staleness=0, sync_every=1),
         save_every=0,
+        save_minutes=0.0,
+        keep_best=None,  # a metric of an evaluation, which does not run
         models={
             spec.name: without_unused_keys(graph, spec.name, _comparable_model(config, spec.name))
             for spec in graph.models
@@ -246,9 +252,13 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
 
 
 def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
-    """Return the reference's configuration: one process, one device, default backend, every step saved."""
-    changes = {"workers": "inproc", "env": FrozenDict(), "faults": FaultsConfig(), "save_every": 1}
-    return _on_cluster(config, graph, 1, BACKENDS[0], None, **changes)
+    """Return the reference's configuration: one process, one device, default backend.
+
+    It keeps the weights at half of the steps, so that their change until the end is known.
+    """
+    changes = {"workers": "inproc", "env": FrozenDict(), "faults": FaultsConfig()}
+    saving = {"save_every": config.steps // 2, "keep_checkpoints": None}
+    return _on_cluster(config, graph, 1, BACKENDS[0], None, **changes, **saving)
 
 
 def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:
@@ -325,7 +335,7 @@ def compare_with_twin(reference: RunSummary, twin: RunSummary, layout: str) -> T
     """Compare losses and gradient norms of every step, and the weights after the last step.
 
     Args:
-        reference: the run in one process, which saved every step.
+        reference: the run in one process, which has an earlier checkpoint too.
         twin: the distributed run.
         layout: its name.
     """
@@ -336,7 +346,8 @@ def _metric_pairs(reference: RunSummary, twin: RunSummary) -> Iterator[MetricPai
     expected, actual = _compared_values(reference), _compared_values(twin)
     nan = float("nan")
     for name in sorted({name for name, _ in [*expected, *actual]}):
-        scale = max((abs(value) for (metric, _), value in expected.items() if metric == name), default=0.0)
+        sizes = (abs(value) for (metric, _), value in expected.items() if metric == name)
+        scale = max(filter(math.isfinite, sizes), default=0.0)  # relative to infinity, all would be equal
         for step in sorted({step for metric, step in [*expected, *actual] if metric == name}):
             key = name, step
             yield MetricPair(name, step, expected.get(key, nan), actual.get(key, nan), scale)
@@ -352,20 +363,59 @@ def _compared_values(summary: RunSummary) -> dict[tuple[str, int], float]:
 
 
 def _weight_pairs(reference: RunSummary, twin: RunSummary) -> Iterator[WeightPair]:
-    first, last = (reference.directory / "checkpoints" / name for name in ("step-1", "latest"))
-    for model in sorted({file.parent.name for file in last.glob("*/*.safetensors")}):
-        other = twin.directory / "checkpoints" / "latest" / model
-        difference, moved = _distance(last / model, other), _distance(last / model, first / model)
-        yield WeightPair(model, difference / moved if moved else float(difference > 0))
+    last = reference.directory / "checkpoints" / "latest"
+    for model, moved in _movements(reference).items():
+        difference = distance(last / model, twin.directory / "checkpoints" / "latest" / model)
+        yield WeightPair(model, difference / moved if math.isfinite(moved) else math.inf)
 
 
-def _distance(a: Path, b: Path) -> float:
-    """Return the 2-norm of the difference of two checkpoints; infinite if they have different tensors."""
+def _movements(reference: RunSummary) -> dict[str, float]:
+    """Return saved model -> how far its weights moved from the first checkpoint to the last."""
+    checkpoints = Checkpoints(reference.directory / "checkpoints")
+    first, last = (checkpoints.path(steps) for steps in (checkpoints.steps[0], checkpoints.steps[-1]))
+    models = sorted({file.parent.name for file in last.glob("*/*.safetensors")})
+    return {model: distance(last / model, first / model) for model in models}
+
+
+def refuse_without_gradient(reference: RunSummary, graph: Graph) -> None:
+    """Check that the reference has a gradient of every train node, and weights that changed.
+
+    Raises:
+        RunError: if a comparison would show nothing; names the node or model.
+    """
+    rows = read_metrics(reference.directory / "metrics.jsonl")
+    fix = (
+        f"so nothing of it would be compared. Use data and weights with which it learns in {reference.steps} "
+        "steps, such as samples of a prompt with different rewards, or more --steps."
+    )
+    for node in graph.nodes:
+        if node.spec.verb == "train":
+            norms = [row.get(GRAD_NORM.member(node.name)) or 0.0 for row in rows]
+            if max(norms, default=0.0) <= MAX_NORM:
+                raise RunError(f"{node.name} had no gradient in the run in one process, {fix}")
+    movements = _movements(reference)
+    for model, moved in movements.items():
+        if not moved:
+            raise RunError(f"the weights of {model} did not change in the run in one process, {fix}")
+    if not movements:
+        raise RunError("the recipe trains no model, so a twin has nothing to compare. Name one that trains.")
+
+
+def distance(a: Path, b: Path) -> float:
+    """Return the 2-norm of the difference of two checkpoints; infinite if they have different tensors.
+
+    It is NaN where a weight is infinite or NaN.
+    """
     files_a, files_b = dict(_tensor_files(a)), dict(_tensor_files(b))
     if files_a.keys() != files_b.keys():
-        return float("inf")
-    differences = (_read(files_a[name], name) - _read(files_b[name], name) for name in files_a)
-    return math.sqrt(sum(float(difference.square().sum()) for difference in differences))
+        return math.inf
+    total = 0.0
+    for name, file in files_a.items():
+        ours, theirs = _read(file, name), _read(files_b[name], name)
+        if ours.shape != theirs.shape:
+            return math.inf
+        total += float((ours - theirs).square().sum())
+    return math.sqrt(total)
 
 
 def _tensor_files(directory: Path) -> Iterator[tuple[str, Path]]:

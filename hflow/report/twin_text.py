@@ -28,7 +28,7 @@ class MetricPair:
     reference: float
     twin: float
     scale: float
-    """The metric's largest absolute value in the reference."""
+    """The metric's largest finite absolute value in the reference."""
 
     @property
     def difference(self) -> float:
@@ -47,7 +47,8 @@ class WeightPair:
 
     model: str
     change: float
-    """2-norm of the difference, relative to the 2-norm of the reference's change since its first step."""
+    """2-norm of the difference, relative to that of the reference's change since half of the steps.
+    Infinite or NaN where one of the runs has such weights, which differ from all others."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, module, run
 
-from hflow.errors import ConfigError, PlanError
+from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.twin_run import TwinReport, run_twin
 from hflow.report.twin_text import (
     CHANGE_TOLERANCE,
@@ -167,6 +167,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
     (result,) = twin(f"recipes/{name}.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
+    assert {pair.model for pair in result.weights} >= set(LEARNERS.get(name, ["actor"]))
     sizes = {pair.name: pair.scale for pair in result.metrics}
     assert all(scale > 0 for name, scale in sizes.items() if name.endswith("/grad_norm")), sizes
 
@@ -202,7 +203,7 @@ def test_a_body_that_depends_on_its_rank_is_detected(tmp_path: Path, processes: 
     recipe = tmp_path / "ranked.py"
     recipe.write_text(RANKED)
     overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "batch=8"]
-    found = run_twin(recipe, overrides, ["d2"], 2, lambda line: None, processes)
+    found = run_twin(recipe, overrides, ["d2"], 3, lambda line: None, processes)
     (result,) = found.results
     assert not result.is_equal
     assert next(pair.at for pair in result.failed_metrics) == "learn/grad_norm at step 1"
@@ -230,6 +231,22 @@ def learn(out: Output) -> PerToken:
 
 recipe = Recipe("ranked", data, [view, learn])
 """
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["models.actor.path=null"], "actor_train had no gradient"),  # no sample gets a reward
+        (["models.actor.optim.lr=0", "models.actor.optim.warmup_steps=0"], "weights of actor did not change"),
+    ],
+)
+def test_a_twin_without_anything_to_compare_is_refused(
+    changes: list[str], problem: str, rows: list[str], processes: RayActors
+) -> None:
+    own = rows if "lr" in changes[0] else []
+    overrides = [*SMALL, *own, "models.actor.path=null", *changes, "nodes.actor_gen.max_tokens=4"]
+    with pytest.raises(RunError, match=problem):
+        twin("recipes/grpo.py", overrides, ["d2"], processes)
 
 
 def test_runs_that_cannot_be_compared_are_refused(processes: RayActors) -> None:

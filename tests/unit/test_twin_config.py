@@ -1,15 +1,21 @@
-"""The configuration that the runs of a twin share, where the engine is one that cannot replay samples."""
+"""The configuration that the runs of a twin share, and what of two runs is compared."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hflow.launch.compile import compile_recipe, read_recipe
-from hflow.launch.twin_run import comparable_config, configuration
+from hflow.launch.twin_run import comparable_config, compare_with_twin, configuration, reference_config
 from hflow.planner.ir import Plan
+from hflow.report.summary import RunSummary
+from hflow.report.twin_text import TwinResult
 
 PPO = Path(__file__).parents[2] / "recipes" / "ppo.py"
 VLLM = ["models.actor.path=null", "models.actor.gen.engine=vllm", "models.actor.gen.cache_gib=1"]
@@ -52,3 +58,56 @@ def test_placements_that_the_planner_chooses_are_compared_as_chosen() -> None:
     assert chosen.placement is not None
     assert "actor" in chosen.placement
     assert configuration(PPO, auto, as_configured=False)[0].placement is None
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(2, 1), (3, 1), (4, 2), (11, 5)])
+def test_the_reference_keeps_the_weights_from_which_change_is_counted(steps: int, saved: int) -> None:
+    overrides = ["keep_checkpoints=1", "keep_best=actor_gen/reward", "save_every=5"]
+    config, graph, _ = read_recipe(PPO, overrides)
+    reference = reference_config(comparable_config(config, graph, steps, "out"), graph)
+    assert (reference.save_every, reference.keep_checkpoints, reference.keep_best) == (saved, None, None)
+
+
+def saved_run(path: Path, losses: list[float | None], weights: list[torch.Tensor]) -> RunSummary:
+    rows = [{"step": step, "learn/loss": loss} for step, loss in enumerate(losses, start=1)]
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, tensor in enumerate(weights, start=1):
+        model = path / "checkpoints" / f"step-{step}" / "actor"
+        model.mkdir(parents=True)
+        save_file({"w": tensor}, model / "model.safetensors")
+    (path / "checkpoints" / "latest").symlink_to(f"step-{len(weights)}")
+    return RunSummary("twin", path, len(losses), 1.0, "done", "", {})
+
+
+def compared(tmp_path: Path, ours: RunSummary, losses: list[float | None], last: torch.Tensor) -> TwinResult:
+    return compare_with_twin(ours, saved_run(tmp_path / "twin", losses, [last]), "d2")
+
+
+START, END = torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 0.0])
+
+
+def test_the_weights_of_a_run_whose_first_step_is_kept_are_compared(tmp_path: Path) -> None:
+    ours = saved_run(tmp_path / "reference", [1.0], [START, END / 2, END])
+    (pair,) = compared(tmp_path, ours, [1.0], END + 0.5).weights
+    assert pair.change == pytest.approx(1.0 / 5.0)  # the norm of four halves, of a change by 5
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("side", ["reference", "twin", "both"])
+def test_weights_that_are_not_finite_differ(value: float, side: str, tmp_path: Path) -> None:
+    broken = torch.tensor([value, 4.0, 0.0, 0.0])
+    ours = saved_run(tmp_path / "reference", [1.0], [START, END if side == "twin" else broken])
+    result = compared(tmp_path, ours, [1.0], END if side == "reference" else broken)
+    assert [pair.model for pair in result.failed_weights] == ["actor"]
+
+
+def test_weights_of_other_shapes_differ(tmp_path: Path) -> None:
+    ours = saved_run(tmp_path / "reference", [1.0], [START, torch.ones(4)])
+    assert not compared(tmp_path, ours, [1.0], torch.ones(1)).is_equal  # which broadcasting would hide
+
+
+def test_a_step_that_is_not_finite_does_not_hide_the_others(tmp_path: Path) -> None:
+    ours = saved_run(tmp_path / "reference", [None, 1.0], [START, END])
+    result = compared(tmp_path, ours, [None, 2.0], END)
+    assert [pair.step for pair in result.failed_metrics] == [1, 2]
