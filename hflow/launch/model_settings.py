@@ -13,7 +13,7 @@ from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import check_is_whole, model_dtype, source_model
-from hflow.launch.plan_request import num_firings
+from hflow.planner.graph_queries import scheduled_updates
 from hflow.shipped import shipped_recipes
 from hflow.types.layer_kernels import LayerKernels
 
@@ -94,7 +94,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         tokens_per_microbatch=config.tokens_per_microbatch,
         lora=config.lora,
         optim=config.optim,
-        num_updates=num_earlier + _num_updates(compiled, spec.name),
+        num_updates=num_earlier + scheduled_updates(compiled.plan, compiled.config.steps).get(spec.name, 0),
         save_optimizer=config.save_optimizer,
         resume=is_resumed,
     )
@@ -170,14 +170,3 @@ def _saved_updates(shards: Path) -> int:
     if type(num_steps) is not int:
         raise ConfigError(f"{index}: num_steps is {num_steps!r}, not a number; use another checkpoint")
     return num_steps
-
-
-def _num_updates(compiled: Compiled, model: str) -> int:
-    """Return the number of optimizer steps of a model in the whole run."""
-    cuts = dict(compiled.plan.cuts)
-    updates = 0
-    for node in compiled.graph.nodes:
-        if model in node.spec.writes_weights and node.name in cuts:
-            cut, spec = cuts[node.name], node.spec
-            updates += num_firings(spec, compiled.config.steps) * cut.minibatches * cut.epochs
-    return updates

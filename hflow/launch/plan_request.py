@@ -27,6 +27,7 @@ from hflow.launch.model_metadata import (
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
 from hflow.planner.cluster import device_of, parse_cluster
+from hflow.planner.graph_queries import num_firings
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
@@ -320,11 +321,6 @@ def _shown(system: str | None) -> str:
 def is_library_node(spec: NodeSpec, name: str) -> bool:
     """Return whether a node is a generate node of `hflow.nodes`, whatever its name in the recipe."""
     return (spec.body.module, spec.body.qualname) == ("hflow.nodes.inference", name)
-
-
-def num_firings(spec: NodeSpec, num_steps: int) -> int:
-    """Return how often a batch node fires in a run."""
-    return len(range(spec.after, num_steps, spec.every))
 
 
 def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:

@@ -122,6 +122,8 @@ def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) ->
             models[name] = replace(models[name], saved=saved, resume=True)
         else:
             models[name] = replace(models[name], path=saved, architecture=None, resume=models[name].trainable)
+        extra = point.saved.extra_updates(compiled.plan).get(name, 0)
+        models[name] = replace(models[name], num_updates=models[name].num_updates + extra)
     return replace(setup, models=models, node_states=point.saved.node_states)
 
 

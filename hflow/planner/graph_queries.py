@@ -1,8 +1,12 @@
-"""Questions about a graph that several parts of the planner ask."""
+"""Questions about a graph, or a plan, that several packages ask."""
 
 from __future__ import annotations
 
-from hflow.graph.ir import Graph, Node, Stream
+from collections import Counter
+from collections.abc import Mapping
+
+from hflow.graph.ir import Graph, Node, NodeSpec, Stream
+from hflow.planner.ir import Plan
 
 
 def root_stream(graph: Graph, node: Node) -> Stream:
@@ -51,3 +55,19 @@ def runs_outside_engines(graph: Graph, model: str) -> bool:
 def returns_keep(node: Node) -> bool:
     """Return whether a node may refuse samples or groups."""
     return any(returned.field == "keep" for returned in node.spec.returns)
+
+
+def num_firings(spec: NodeSpec, num_steps: int) -> int:
+    """Return how often a batch node fires in the first steps of a run."""
+    return len(range(spec.after, num_steps, spec.every))
+
+
+def scheduled_updates(plan: Plan, num_steps: int) -> Mapping[str, int]:
+    """Return trained model -> its optimizer steps in the first `num_steps` steps, if none is skipped."""
+    cuts, updates = dict(plan.cuts), Counter[str]()
+    for node in plan.graph.nodes:
+        if node.name in cuts:
+            cut = cuts[node.name]
+            for model in node.spec.writes_weights:
+                updates[model] += num_firings(node.spec, num_steps) * cut.minibatches * cut.epochs
+    return updates

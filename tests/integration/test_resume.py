@@ -123,6 +123,22 @@ def test_the_last_checkpoint_of_a_finished_run_continues_with_more_steps(
         assert evaluated[row["root"], row["id"]] == row["step"]
 
 
+def test_learning_rates_fall_until_the_end_if_other_steps_follow(undisturbed: RunSummary, tmp_path: Path):
+    """Half as many updates of the actor and the critic follow, whose rates now fall: 6 updates and then 2."""
+    copy = interrupted(undisturbed, tmp_path, 3)
+    decay = [f"models.{model}.optim.schedule=linear" for model in ("actor", "critic")]
+    fewer = ["nodes.actor_train.minibatches=1", "nodes.critic_train.every=2"]
+    resumed = resume_run(str(copy), [*decay, *fewer], live=False)
+    rates = {
+        step: (row.get("actor_train/lr"), row.get("critic_train/lr"))
+        for step, row in results(resumed).items()
+    }
+    assert rates[4] == (pytest.approx(1e-3 * 2 / 8), None)
+    assert rates[5] == (pytest.approx(1e-3 * 1 / 8), pytest.approx(1e-3 * 1 / 8))
+    again = resume_run(str(interrupted(resumed, tmp_path / "again", 4)), live=False)
+    assert results(again) == results(resumed)
+
+
 @pytest.mark.parametrize("name", ["actor/model.safetensors", "state.json", "critic/shards/shards.json"])
 def test_a_damaged_checkpoint_is_refused_and_an_older_one_can_be_named(
     undisturbed: RunSummary, tmp_path: Path, name: str

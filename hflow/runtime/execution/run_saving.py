@@ -19,7 +19,7 @@ from hflow.graph.ir import Level
 from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.group_placement import GroupPlacer
-from hflow.planner.graph_queries import saved_models
+from hflow.planner.graph_queries import saved_models, scheduled_updates
 from hflow.planner.ir import Plan
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.node_execution import NodeExecution
@@ -89,6 +89,8 @@ class RunSaving:
         """Of the samples of the checkpoint that the run continues from."""
         self._file_of: dict[tuple[str, int], str] = {}
         """Root stream and sample of that checkpoint -> the name of its file."""
+        self._extra_updates: dict[str, int] = {}
+        """Of that checkpoint."""
         self._was_taken = asyncio.Event()
         self.saved_at = time.monotonic()
 
@@ -139,6 +141,10 @@ class RunSaving:
             dict(self._node_execution.states),
             tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
             tuple((stream, sample, samples_file(worker)) for (stream, sample), worker in homes.items()),
+            {
+                model: num + self._extra_updates.get(model, 0)
+                for model, num in scheduled_updates(self._plan, snapshot.steps).items()
+            },
         )
         self._release.hold()
         self.saved_at = time.monotonic()
@@ -260,6 +266,7 @@ class RunSaving:
     async def restore(self, point: ResumePoint, locations: Mapping[str, DataLocations]) -> None:
         """Place the groups of a checkpoint on workers, and let these read the data of finished samples."""
         saved, self._directory = point.saved, str(point.path / SAMPLES)
+        self._extra_updates = saved.extra_updates(self._plan)
         self._file_of = {(stream, sample): name for stream, sample, name in saved.files}
         lengths = {(s.stream, s.sample): s.length for s in saved.samples}
         reads: dict[int, dict[str, dict[str, list[int]]]] = defaultdict(

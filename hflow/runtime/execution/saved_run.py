@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from hflow.errors import RunError
+from hflow.planner.graph_queries import scheduled_updates
+from hflow.planner.ir import Plan
 from hflow.runtime.execution.checkpoint import other_version_fix
 from hflow.runtime.state.snapshot import RunSnapshot, StreamSnapshot
 from hflow.workers.interface import SampleReady
@@ -33,6 +35,17 @@ class SavedRun:
     """The finished samples of the snapshot, as their sources reported them."""
     files: tuple[tuple[str, int, str], ...]
     """(root stream, sample, name of the file that has its data or its journal)."""
+    updates: Mapping[str, int] = field(default_factory=dict)
+    """Trained model -> optimizer steps that were scheduled before the checkpoint, by the plans that ran."""
+
+    def extra_updates(self, plan: Plan) -> dict[str, int]:
+        """Return trained model -> optimizer steps before the checkpoint beyond those of this plan.
+
+        They are not 0 where other minibatches, epochs, `after` or `every` ran. Learning rates fall over all
+        steps, before and after, so that they reach their end at the end of the run.
+        """
+        scheduled = scheduled_updates(plan, self.snapshot.steps)
+        return {model: self.updates.get(model, num) - num for model, num in scheduled.items()}
 
     def without(self, samples: Iterable[tuple[str, int]]) -> SavedRun:
         """Return the same without the groups of some samples, given as (root stream, sample)."""
