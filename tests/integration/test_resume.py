@@ -264,10 +264,16 @@ def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
     assert (first.reason, first.steps >= 2) == ("stopped", True)
     saved = read_saved_run(first.directory / "checkpoints" / "latest")
     assert saved.snapshot.streams[0].groups
+    copy = tmp_path / "synchronous"
+    shutil.copytree(first.directory, copy, symlinks=True)
     resumed = resume_run(str(first.directory), live=False)
     assert (resumed.reason, resumed.steps) == ("done", 6)
     assert resumed.samples["trained"] == 6 * 4 * 8
     assert audit(first.directory / "ledger.sqlite") == []
+    synchronous = resume_run(str(copy), ["schedule.max_staleness=0"], live=False)
+    lags = [row["staleness/max"] for step, row in results(synchronous).items() if step > first.steps]
+    assert lags == [0.0] * (6 - first.steps)
+    assert audit(copy / "ledger.sqlite") == []
 
 
 def stop_after_step(out: Path, steps: int) -> None:

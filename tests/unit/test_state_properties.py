@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_driver import EventsExhaustedError, World
 from state_schedules import schedules, synchronous
+from state_script import changed
 
 from hflow.planner.ir import Schedule
 from hflow.runtime import events as ev
@@ -93,6 +94,22 @@ def test_a_run_that_ends_anywhere_goes_on_from_its_checkpoint(
     second = World(schedule, Random(seed + 1), ROWS, saved=first.saved, **more)
     if not second.run().error:
         second.check_end()
+
+
+@FEW
+@given(schedules(saves=True), SEEDS, st.integers(0, 150), st.booleans(), st.booleans())
+def test_a_lower_bound_on_staleness_holds_from_a_resume_on(
+    schedule: Schedule, seed: int, end_after: int, is_short: bool, age_rule: bool
+):
+    """Samples of the checkpoint that would train above it are dropped, with the age rule and without."""
+    first = World(changed(schedule, max_staleness=3), Random(seed), ROWS, salt=seed, checkpoints=0.1)
+    with suppress(EventsExhaustedError):
+        first.run(end_after)
+    queue = schedule.streams[0].batch if is_short else None
+    lower = changed(synchronous(schedule), queue=queue, age_rule=age_rule)
+    second = World(lower, Random(seed + 1), ROWS, salt=seed, saved=first.saved)
+    second.run()
+    second.check_end()
 
 
 @FEW

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hflow.planner.staleness import age_limit
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
 from hflow.runtime.state.groups import Group
 from hflow.runtime.state.run_state import RunState
@@ -66,7 +65,7 @@ def _check_trained_stream(state: RunState) -> None:
     assert trained.queue.keys().isdisjoint(trained.groups), "a group is open and accepted"
     assert trained.num_admitted <= schedule.num_steps * trained.batch, "more groups than the run needs"
     assert trained.max_queue is None or len(trained.queue) <= trained.max_queue, "the queue is too long"
-    lag = age_limit(schedule)
+    lag = trained.age_limit
     if lag is None or not trained.models:
         return
     for group in (*trained.queue.values(), *trained.groups.values()):

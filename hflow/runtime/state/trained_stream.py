@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hflow.planner.ir import Schedule, ScheduledStream
-from hflow.planner.staleness import admission_limit, age_limit
+from hflow.planner.staleness import admission_limit, staleness_bound
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress
@@ -45,7 +45,8 @@ class TrainedStream(StreamState):
         refusal_counts: how often each (node, reason) refused a group since then.
         refusal_messages: the last error of each (node, reason), where a body failed.
         max_queue: length of the queue beyond which the oldest group is dropped; None: no limit.
-        age_limit: the largest lag with which a sample may train; None: no limit.
+        age_limit: the largest lag with which a sample may train; None: no limit. It is the bound that the
+            plan certifies, which without the age rule only samples of an earlier plan can exceed.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainedStream(StreamState):
         self._settings = schedule.settings
         self._progress = progress
         self.max_queue = schedule.settings.queue if self.models else None
-        self.age_limit = age_limit(schedule) if self.models else None
+        self.age_limit = staleness_bound(schedule) if self.models else None
         self.max_failed = max(MIN_FAILED_GROUPS, 2 * self._max_in_flight())
         assert self.age_limit is None or self.age_limit >= schedule.settings.sync_every - 1, (
             f"no sample can be within {self.age_limit} versions: weights change every "
@@ -176,12 +177,17 @@ class TrainedStream(StreamState):
         self._drop_stale()
 
     def restore(self, snapshot: StreamSnapshot, steps: int, num_refused: int) -> None:
-        """Open the groups of a snapshot again, after some completed steps."""
+        """Open the groups of a snapshot again, after some completed steps.
+
+        Those that the limits of this run do not allow, which may be lower than before, are dropped.
+        """
         self.next_group, self.num_refused = snapshot.next_group, num_refused
         self.num_accepted = steps * self.batch
         for group in self._reopen(snapshot.groups):
             self.queue[group.number] = group
             self.num_accepted += 1
+        self._drop_stale()
+        self._drop_beyond_queue()
 
     def _max_in_flight(self) -> int:
         """Return the number of groups that can be open at a time."""
@@ -212,7 +218,10 @@ class TrainedStream(StreamState):
         self.num_accepted += 1
         self.num_failed = 0
         self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
-        if self.max_queue is not None and len(self.queue) > self.max_queue:
+        self._drop_beyond_queue()
+
+    def _drop_beyond_queue(self) -> None:
+        while self.max_queue is not None and len(self.queue) > self.max_queue:
             self._drop_group(min(self.queue.values(), key=self._rank))
 
     def _rank(self, group: Group) -> tuple[int, int]:
