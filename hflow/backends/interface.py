@@ -265,8 +265,8 @@ class ModelBackend(abc.ABC):
 
         Returns:
             On heads, the body's metrics averaged over the whole step, and `loss` and `grad_norm` (means over
-            the optimizer steps), `lr` (of the last one) and `num_tokens` (learned tokens of the batch). An
-            empty dict on other ranks.
+            the optimizer steps) and `lr` (of the last one), which a step without an update lacks, and
+            `num_tokens` (learned tokens of the batch). An empty dict on other ranks.
 
         Raises:
             BackendError: if the model is frozen, or as in `infer`.

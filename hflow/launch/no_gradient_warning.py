@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
-from hflow.backends.interface import GRAD_NORM, LOSS, NUM_TRAINED_TOKENS
+from hflow.backends.interface import GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
 from hflow.graph.ir import Graph
 from hflow.planner.reported_field import reported_field
 
@@ -18,7 +17,7 @@ MANY_CUT = 0.5
 
 
 class NoGradientWarning:
-    """Warns once of each train node whose gradient and loss were 0 in `NUM_STEPS` steps in a row.
+    """Warns once of each train node without gradient and loss, or an update, in `NUM_STEPS` steps in a row.
 
     No recipe means this to happen: equal rewards, or a batch without learned tokens, leave the weights as
     they are for as long as they last.
@@ -30,6 +29,7 @@ class NoGradientWarning:
 
     def __init__(self, graph: Graph, run: str) -> None:
         self._graph = graph
+        self._nodes = [node.name for node in graph.nodes if node.spec.verb == "train"]
         self._run = run
         self._rows: dict[str, list[Mapping[str, float]]] = {}
         """Train node -> the metrics of the last steps, in all of which it had no gradient."""
@@ -42,11 +42,11 @@ class NoGradientWarning:
             step: number of the step, from 1.
             values: the step's metrics.
         """
-        for name, norm in values.items():
-            node = GRAD_NORM.key_of(name)
-            if not node or node in self._warned:
+        for node in self._nodes:
+            if NUM_TRAINED_TOKENS.member(node) not in values or node in self._warned:
                 continue
-            loss = values.get(LOSS.member(node), math.nan)
+            # A step without an update has neither.
+            norm, loss = (values.get(metric.member(node), 0.0) for metric in (GRAD_NORM, LOSS))
             rows = self._rows.setdefault(node, [])
             if norm > MAX_NORM or not abs(loss) <= MAX_NORM:
                 rows.clear()
@@ -56,14 +56,20 @@ class NoGradientWarning:
                 self._warned.add(node)
                 model = self._graph.node(node).spec.models[0]
                 yield (
-                    f"warning: loss and gradient of {node} were 0 in steps {step - NUM_STEPS + 1} to {step}, "
-                    f"so {model} learns nothing. {self._advice(node, rows)}"
+                    f"warning: {node} had no gradient in steps {step - NUM_STEPS + 1} to {step}, so {model} "
+                    f"learns nothing. {self._advice(node, rows)}"
                 )
 
     def _advice(self, node: str, rows: list[Mapping[str, float]]) -> str:
         """Return the likely causes, and where to look."""
         if all(row.get(NUM_TRAINED_TOKENS.member(node)) == 0 for row in rows):
             return f"No token of its batches is learned: {NUM_TRAINED_TOKENS.member(node)} is 0."
+        if any(SKIPPED_UPDATES.member(node) in row for row in rows):
+            skipped = SKIPPED_UPDATES.member(node)
+            return (
+                f"Updates whose gradient was not finite were skipped: see {skipped}. Lower the learning "
+                "rate, or check the loss."
+            )
         root = self._graph.root_stream(self._graph.node(node).stream)
         constant = [
             f"{name} was {rows[0][name]:g} in all of them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow import launch
 from hflow.errors import PlanError
+from hflow.launch.run_report import read_report
+from hflow.report.run_page import render_run_page
+from hflow.report.run_text import render_run_report
 from hflow.report.summary import RunSummary
+from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 
 ROWS = "data.train.limit=64"
 """So few that a model is soon right about them now and then."""
@@ -63,6 +68,76 @@ def test_a_run_writes_all_documented_files(checkpoint: Path, tmp_path: Path) -> 
     evaluated = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluated if "eval_gen/accuracy" in row] == [0, 2]
     assert (tmp_path / "grpo" / "latest").resolve() == directory.resolve()
+
+
+def test_rows_of_metrics_are_in_order_when_an_early_step_is_summarized_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of the first step are summarized when the second step is closed."""
+    second_closes = asyncio.Event()
+    summarize, close_step = BatchRunner.summarize, BatchRunner.close_step
+
+    async def summarize_late(self: BatchRunner, batch: StepBatch, is_evaluation: bool) -> None:
+        if batch.step == 0 and not is_evaluation:
+            await second_closes.wait()
+            await asyncio.sleep(0.1)
+        await summarize(self, batch, is_evaluation)
+
+    async def close_and_tell(self: BatchRunner, step: int) -> None:
+        await close_step(self, step)
+        if step == 1:
+            second_closes.set()
+
+    monkeypatch.setattr(BatchRunner, "summarize", summarize_late)
+    monkeypatch.setattr(BatchRunner, "close_step", close_and_tell)
+    quick = ["workers=inproc", "cluster=cpu-1x1", ROWS, "data.heldout.limit=4", "batch=4"]
+    summary = run("recipes/sft.py", tmp_path, *quick, "steps=3", "nodes.eval_gen.every=1")
+    lines = (summary.directory / "metrics.jsonl").read_text().splitlines()
+    rows = [("eval" if "eval_gen/accuracy" in row else "step", row["step"]) for row in map(json.loads, lines)]
+    assert rows == [("eval", 0), *((kind, n) for n in (1, 2, 3) for kind in ("step", "eval"))]
+
+
+def test_a_step_without_an_update_has_no_loss(tmp_path: Path) -> None:
+    """Answers are empty, and no other token is learned."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": ""}) + "\n" for i in range(8)))
+    recipe = tmp_path / "unlearned.py"
+    recipe.write_text(UNLEARNED)
+    data = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "models.actor.path=null"]
+    data += ["data.train.generator=null", f"data.train.path={rows}"]
+    summary = run(recipe, tmp_path, *data, "workers=inproc", "cluster=cpu-1x1", "steps=5", "batch=4")
+    for row in steps_of(summary):
+        assert row["learn/num_tokens"] == 0
+        assert row.keys().isdisjoint({"learn/loss", "learn/grad_norm", "learn/lr"})
+    assert "learn had no gradient in steps 1 to 5, so actor learns nothing" in summary.warnings[-1]
+    report = read_report(str(summary.directory))
+    assert "learn/loss" not in report.record.curves
+    render_run_report(report)
+    assert "learn/loss" not in render_run_page(report)
+
+
+UNLEARNED = """
+from dataclasses import replace
+
+from hflow import Dataset, Model, Output, PerToken, Recipe, Text, Tokenizer, Trajectory, encode, train
+
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@encode(actor)
+def view(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
+    told = tokenizer.join(prompt, answer)
+    return replace(told, loss_mask=(False,) * len(told.loss_mask))
+
+
+@train(actor, reduce="token-mean")
+def learn(out: Output) -> PerToken:
+    return -out.logprobs
+
+
+recipe = Recipe("unlearned", data, [view, learn])
+"""
 
 
 def test_a_run_is_repeated_from_its_plan(

@@ -134,7 +134,7 @@ def test_one_process_accepts_all_shards(directory):
 def test_minibatches_without_learned_tokens_are_skipped(directory):
     """After three train steps of four updates, the step count is 12 where fused kernels keep it."""
     metrics, num_updates, is_same = torch.load(directory / "nothing.pt", weights_only=False)
-    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "num_tokens": 0.0}
+    assert metrics == {"num_tokens": 0.0}
     assert num_updates == 12
     assert is_same
 

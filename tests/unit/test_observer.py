@@ -170,18 +170,21 @@ def test_the_limit_of_the_gap_can_be_set(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_gradient_for_five_steps_is_warned_of_once(tmp_path: Path) -> None:
-    still = {"actor_train/loss": 0.0, "actor_train/grad_norm": 1e-9, "actor_gen/reward": 0.0}
+    idle = {"actor_train/num_tokens": 8.0, "actor_gen/reward": 0.0}
+    still = {**idle, "actor_train/loss": 0.0, "actor_train/grad_norm": 1e-9}
     learns = {**still, "actor_train/grad_norm": 0.1}  # the loss of a policy at its own samples is 0 too
     assert warned_of_steps(tmp_path, [still] * 4 + [learns] + [still] * 4 + [learns] * 9) == []
     (note,) = warned_of_steps(tmp_path, [learns, *[still] * 20])
-    assert "of actor_train were 0 in steps 2 to 6, so actor learns nothing" in note
+    assert "actor_train had no gradient in steps 2 to 6, so actor learns nothing" in note
     assert "actor_gen/reward was 0 in all of them. Likely causes:" in note
     assert "answers are cut" not in note
     assert note.endswith("hflow samples grpo --text")
     (note,) = warned_of_steps(tmp_path, [{**still, "actor_gen/truncated": 0.75}] * 5)
     assert "answers are cut (actor_gen/truncated is 0.75)" in note
-    (note,) = warned_of_steps(tmp_path, [{**still, "actor_train/num_tokens": 0.0}] * 5)
+    (note,) = warned_of_steps(tmp_path, [{**idle, "actor_train/num_tokens": 0.0}] * 5)
     assert note.endswith("No token of its batches is learned: actor_train/num_tokens is 0.")
+    (note,) = warned_of_steps(tmp_path, [{**idle, "actor_train/skipped_updates": 2.0}] * 5)
+    assert "gradient was not finite were skipped: see actor_train/skipped_updates" in note
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_minibatch_without_learned_tokens_is_skipped():
     got = trained(call, [TrainShard((first, nothing, last))])
     assert_same(got, trained(call, [TrainShard((first, last))]))
     metrics, weights = trained(call, [TrainShard((nothing, nothing.take([])))])
-    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "num_tokens": 0.0}
+    assert metrics == {"num_tokens": 0.0}
     start = kit.weights(kit.model())
     assert all(torch.equal(weights[name], start[name]) for name in start)
 

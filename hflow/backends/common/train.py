@@ -77,8 +77,10 @@ class StepRecord:
     """This rank's sum of `ReplayedExperts.counts`."""
 
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
-        """Return the metrics of the step; a collective over `group`, one rank for each data index."""
-        num_updates = max(len(self.gradient_norms), 1)
+        """Return the metrics of the step; a collective over `group`, one rank for each data index.
+
+        A step without an update has no loss, gradient norm or learning rate.
+        """
         num_compared = float(self.metrics.num_entries(ENGINE_GAP.suffix))
         rerouted, num_replayed = self.replayed if isinstance(self.replayed, Tensor) else (0.0, 0.0)
         sums = {
@@ -94,10 +96,14 @@ class StepRecord:
             del metrics[REROUTED.suffix]
         if BEHAV_GAP.suffix not in metrics:  # nothing that an engine recorded was read
             del metrics[NUM_ENGINE_TOKENS.suffix]
+        loss = metrics.pop(LOSS.suffix)
+        if num_updates := len(self.gradient_norms):
+            metrics |= {
+                LOSS.suffix: loss / num_updates,
+                GRAD_NORM.suffix: sum(self.gradient_norms) / num_updates,
+                LEARNING_RATE.suffix: self.lr,
+            }
         return metrics | {
-            LOSS.suffix: metrics[LOSS.suffix] / num_updates,
-            GRAD_NORM.suffix: sum(self.gradient_norms) / num_updates,
-            LEARNING_RATE.suffix: self.lr,
             NUM_TRAINED_TOKENS.suffix: float(self.num_tokens),
             **({SKIPPED_UPDATES.suffix: float(self.num_skipped)} if self.num_skipped else {}),
         }

@@ -71,6 +71,7 @@ class BatchRunner:
         node_execution: runs single nodes.
         release: frees data.
         num_texts: samples of each batch whose text the observer receives.
+        num_reported: completed steps whose metrics were reported, by a run that continues.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class BatchRunner:
         node_execution: NodeExecution,
         release: SampleRelease,
         num_texts: int = 0,
+        num_reported: int = 0,
     ) -> None:
         self._plan = plan
         self._workers = workers
@@ -103,6 +105,9 @@ class BatchRunner:
         self._done: dict[int, set[str]] = defaultdict(set)
         """Step -> batch nodes that are done."""
         self.locations = {stream.name: DataLocations() for stream in plan.schedule.streams}
+        self._num_reported = num_reported
+        self._held: list[tuple[int, Mapping[str, float]]] = []
+        """Version and metrics of evaluations whose step is not reported yet."""
 
     def add_batch(self, batch: StepBatch) -> None:
         """Keep a batch until its step is done."""
@@ -122,7 +127,7 @@ class BatchRunner:
             if batch.num_refused is not None:
                 values[EVALUATION_REFUSED.member(batch.stream)] = float(batch.num_refused)
                 values[NUM_EVALUATED.member(batch.stream)] = float(len(batch.samples))
-            self._observer.on_evaluation(batch.step, values)
+            self._report_evaluation(batch.step, values)
             if batch.stream not in self._roots.values():
                 await self._release(batch)
             return
@@ -130,6 +135,20 @@ class BatchRunner:
         values[BATCH_SAMPLES.name] = float(len(lengths))
         values[BATCH_TOKENS.name] = float(sum(lengths.values()))
         self._metrics.add_values(batch.step, values)
+
+    def step_reported(self, num_steps: int) -> None:
+        """Report evaluations of the weights after `num_steps` steps, whose metrics were just reported."""
+        self._num_reported = num_steps
+        held, self._held = self._held, []
+        for version, values in held:
+            self._report_evaluation(version, values)
+
+    def _report_evaluation(self, version: int, values: Mapping[str, float]) -> None:
+        """Report an evaluation, but not before the step that its weights come from."""
+        if version > self._num_reported:
+            self._held.append((version, values))
+        else:
+            self._observer.on_evaluation(version, values)
 
     async def run_node(self, node: str, step: int) -> None:
         """Run a batch node on its batch and report what it measured."""
@@ -207,7 +226,7 @@ class BatchRunner:
         if self._roots[node] not in self._side_streams:
             self._metrics.add_values(step, values)
         elif values:
-            self._observer.on_evaluation(step, values)
+            self._report_evaluation(step, values)
 
     def _firing_at(self, nodes: Iterable[str], step: int) -> set[str]:
         """Return those nodes that fire at a step."""

@@ -126,11 +126,12 @@ class Executor:
         """Tasks that report metrics of what is complete, and have not ended."""
         metrics = StepMetrics(*_num_engines_and_trainers(plan))
         node_states = point.saved.node_states if point else {}
+        num_steps_done = snapshot.steps if snapshot else 0
         node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
         self._metrics = metrics
         self._release = SampleRelease(workers)
         self._batches = BatchRunner(
-            plan, workers, observer, metrics, node_execution, self._release, num_texts
+            plan, workers, observer, metrics, node_execution, self._release, num_texts, num_steps_done
         )
         self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
         self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
@@ -151,7 +152,9 @@ class Executor:
         """Node and key -> its worker and order, while the body runs or waits."""
         self._refused_in_evaluation: dict[str, int] = {}
         """Side stream -> samples that its present evaluation has refused; missing: none was ever refused."""
-        self._num_steps_done = snapshot.steps if snapshot else 0
+        self._num_steps_done = num_steps_done
+        self._last_close: asyncio.Task[None] | None = None
+        """Reports the step before, if it has begun."""
         self._reason: str | None = None
         """Why the run ended."""
         self._has_failed = False
@@ -348,7 +351,7 @@ class Executor:
             case ev.Sleep(replica, level):
                 self._spawn_answer(replica, self._engines.sleep(replica, level))
             case ev.StepDone(step):
-                self._spawn_report(self._close_step(step))
+                self._last_close = self._spawn_report(self._close_step(step, self._last_close))
             case ev.TakeCheckpoint(snapshot):
                 self._take_checkpoint(snapshot)
             case ev.Finish(reason, error):
@@ -423,16 +426,19 @@ class Executor:
         self._enqueue(ev.NodeDone(node, step))
         await self._batches.free_token_fields(node, step)
 
-    async def _close_step(self, step: int) -> None:
-        """Report a completed step and free its samples."""
+    async def _close_step(self, step: int, before: asyncio.Task[None] | None) -> None:
+        """Report a completed step, after the one before, and free its samples."""
         # Now, as the workers' answers may take longer than the next step.
         counts = self._state.rollout_counts()
         for key in [key for key in self._summaries if key[1] == step]:
             await self._summaries.pop(key)
         await self._batches.close_step(step)
+        if before is not None:
+            await asyncio.wait([before])
         if step < self._plan.schedule.num_steps:
             self._num_steps_done = step + 1
             self._observer.on_step(step, self._metrics.finish_step(step, counts))
+            self._batches.step_reported(step + 1)
 
     # Saving
     async def _run_save(self, node: str, step: int) -> None:
