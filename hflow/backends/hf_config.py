@@ -115,7 +115,8 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     for key in options:
         if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_TYPO_SIMILARITY):
             raise BackendError(f"a {model_type} architecture has no key {key!r}{nearest(key, names)}")
-    return AutoConfig.for_model(model_type, **options)
+    # A family's own ids are those of its published vocabulary; the tokenizer of this model has another one.
+    return AutoConfig.for_model(model_type, **{"bos_token_id": None, "eos_token_id": None, **options})
 
 
 def _check_causal_lm(config: PreTrainedConfig) -> None:

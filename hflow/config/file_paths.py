@@ -1,4 +1,4 @@
-"""Paths of data in YAML files, which are relative to the file that they are written in.
+"""Paths of data and chat templates in YAML files, relative to the file that they are written in.
 
 Hydra does not tell which file a value of the composed configuration comes from. So every path is marked with
 its file's directory when the file is read, and the mark is resolved when the configuration is complete.
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hflow.config.chat_templates import read_chat_template
 from hflow.shipped import CHECKPOINT_PREFIX, find_checkpoint
 
 _MARK = "\0"
 """Encloses the directory in front of a path. No path has this character."""
 _KEY = "path"
+_TEMPLATE_KEY = "chat_template"
 _HUB = "hf:"
 """Prefix of what is no file."""
 
@@ -24,7 +26,7 @@ def mark_paths(values: Any, directory: str) -> Any:
     """Return the content of a YAML file in `directory` with that directory in front of every path."""
     if isinstance(values, dict):
         return {
-            name: _mark(value, directory) if name == _KEY else mark_paths(value, directory)
+            name: _mark(value, directory) if name in (_KEY, _TEMPLATE_KEY) else mark_paths(value, directory)
             for name, value in values.items()
         }
     return values
@@ -34,14 +36,15 @@ def resolve_paths(values: Mapping[str, Any], directory: Path | None = None) -> d
     """Return a composed configuration without marks.
 
     Paths of `data` that a file has written become relative to the working directory, or absolute if they are
-    not in it. Names of shipped checkpoints become their directories. All others stay as they are written.
+    not in it. Names of shipped checkpoints become their directories. Files of chat templates become their
+    text, so that workers and resumed runs need no file. All others stay as they are written.
 
     Args:
         values: the configuration.
         directory: what the paths of files are relative to; None: each file's own directory.
 
     Raises:
-        ConfigError: for a shipped checkpoint that does not exist.
+        ConfigError: for a shipped checkpoint that does not exist, or a chat template that cannot be read.
     """
     return {
         name: _resolve(value, directory, is_data=name == "data", key=name) for name, value in values.items()
@@ -66,6 +69,8 @@ def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> 
         return value
     # An interpolation may have put a marked path behind another mark.
     *directories, path = value.split(_MARK) if value.startswith(_MARK) else [value]
+    if key.startswith("models.") and key.endswith(f".{_TEMPLATE_KEY}"):
+        return read_chat_template(path, Path(directory or (directories or [""])[-1]), key)
     is_path = key.rpartition(".")[2] == _KEY
     if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX):
         return _relative(find_checkpoint(path, key))

@@ -127,7 +127,9 @@ class ModelConfig:
     """Characters of a character tokenizer, for an `architecture` without a tokenizer of its own. A tokenizer
     in `path` is used instead."""
     chat_template: str | None = None
-    """A Jinja chat template that replaces that of the tokenizer, and that of the model it starts from."""
+    """A Jinja chat template, or a file with one (Jinja, or `.json` with a key `chat_template`). A path in a
+    YAML file is relative to that file. It replaces the template of the tokenizer, and that of the model it
+    starts from."""
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism)."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
 from hflow.data.unknown_tokens import check_known
-from hflow.errors import DataError
+from hflow.errors import DataError, shorten
 
 Messages = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
@@ -20,6 +22,56 @@ _REPLY = "a-reply-of-the-model"
 """Placeholder for an assistant's turn where only the text after it is needed."""
 
 
+def _probes(text: str) -> list[list[dict[str, Any]]]:
+    """Return conversations that say `text`, in the forms of which a template may accept only some."""
+    parts = [{"type": "text", "text": text}]
+    return [
+        [{"role": "user", "content": text}],
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text}],
+        [{"role": "system", "content": text}, {"role": "user", "content": text}],
+        [{"role": "user", "content": parts}],
+    ]
+
+
+def template_problem(render: Callable[[list[dict[str, Any]]], str]) -> str | None:
+    """Return why a chat template cannot be used, as the end of a sentence about it; None if it can.
+
+    Args:
+        render: applies the template to messages.
+    """
+    constant = None
+    for pair in zip(_probes("one"), _probes("two"), strict=True):
+        try:
+            first, second = map(render, pair)
+        except TemplateSyntaxError as error:
+            return f"is not a Jinja template: {error}; fix chat_template"
+        except Exception:  # noqa: BLE001 - a template may reject messages, as it likes
+            continue
+        if first != second:
+            return None
+        constant = first
+    if constant is None:
+        return None
+    shown = shorten(" ".join(constant.split()), 40)
+    return (
+        f"renders {shown!r} whatever the messages are, so every prompt would be equal; set chat_template to "
+        "a template that uses `messages`, or to a file with one"
+    )
+
+
+def written_template_problem(template: str) -> str | None:
+    """Return why the text of a chat template cannot be used, before there is a tokenizer; None if it can."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        (text,), _ = render_jinja_template([messages], chat_template=template, **tokens)
+        return str(text)
+
+    return template_problem(render)
+
+
 class ChatTemplate:
     """A tokenizer's Jinja chat template.
 
@@ -27,40 +79,55 @@ class ChatTemplate:
     `DataError`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Check the template's syntax.
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        """Check the template.
+
+        Args:
+            tokenizer: of Hugging Face, with the template.
+            stop_ids: tokens that end a turn.
 
         Raises:
-            DataError: if it is not a Jinja template.
+            DataError: if it is not a Jinja template, or renders the same text for all messages.
         """
         self._tokenizer = tokenizer
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-        except TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template is not a Jinja template: {error}; fix chat_template"
-            ) from error
-        except Exception:  # noqa: BLE001 - the template may reject these messages, as it likes
-            return
+        self._stop_ids = frozenset(stop_ids)
+        problem = template_problem(lambda talk: tokenizer.apply_chat_template(talk, tokenize=False))
+        if problem is not None:
+            raise DataError(f"the chat template {problem}")
 
     def prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
         """Return the ids of messages and the opening of the assistant's turn, with `tools` offered."""
         return self._encode(self._render(messages, opening=True, tools=tools))
 
-    def continuation(self, added: Messages, last_id: int | None, tools: Schemas = ()) -> list[int]:
+    def continuation(self, added: Messages, end: str, tools: Schemas = ()) -> list[int]:
         """Return the ids that follow a generated assistant turn: its end, new messages, and the next opening.
 
         Only this text is encoded, so the tokens before it stay unchanged.
 
         Args:
             added: messages after the assistant's turn.
-            last_id: the turn's last token. If it is a special token with which the template ends the turn,
-                that is not repeated.
+            end: the text that ended the turn, empty if it was cut. If the template ends turns with it, it is
+                not repeated.
             tools: schemas of the tools that the conversation offers.
 
         Raises:
             DataError: if the template hides the assistant's turn or rejects the messages.
         """
+        after = self._after_reply(added, tools)
+        is_end = self._closing is None or self._closing.startswith(end)
+        return self._encode(after.removeprefix(end) if is_end else after)
+
+    @cached_property
+    def _closing(self) -> str | None:
+        """What the template puts after an assistant's turn, whatever the user says next; None: not known."""
+        try:
+            texts = [self._after_reply([{"role": "user", "content": text}]) for text in "ab"]
+        except DataError:  # it rejects these messages
+            return None
+        return commonprefix(texts)  # noqa: RUF071 - of characters
+
+    def _after_reply(self, added: Messages, tools: Schemas = ()) -> str:
+        """Return the text after an assistant's turn, with the messages after it and the next opening."""
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _REPLY}]
         _, reply, after = self._render([*turns, *added], opening=True, tools=tools).partition(_REPLY)
         if not reply:
@@ -68,13 +135,9 @@ class ChatTemplate:
                 "the chat template omits the assistant's turn, so a conversation cannot be continued; "
                 "fix the template"
             )
-        is_special = last_id in self._tokenizer.all_special_ids
-        end = str(self._tokenizer.convert_ids_to_tokens(last_id)) if is_special else ""
-        return self._encode(after.removeprefix(end))
+        return after
 
-    def encode_conversation(
-        self, messages: Messages, stop_ids: Sequence[int]
-    ) -> tuple[list[int], list[bool]]:
+    def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation, and which of them the assistant generated.
 
         The template's `{% generation %}` tags mark generated text. Without tags, it is the text that the
@@ -96,7 +159,7 @@ class ChatTemplate:
             for t, (first, last) in enumerate(offsets):
                 if start <= first and last <= end and first < last:
                     mask[t] = True
-                    if ids[t] in stop_ids:
+                    if ids[t] in self._stop_ids:
                         break
         return ids, mask
 

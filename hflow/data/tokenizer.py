@@ -5,6 +5,7 @@ transformers is imported when a tokenizer is built: this takes seconds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,12 @@ from hflow.types import Trajectory
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory without any of these holds no tokenizer. transformers would make an empty one."""
 
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Special tokens to which transformers gives a role. None of them is part of an answer."""
+
+_TOKENS_PER_CHARACTER = 4
+"""Maximum tokens of one character: the bytes of its UTF-8 code."""
+
 NUM_CACHED_TEXTS = 4096
 """Number of texts whose ids are cached, as group members and evaluations encode the same prompts again."""
 
@@ -37,6 +44,8 @@ class TokenizerSettings:
     """Characters of a character tokenizer, used if the path has no tokenizer."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
+    eos_ids: tuple[int, ...] = ()
+    """Stop tokens of a configured architecture, which has no files that name them."""
 
 
 class TextTokenizer:
@@ -44,8 +53,10 @@ class TextTokenizer:
 
     Attributes:
         settings: what it was built from.
-        bos_id: id that raw-text prompts begin with; None if the tokenizer has none.
-        stop_ids: tokens that end a turn.
+        prefix_ids: tokens that the tokenizer puts in front of a text, such as the begin-of-text token; empty
+            if it adds none.
+        stop_ids: tokens that end a turn: the tokenizer's end-of-text token, and those that
+            `generation_config.json` and `config.json` name.
         chat_template: None if the tokenizer has none.
     """
 
@@ -59,9 +70,11 @@ class TextTokenizer:
         self._hf = _load(settings)
         if settings.chat_template is not None:
             self._hf.chat_template = settings.chat_template
-        self.bos_id: int | None = self._hf.bos_token_id
-        self.stop_ids = _stop_ids(self._hf.eos_token_id, settings.path)
-        self.chat_template = ChatTemplate(self._hf) if self._hf.chat_template else None
+        self.prefix_ids = _prefix_ids(self._hf)
+        self.stop_ids = _stop_ids(self._hf.eos_token_id, settings)
+        self.chat_template = ChatTemplate(self._hf, self.stop_ids) if self._hf.chat_template else None
+        named = [getattr(self._hf, f"{name}_token_id") for name in _NAMED_TOKENS]
+        self._ends = frozenset(i for i in (*self.stop_ids, *named) if i is not None)
         self._ids = lru_cache(NUM_CACHED_TEXTS)(self._encode)
 
     @property
@@ -87,6 +100,13 @@ class TextTokenizer:
         text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids, with the special tokens that belong to it, such as `<tool_call>`.
+
+        Tokens that end or pad a turn are left out, as are the tokenizer's other named ones (`_NAMED_TOKENS`).
+        """
+        return self.text([token for token in ids if token not in self._ends])
+
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens."""
         text: str = self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -97,12 +117,33 @@ class TextTokenizer:
         return self.text([token])
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a raw-text prompt: the begin-of-text token, if there is one, and the text."""
-        ids = self.encode(text)
-        return ids if self.bos_id is None else [self.bos_id, *ids]
+        """Return the ids of a raw-text prompt, as the tokenizer begins a text.
+
+        A text that begins with the begin-of-text token, as one that a chat template rendered does, gets no
+        second one.
+        """
+        ids, prefix = self.encode(text), list(self.prefix_ids)
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def turn_end(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+        """Return the text that ended a generated turn: its stop token or a stop string; empty if it was cut.
+
+        Args:
+            ids: tokens up to the end of the turn.
+            stops: the strings that end a turn.
+        """
+        if not ids:
+            return ""
+        if ids[-1] in self.stop_ids or ids[-1] in self._hf.all_special_ids:
+            return self.token_text(ids[-1])
+        window = _TOKENS_PER_CHARACTER * max(map(len, stops), default=0)
+        text = self.answer(ids[-window:]) if window else ""
+        return next((stop for stop in stops if text.endswith(stop)), "")
 
     def join(self, prompt: str, answer: str | None = None) -> Trajectory:
         """Return a trajectory of a prompt (masked) and an answer with its end-of-text token (learned).
+
+        An answer whose text already ends with a stop token gets no second one.
 
         Raises:
             RecipeError: for anything but two texts.
@@ -116,9 +157,12 @@ class TextTokenizer:
             )
         if self._hf.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token, which join needs; set its eos_token")
+        ids = self.encode(answer)
+        if not ids or ids[-1] not in self.stop_ids:
+            ids.append(self._hf.eos_token_id)
         return Trajectory.learned(
             tuple(self.prompt(prompt)),
-            (*self.encode(answer), self._hf.eos_token_id),
+            tuple(ids),
             messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
             completion=answer,
             num_turns=1,
@@ -131,7 +175,7 @@ class TextTokenizer:
             DataError: if there is no chat template, it rejects the messages, or the vocabulary lacks a
                 character.
         """
-        ids, mask = self.template().encode_conversation(messages, self.stop_ids)
+        ids, mask = self.template().encode_conversation(messages)
         replies = [str(m.get("content", "")) for m in messages if m.get("role") == "assistant"]
         return Trajectory(
             input_ids=tuple(ids),
@@ -161,6 +205,20 @@ class TextTokenizer:
         names = self._hf.save_pretrained(directory)
         return [path for path in map(Path, names) if path.is_file()]  # it names files that it did not need
 
+    def save_stop_ids(self, directory: Path) -> None:
+        """Let programs that read a model's directory end turns where hflow does.
+
+        They read `generation_config.json`, or `config.json` where there is none. Files that already name the
+        same tokens stay as they are.
+        """
+        file = directory / "generation_config.json"
+        read = file if file.exists() else directory / "config.json"
+        values = read_json_object(read) if read.exists() else {}
+        if set(eos_ids(values, str(read))) != set(self.stop_ids):
+            kept = values if read == file else {}
+            text = json.dumps({**kept, "eos_token_id": list(self.stop_ids)}, indent=2)
+            file.write_text(text + "\n", encoding="utf-8")
+
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._hf(text, add_special_tokens=False)["input_ids"]
         check_known(self._hf, text, ids)
@@ -168,7 +226,7 @@ class TextTokenizer:
 
 
 def _load(settings: TokenizerSettings) -> Any:
-    if settings.path is not None and any((Path(settings.path) / name).exists() for name in _TOKENIZER_FILES):
+    if settings.path is not None and has_tokenizer(Path(settings.path)):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
@@ -198,17 +256,52 @@ def _is_generic(directory: Path) -> bool:
     return saved.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
-def _stop_ids(eos_id: int | None, path: str | None) -> tuple[int, ...]:
-    """Return the tokenizer's end-of-text token and those of the checkpoint's generation config."""
-    ids = [] if eos_id is None else [eos_id]
-    file = None if path is None else Path(path) / "generation_config.json"
-    if file is not None and file.exists():
-        ends = read_json_object(file).get("eos_token_id")
-        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(end) is int and end >= 0 for end in listed):
-            raise DataError(f"{file}: eos_token_id is {ends!r}; it must be a token's id, or a list of ids")
-        ids += listed
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory holds a tokenizer."""
+    return any((directory / name).exists() for name in _TOKENIZER_FILES)
+
+
+def eos_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the end-of-text tokens in a model's or generation config.
+
+    Args:
+        config: its content.
+        where: its name, for the message.
+
+    Raises:
+        DataError: for anything but ids.
+    """
+    ends = config.get("eos_token_id")
+    listed = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+    if not all(type(end) is int and end >= 0 for end in listed):
+        raise DataError(f"{where}: eos_token_id is {ends!r}; it must be a token's id, or a list of ids")
+    return tuple(listed)
+
+
+def _stop_ids(eos_id: int | None, settings: TokenizerSettings) -> tuple[int, ...]:
+    """Return the tokens that end a turn. A checkpoint may name some in one file only, so all files count."""
+    ids = [*([] if eos_id is None else [eos_id]), *settings.eos_ids]
+    for name in ("generation_config.json", "config.json") if settings.path is not None else ():
+        file = Path(str(settings.path)) / name
+        if file.exists():
+            ids += eos_ids(read_json_object(file), str(file))
     return tuple(dict.fromkeys(ids))
+
+
+def _prefix_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that a tokenizer of Hugging Face puts in front of a text.
+
+    Its `bos_token` does not tell: many tokenizers have one and do not add it.
+    """
+    special = set(tokenizer.all_special_ids)
+    for token in range(len(tokenizer)):
+        text = "" if token in special else tokenizer.decode([token])
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if plain and special.isdisjoint(plain):
+            whole = tokenizer(text)["input_ids"]
+            starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+            return tuple(whole[: starts[0]]) if starts else ()
+    return ()
 
 
 def character_tokenizer(alphabet: str) -> Any:

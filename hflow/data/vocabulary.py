@@ -34,3 +34,19 @@ def read_vocabulary(path: str | None, alphabet: str | None) -> Mapping[str, int]
     if not isinstance(listed, Mapping):
         return None
     return {**listed, **{added["content"]: added["id"] for added in saved.get("added_tokens", ())}}
+
+
+def opening_token(path: str | None, alphabet: str | None) -> str | None:
+    """Return the special token that a tokenizer puts in front of texts; None if it adds none that is known.
+
+    Arguments are those of `read_vocabulary`.
+    """
+    file = None if path is None else Path(path) / "tokenizer.json"
+    if file is None or not file.is_file():
+        return None if alphabet is None else "<bos>"
+    last = read_json_object(file).get("post_processor") or {}
+    for processor in last.get("processors") or [last]:
+        if processor.get("type") == "TemplateProcessing" and processor.get("single"):
+            special = processor["single"][0].get("SpecialToken")
+            return None if special is None else str(special["id"])
+    return None

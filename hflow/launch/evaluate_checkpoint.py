@@ -233,7 +233,13 @@ def _with_saved_models(
         while source.name not in saved and own.path is None and own.architecture is None and source.init_from:
             source = source.init_from
             first = base.models.get(source.name, ModelConfig())
-            own = replace(own, path=first.path, architecture=first.architecture, alphabet=first.alphabet)
+            own = replace(
+                own,
+                path=first.path,
+                architecture=first.architecture,
+                alphabet=first.alphabet,
+                chat_template=own.chat_template or first.chat_template,
+            )
         models[model.name] = own
     for name, path in saved.items():
         models[name] = replace(models[name], path=str(path), architecture=None)

@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 
 from hflow.backends.common.weight_files import INDEX, weight_file_names
 from hflow.backends.interface import SHARDS
+from hflow.data.tokenizer import TextTokenizer, TokenizerSettings, has_tokenizer
 from hflow.errors import ConfigError, nearest
 from hflow.json_text import read_json_object
 from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.saved_models import SavedModels, find_saved_models
+from hflow.launch.served_checkpoint import generates
 from hflow.runtime.execution.checkpoint import MANIFEST, verify_checkpoint
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -45,7 +47,8 @@ def export_model(
 ) -> ExportedModel:
     """Write a saved model without its optimizer state, for any program that reads Hugging Face files.
 
-    Adapters are merged into the weights that they were trained on.
+    Adapters are merged into the weights that they were trained on. If `generation_config.json` lacks a token
+    that ends turns in hflow, it gets it.
 
     Args:
         target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
@@ -56,6 +59,7 @@ def export_model(
     Raises:
         ConfigError: if there is no such model, or the directory exists.
         RunError: if a file of the model is missing or damaged; names it.
+        DataError: for a tokenizer that cannot be loaded.
         BackendError: for weights that cannot be read.
     """
     if directory.exists() or directory.is_symlink():
@@ -72,6 +76,8 @@ def export_model(
         shutil.copytree(model_directory(source), unfinished, ignore=shutil.ignore_patterns(SHARDS))
         if dtype is not None:
             _cast(unfinished, dtype)
+        if generates(source) and has_tokenizer(unfinished):
+            TextTokenizer(TokenizerSettings(str(unfinished))).save_stop_ids(unfinished)
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.config import ModelConfig, RunConfig
+from hflow.data.chat import written_template_problem
 from hflow.data.vocabulary import read_vocabulary
 from hflow.errors import ConfigError
 from hflow.graph.errors import recipe_error
@@ -23,9 +24,12 @@ def check_model_fit(config: RunConfig, graph: Graph) -> None:
     """Check heads and tokenizers, as far as the configured checkpoints exist on this machine.
 
     Raises:
-        ConfigError: for a checkpoint without the head that the recipe declares.
+        ConfigError: for a checkpoint without the head that the recipe declares, or an unusable chat template.
         RecipeError: for a model that would read the tokens of another tokenizer.
     """
+    for name, model in config.models.items():
+        if model.chat_template and (problem := written_template_problem(model.chat_template)) is not None:
+            raise ConfigError(f"models.{name}.chat_template {problem}")
     for spec in graph.models:
         _check_head(config, spec)
     for node in graph.nodes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.config import ModelConfig, RunConfig
-from hflow.data.vocabulary import read_vocabulary
+from hflow.data.vocabulary import opening_token, read_vocabulary
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
@@ -177,6 +177,26 @@ def replaced_templates(config: RunConfig) -> Iterator[str]:
                 f"messages in another form than it was trained on. Set models.{name}.chat_template=null to "
                 "use its own."
             )
+
+
+def unopened_templates(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each model whose tokenizer begins texts with a token that its chat template lacks.
+
+    The template is the whole prompt, as in transformers and vLLM, so such conversations begin without it.
+    """
+    for spec in graph.models:
+        own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
+        template = own.chat_template or model.chat_template
+        if template is None and model.path is not None:
+            template = _own_template(Path(model.path))
+        token = opening_token(model.path, model.alphabet)
+        if not isinstance(template, str) or token is None or token in template or "bos_token" in template:
+            continue
+        yield (
+            f"the tokenizer of {spec.name} begins texts with {token}, but its chat template does not, so "
+            f"conversations begin without it. If the model was trained with it, set models.{spec.name}."
+            "chat_template to a template that begins with {{ bos_token }}."
+        )
 
 
 def overruled_alphabets(config: RunConfig, graph: Graph) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hflow.backends.interface import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.config import ModelConfig, RunConfig
-from hflow.data.tokenizer import TokenizerSettings
+from hflow.data.tokenizer import TokenizerSettings, eos_ids
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
@@ -32,9 +32,18 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
     own = {name: compiled.config.models.get(name, ModelConfig()).chat_template for name in sources}
     return {
-        name: TokenizerSettings(source.path, source.alphabet, own[name] or source.chat_template)
+        name: TokenizerSettings(
+            source.path, source.alphabet, own[name] or source.chat_template, _architecture_eos(name, source)
+        )
         for name, source in sources.items()
     }
+
+
+def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:
+    """Return the end-of-text tokens of a configured architecture. It is not used if there is a checkpoint."""
+    if source.path is not None or source.architecture is None:
+        return ()
+    return eos_ids(source.architecture, f"models.{name}.architecture")
 
 
 def source_config(compiled: Compiled, spec: Model) -> ModelConfig:

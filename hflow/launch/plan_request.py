@@ -23,6 +23,7 @@ from hflow.launch.model_metadata import (
     overruled_alphabets,
     overruled_architectures,
     replaced_templates,
+    unopened_templates,
 )
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
@@ -234,6 +235,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
             *overruled_architectures(config),
             *overruled_alphabets(config, graph),
             *replaced_templates(config),
+            *unopened_templates(config, graph),
             *_constant_rates(config),
             *missing_checkpoints(config, graph),
             *_untrained_warnings(config, graph),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.config import ModelConfig
+from hflow.config.chat_templates import read_chat_template
 from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.tokenizer import TokenizerSettings
 from hflow.errors import ConfigError, nearest, shorten
@@ -69,7 +70,7 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
 
 
 def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:
-    generating = {name: path for name, path in saved.items() if _generates(path)}
+    generating = {name: path for name, path in saved.items() if generates(path)}
     if model is not None:
         if model not in saved:
             raise ConfigError(f"--model: {target!r} has no model {model!r}{nearest(model, saved)}")
@@ -82,7 +83,8 @@ def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> 
     return next(iter(generating.values()))
 
 
-def _generates(path: Path) -> bool:
+def generates(path: Path) -> bool:
+    """Return whether a saved model, or an adapter of one, has a language-model head."""
     if is_adapter(path):
         return generates_merged(path)
     names = read_json_object(path / "config.json").get("architectures") or ["ForCausalLM"]
@@ -103,9 +105,12 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key!r}{nearest(key, KEYS)}; serve takes {', '.join(KEYS)}")
         try:
-            values[key] = text if key in ("alphabet", "chat_template") else parse_yaml(text)
+            is_text = key in ("alphabet", "chat_template") and text != "null"
+            values[key] = text if is_text else parse_yaml(text)
         except ValueError as error:
             raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {error}") from error
+        if key == "chat_template" and values[key] is not None:
+            values[key] = read_chat_template(text, Path(), key)
     nested: dict[str, Any] = {"gen": {}}
     for key, value in values.items():
         if value is None and key not in ("alphabet", "chat_template", "dtype", "gen.layout"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
@@ -54,6 +54,48 @@ def merging_tokenizer(directory: Path, template: str | None) -> TextTokenizer:
     return TextTokenizer(TokenizerSettings(path=str(directory), chat_template=template))
 
 
+def byte_tokenizer(directory: Path, template: str | None = None, *, adds_bos: bool = True) -> TextTokenizer:
+    """Return a tokenizer of bytes with tokens as published ones have.
+
+    `<tool_call>` and `<think>` are special tokens without a name, and `<|im_end|>` (263) is not special.
+
+    Args:
+        directory: where it is saved, beside any config that is there.
+        template: its chat template.
+        adds_bos: whether it puts its `<s>` in front of texts. Many tokenizers have one and do not add it.
+    """
+    core = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ("<s>", "</s>", "<pad>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    core.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+        )
+    build: Any = PreTrainedTokenizerFast
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    build(tokenizer_object=core, chat_template=template, **names).save_pretrained(directory)
+    return TextTokenizer(TokenizerSettings(path=str(directory)))
+
+
+class Written(EngineDriver):
+    """A driver whose model writes the given turns, one per request."""
+
+    def __init__(self, *turns: Sequence[int]) -> None:
+        self.turns = list(turns)
+        self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
+
+    async def submit(self, prompt_ids: Any, params: SamplingParams, *rest: Any) -> GenerationResult:
+        """Return the next turn, and record the request."""
+        self.requests.append((tuple(prompt_ids), params))
+        ids = tuple(self.turns.pop(0))
+        return GenerationResult(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
+
+
 def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     """Fixture: `merging_tokenizer` without a chat template."""
     return merging_tokenizer(tmp_path_factory.mktemp("plain"), None)
@@ -90,7 +132,7 @@ def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) ->
 def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:
     """Return an engine with a random model."""
     settings = model_settings(tokenizer.num_tokens, seed)
-    return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.decode)
+    return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.answer)
 
 
 class Gated(EmbeddedEngine):

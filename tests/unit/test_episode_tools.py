@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import episode_kit
 import pytest
-from episode_kit import Heard, check_tokens, episode, new_effects
+from episode_kit import Heard, Written, check_tokens, episode, new_effects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
+from hflow.backends.generation_request import new_request, stop_reason
+from hflow.backends.interface import SamplingParams
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError, RecipeError
 from hflow.types import ToolCall, Trajectory
@@ -183,7 +186,44 @@ def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> N
     assert list(first.input_ids[: len(opening)]) == opening
     text = chat.decode(second.input_ids[len(first.input_ids) :])
     assert text.startswith("\n[tool]2\n[ai]")
-    assert list(bare.input_ids[:4]) == chat.prompt("1+1")[:4]
+    assert list(bare.input_ids[:3]) == chat.prompt("1+1")
+
+
+def test_calls_and_thoughts_in_special_tokens_are_read(tmp_path: Path) -> None:
+    """The text of a turn keeps them for the parser and for rewards of the format, and drops what ended it."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 263}')
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = episode_kit.byte_tokenizer(tmp_path, template)
+    text = '<think>add</think><tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+    driver = Written(tokenizer.encode(f"{text}<|im_end|>"), tokenizer.encode("1<|im_end|>"))
+
+    async def play() -> list[Trajectory]:
+        engine = episode(driver, tokenizer, new_effects(), stop=("</stop>",))
+        first = await engine.complete("1", tools=[calculator])
+        assert engine.text_before_calls(first) == "<think>add</think>"
+        return [first, await engine.complete(first.add("tool", "1"))]
+
+    first, second = asyncio.run(play())
+    assert first.completion == text
+    assert first.tool_calls == (ToolCall("calculator", {"expression": "1"}),)
+    assert second.completion == "1"
+    assert tokenizer.text(second.input_ids) == (
+        f"user:1<|im_end|>assistant:{text}<|im_end|>tool:1<|im_end|>assistant:1<|im_end|>"
+    )
+    assert {params.stop_ids for _, params in driver.requests} == {(257, 263)}
+
+
+def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
+    tokenizer = episode_kit.byte_tokenizer(tmp_path)
+    params = SamplingParams(stop=("</tool_call>",))
+    request = new_request(0, tokenizer.encode("1"), params, 99, 999, tokenizer.answer)
+    request.ids += tokenizer.encode("<tool_call>{}")
+    assert stop_reason(request, tokenizer.answer) is None
+    request.ids += tokenizer.encode("</tool_call>")
+    assert stop_reason(request, tokenizer.answer) == "stop"
 
 
 def test_a_message_that_cannot_be_encoded_is_an_episode_error(plain: TextTokenizer, driver: Heard) -> None:

@@ -519,9 +519,9 @@ def test_settings_that_others_overrule():
 
 def test_a_model_that_starts_from_another_may_have_its_own_chat_template():
     chat = GRPO.with_name("ppo.py")
-    compiled = compile_recipe(chat, ["models.ref.chat_template=own"])
+    compiled = compile_recipe(chat, ["models.ref.chat_template='{{ messages }}'"])
     settings = tokenizer_settings(compiled)
-    assert (settings["ref"].chat_template, settings["actor"].chat_template) == ("own", None)
+    assert (settings["ref"].chat_template, settings["actor"].chat_template) == ("{{ messages }}", None)
     assert settings["ref"].path == settings["actor"].path
 
 
@@ -535,19 +535,19 @@ def test_plain_text_for_a_model_with_a_chat_template(tmp_path):
 
     actor = checkpoint(tmp_path, json.dumps(TINY))
     assert warnings(actor) == []
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "<bos>{{ messages }}"}')
     assert warnings(actor) == ["actor_gen", "eval_gen"]
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert warnings(actor) == []
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "chat_template.jinja").write_text("<bos>{{ messages }}")
     assert warnings(actor) == ["actor_gen", "eval_gen"]
     assert "Use nodes.chat_gen" in requested(GRPO, actor, "models.actor.architecture=null").warnings[0]
     chat = GRPO.with_name("grpo_chat.py")
     (warning,) = warnings(actor, recipe=chat)
     assert warning.startswith(f"models.actor.chat_template replaces the chat template of {tmp_path}: ")
     assert warnings(actor, "models.actor.chat_template=null", recipe=chat) == []
-    (tmp_path / "chat_template.jinja").write_text("the same")
-    assert warnings(actor, "models.actor.chat_template='the same'", recipe=chat) == []
+    (tmp_path / "chat_template.jinja").write_text("<bos>{{ messages }}")
+    assert warnings(actor, "models.actor.chat_template='<bos>{{ messages }}'", recipe=chat) == []
 
 
 def test_a_system_message_that_evaluation_lacks():

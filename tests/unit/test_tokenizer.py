@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from episode_kit import byte_tokenizer
 from transformers import AutoTokenizer
 
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
@@ -26,6 +28,10 @@ STRIPPING = (
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}{% endif %}"
     "{% endfor %}"
 )
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TALK = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "two"},
@@ -43,11 +49,43 @@ def test_characters_are_tokens_in_alphabet_order() -> None:
     assert isinstance(tokenizer, Tokenizer)
     assert tokenizer.encode("01+ \n") == [4, 5, 14, 16, 4 + len(ALPHABET) - 1]
     assert tokenizer.decode([1, 4, 5, 14, 16, 2]) == "01+ "
-    assert (tokenizer.bos_id, tokenizer.stop_ids, tokenizer.num_tokens) == (1, (2,), 4 + len(ALPHABET))
+    assert (tokenizer.prefix_ids, tokenizer.stop_ids, tokenizer.num_tokens) == ((1,), (2,), 4 + len(ALPHABET))
 
 
 def test_raw_prompts_begin_with_bos() -> None:
     assert characters().prompt("0=") == [1, 4, 15]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_the_tokenizer_says_how_texts_begin(adds_bos: bool, tmp_path: Path) -> None:
+    """It may have a begin-of-text token that it does not add, and a rendered text has one of its own."""
+    tokenizer = byte_tokenizer(tmp_path, CHATML, adds_bos=adds_bos)
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    bos = [plain.bos_token_id]
+    assert tokenizer.prompt("1+1=") == plain("1+1=")["input_ids"]
+    assert tokenizer.prompt("1+1=") == bos * adds_bos + tokenizer.encode("1+1=")
+    rendered = "<s>" + plain.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.prompt(rendered) == bos + tokenizer.template().prompt(TALK[:1])
+    assert tokenizer.join(rendered, "two").input_ids[:2] == (*bos, tokenizer.encode(rendered)[1])
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template", ["{{ bos_token }}", ""])
+def test_a_rendered_conversation_is_the_whole_prompt(template: str, adds_bos: bool, tmp_path: Path) -> None:
+    """As in transformers: no begin-of-text token is added to those that the template has."""
+    tokenizer = byte_tokenizer(tmp_path, template + CHATML, adds_bos=adds_bos)
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    for messages, opening, ids in (
+        (TALK[:1], True, tokenizer.template().prompt(TALK[:1])),
+        (TALK, False, list(tokenizer.chat(TALK).input_ids)),
+    ):
+        expected = plain.apply_chat_template(messages, add_generation_prompt=opening, return_dict=True)
+        assert ids == expected["input_ids"]
+        assert ids.count(plain.bos_token_id) == bool(template)
+
+
+def test_an_answer_that_ends_itself_has_one_end() -> None:
+    assert characters().join("1+1=", "2<eos>").input_ids == characters().join("1+1=", "2").input_ids
 
 
 def test_join_learns_the_answer_and_its_end() -> None:
@@ -74,7 +112,7 @@ def test_unknown_characters_of_messages_and_templates_are_named(template: str) -
     with pytest.raises(DataError, match=message):
         characters(template).template().prompt(wrong)
     with pytest.raises(DataError, match=message):
-        characters(template).template().continuation([{"role": "user", "content": "2*3"}], 2)
+        characters(template).template().continuation([{"role": "user", "content": "2*3"}], "<eos>")
     with pytest.raises(DataError, match="no token for '#'"):
         characters("#" + template).template().prompt(TALK)
 
@@ -94,7 +132,7 @@ def test_a_saved_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     text = "12+30 = 42\n"
     assert plain(text, add_special_tokens=False)["input_ids"] == again.encode(text) == tokenizer.encode(text)
     assert again.decode(again.encode(text)) == text
-    assert (again.bos_id, again.stop_ids) == (1, (2,))
+    assert (again.prefix_ids, again.stop_ids) == ((1,), (2,))
     assert again.chat(TALK) == tokenizer.chat(TALK)
     with pytest.raises(DataError, match="no token for"):
         again.encode("*")
@@ -130,6 +168,42 @@ def test_the_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     assert TextTokenizer(TokenizerSettings(path=str(tmp_path))).stop_ids == (2, 3)
 
 
+def test_every_file_of_a_checkpoint_may_name_stop_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 263}')
+    tokenizer = byte_tokenizer(tmp_path)
+    assert tokenizer.stop_ids == (tokenizer.encode("</s>")[0], 263)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258], "temperature": 0.6}')
+    tokenizer = TextTokenizer(TokenizerSettings(path=str(tmp_path)))
+    assert tokenizer.stop_ids == (257, 258, 263)
+    tokenizer.save_stop_ids(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved == {"eos_token_id": [257, 258, 263], "temperature": 0.6}
+    assert TextTokenizer(TokenizerSettings(path=str(tmp_path))).stop_ids == tokenizer.stop_ids
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": "</s>"}')
+    with pytest.raises(DataError, match=r"config.json: eos_token_id is '</s>'; it must be a token's id"):
+        TextTokenizer(TokenizerSettings(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kept", ['{"eos_token_id": 257, "top_k": 20}', '{\n"eos_token_id": [257] }'])
+def test_a_generation_config_with_all_stop_tokens_is_not_written(kept: str, tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    tokenizer = byte_tokenizer(tmp_path)
+    file.write_text(kept)
+    tokenizer.save_stop_ids(tmp_path)
+    assert file.read_text() == kept
+    file.rename(tmp_path / "config.json")
+    tokenizer.save_stop_ids(tmp_path)
+    assert not file.exists()
+
+
+def test_special_tokens_that_belong_to_an_answer_are_in_its_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 263}')
+    tokenizer = byte_tokenizer(tmp_path)
+    text = '<think>é</think>ok <tool_call>{"name": "f"}</tool_call>'
+    for end in ("", "</s>", "<|im_end|>", "</s><pad><pad>"):
+        assert tokenizer.answer(tokenizer.encode(text + end)) == text
+
+
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
 def test_chat_learns_only_the_assistants_tokens(template: str) -> None:
     tokenizer = characters(template)
@@ -149,15 +223,37 @@ def test_a_prompt_of_messages_opens_the_assistants_turn() -> None:
 @pytest.mark.parametrize(("last", "end"), [(2, []), (5, [2])])
 def test_a_continuation_closes_the_turn_if_the_model_did_not(last: int, end: list[int]) -> None:
     tokenizer = characters(PLAIN)
-    ids = tokenizer.template().continuation([{"role": "user", "content": "go on"}], last)
+    ended_with = tokenizer.turn_end([5, last])
+    ids = tokenizer.template().continuation([{"role": "user", "content": "go on"}], ended_with)
     assert ids == [*end, *tokenizer.encode("\n[user]go on\n[assistant]")]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", ""])
+def test_the_end_of_a_turn_is_there_once(end: str, tmp_path: Path) -> None:
+    """Also if it is a token that is not special: the template ends turns with `<|im_end|>`."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 263}')
+    tokenizer = byte_tokenizer(tmp_path, CHATML)
+    turn = tokenizer.encode("two" + end)
+    ids = tokenizer.template().continuation(TALK[2:3], tokenizer.turn_end(turn))
+    whole = tokenizer.text([*turn, *ids])
+    left = end.removesuffix("<|im_end|>")
+    assert whole == f"two{left}<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_stop_string_that_ends_turns_is_there_once() -> None:
+    """As of a base model, which has no token for it."""
+    tokenizer = characters(PLAIN.replace("<eos>", "[end]"))
+    end = tokenizer.turn_end(tokenizer.encode("two[end]"), stops=["=", "[end]"])
+    ids = tokenizer.template().continuation(TALK[2:3], end)
+    assert tokenizer.text(ids) == "\n[user]three\n[assistant]"
 
 
 def test_a_template_without_an_end_of_turn_loses_no_text() -> None:
     """The turn's last token is removed in front of the new text only if it ends the turn."""
     template = characters("{% for m in messages %}{{ m.content }}{% endfor %}").template()
-    (last,) = characters().encode("4")
-    assert template.continuation([{"role": "user", "content": "42"}], last) == characters().encode("42")
+    ids = characters().encode("4")
+    for end in ("4", characters().turn_end(ids), characters().turn_end(ids, stops=["4"])):
+        assert template.continuation([{"role": "user", "content": "42"}], end) == characters().encode("42")
 
 
 def test_errors_name_the_problem() -> None:
@@ -169,6 +265,9 @@ def test_errors_name_the_problem() -> None:
         characters(STRIPPING).chat([*TALK, {"role": "user", "content": "five"}])
     with pytest.raises(DataError, match="rejects the messages: be kind"):
         characters("{{ raise_exception('be kind') }}").chat(TALK)
+    for template in ("chat.jinja", "{% for m in messages %}{{ m.text }}{% endfor %}"):
+        with pytest.raises(DataError, match="whatever the messages are, so every prompt would be equal"):
+            characters(template)
     with pytest.raises(DataError, match="path of a checkpoint or an alphabet"):
         TextTokenizer(TokenizerSettings())
     with pytest.raises(DataError, match="holds no tokenizer"):

@@ -92,6 +92,8 @@ class VllmApiServer:
             # may be loaded as another class.
             arguments["tokenizer"] = self._process.directory / "tokenizer"
             tokenizer.save(str(arguments["tokenizer"]))
+            tokenizer.save_stop_ids(arguments["tokenizer"])
+            arguments["generation_config"] = arguments["tokenizer"]
             if tokenizer.chat_template is not None:
                 arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
         return command_line(arguments)

@@ -48,7 +48,7 @@ class VllmEngine(GenerationEngine):
         longest = setup.options["max_model_len"]
         self._max_length: int = min(longest, max_length(config) or longest)
         self._vocab_size = int(config.vocab_size)
-        self._decode = None if setup.tokenizer is None else setup.tokenizer.decode
+        self._decode = None if setup.tokenizer is None else setup.tokenizer.answer
         self._records_experts = setup.records_experts
         self._outbox: list[EngineCall] = []
         self._unfinished: set[int] = set()

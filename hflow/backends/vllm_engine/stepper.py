@@ -47,7 +47,7 @@ class Stepper:
             os.sched_setaffinity(0, settings.cores)
         self._settings = settings
         tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
-        self._decode = None if tokenizer is None else tokenizer.decode
+        self._decode = None if tokenizer is None else tokenizer.answer
         self._engine = LLMEngine.from_vllm_config(
             _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
         )

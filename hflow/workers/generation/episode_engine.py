@@ -105,7 +105,7 @@ class EpisodeEngine:
             start.input_ids,
             dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
         )
-        text = cut_at_stop(self._tokenizer.decode(generated.ids), params.stop)
+        text = cut_at_stop(self._tokenizer.answer(generated.ids), params.stop)
         return append_turn(start, generated, text, self._parse_calls(text, offered))
 
     def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
@@ -220,8 +220,8 @@ class EpisodeEngine:
         template = self._tokenizer.chat_template
         try:
             if template is not None:
-                last = trajectory.input_ids[-1] if trajectory.input_ids else None
-                ids = template.continuation(trajectory.pending, last, self._template_schemas(tools))
+                end = self._tokenizer.turn_end(trajectory.input_ids, self._params.stop)
+                ids = template.continuation(trajectory.pending, end, self._template_schemas(tools))
             else:
                 ids = self._tokenizer.encode("".join(str(m.get("content", "")) for m in trajectory.pending))
         except DataError as error:  # the episode added the message, so no dataset row is at fault
