@@ -26,12 +26,14 @@ def read_chat_template(value: str, directory: Path, key: str) -> str:
     """
     if any(mark in value for mark in _MARKS):
         return value
-    file = directory / Path(value).expanduser()
+    file = directory / value
     fix = f"set {key} to a file with a Jinja template, or to the template itself"
 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"{key} is {shorten(value, 80)!r}, {problem}; {fix}")
 
+    if not value.strip():
+        raise refuse("which is empty")
     try:
         if not file.is_file():
             raise refuse("a directory" if file.is_dir() else "neither a file nor a Jinja template")

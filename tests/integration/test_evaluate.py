@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TINY, run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hflow.cli import main
 from hflow.errors import ConfigError, HflowError, PlanError, RunError
@@ -137,6 +137,19 @@ def test_an_export_is_a_plain_directory(trained: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "half").get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ConfigError, match="exists; name a new directory"):
         export_model(str(trained), tmp_path / "same")
+
+
+def test_an_export_names_every_stop_token(trained: Path, tmp_path: Path) -> None:
+    """Other programs read generation_config.json, and config.json only where there is none."""
+    saved = tmp_path / "actor"
+    shutil.copytree(trained / "checkpoints" / "latest" / "actor", saved)
+    before = (saved / "generation_config.json").read_bytes()
+    export_model(str(saved), tmp_path / "same")
+    assert (tmp_path / "same" / "generation_config.json").read_bytes() == before
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 5]}))
+    export_model(str(saved), tmp_path / "more")
+    assert GenerationConfig.from_pretrained(tmp_path / "more").eos_token_id == [2, 5]
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path) -> None:

@@ -294,6 +294,11 @@ def test_the_model_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = find_checkpoint("ppo", ["gen.max_running=2"], None)
     assert (found.dtype, found.tokenizer.alphabet) == ("fp32", "ab")
     assert (found.config.gen.max_model_len, found.config.gen.max_running) == (7, 2)
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    assert find_checkpoint("ppo", ["chat_template=mine.jinja"], None).config.chat_template == "{{ messages }}"
+    assert find_checkpoint("ppo", ["chat_template=null"], None).config.chat_template is None
+    with pytest.raises(ConfigError, match=r"^chat_template is 'other', neither a file nor a Jinja template"):
+        find_checkpoint("ppo", ["chat_template=other"], None)
     saved_model(step / "bob", "Qwen2ForCausalLM")
     with pytest.raises(ConfigError, match="'ppo' has actor, bob; choose one with --model NAME"):
         find_checkpoint("ppo", [], None)

@@ -311,6 +311,55 @@ def test_a_path_in_a_file_is_relative_to_that_file(recipe, tmp_path: Path, monke
     assert "\0" not in to_yaml(config)
 
 
+def test_a_chat_template_may_be_a_file(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its text is in the configuration, so that no later command needs the file."""
+    text = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "mine.jinja").write_text(text)
+    (tmp_path / "here" / "other.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    path = recipe(
+        "models:\n"
+        "  a: {chat_template: mine.jinja}\n"
+        "  b: {chat_template: '${models.a.chat_template}'}\n"
+        "  c: {chat_template: '{{ messages }}'}\n"
+        "nodes: {chat_gen: {chat_template: mine.jinja}}\n"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    config = load_config(path, ["models.d.chat_template=other.json", "models.e.chat_template=../mine.jinja"])
+    templates = {name: model.chat_template for name, model in config.models.items()}
+    written = "{{ messages }}"
+    assert templates == {"a": text, "b": text, "c": written, "d": written, "e": text}
+    assert config.nodes["chat_gen"]["chat_template"] == "mine.jinja"
+    (tmp_path / "mine.jinja").unlink()
+    assert load_config(recipe(to_yaml(config), "again"), directory=Path.cwd()).models == config.models
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("absent.jinja", None, "neither a file nor a Jinja template"),
+        ("", None, "which is empty"),
+        (".", None, "a directory"),
+        ("binary", b"\xff\xfe{{ messages }}", "a file that is not UTF-8"),
+        ("text.txt", b"hello", "a file without a Jinja template"),
+        ("config.json", b'{"model_type": "qwen2"}', "a file without a Jinja template"),
+        ("large", b"{{ messages }}" * 100_000, "a file that is too large for a template"),
+    ],
+)
+def test_a_wrong_file_of_a_chat_template_is_refused_in_one_line(
+    name: str, content: bytes | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, [f"models.actor.chat_template='{name}'"])
+    assert str(refusal.value) == (
+        f"models.actor.chat_template is {name!r}, {problem}; set models.actor.chat_template to a file with a "
+        "Jinja template, or to the template itself"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

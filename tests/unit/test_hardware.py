@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from hflow.config import RunConfig, load_config
+from hflow.data.chat import written_template_problem
+from hflow.data.tokenizer import TextTokenizer
 from hflow.dsl.load import load_recipe
-from hflow.errors import ConfigError, HflowError, NotYetError, PlanError
+from hflow.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe, read_recipe
 from hflow.launch.model_settings import model_settings, tokenizer_settings
@@ -523,6 +525,61 @@ def test_a_model_that_starts_from_another_may_have_its_own_chat_template():
     settings = tokenizer_settings(compiled)
     assert (settings["ref"].chat_template, settings["actor"].chat_template) == ("{{ messages }}", None)
     assert settings["ref"].path == settings["actor"].path
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "'{{ bos_token }}How are you?'",
+            "renders 'How are you?' whatever the messages are, so every prompt ",
+        ),
+        ("'{% for m in messages %}{{ m.text }}{% endfor %}'", "renders '' whatever the messages are"),
+        ("'{% for m in messages %}'", "is not a Jinja template: "),
+    ],
+)
+def test_a_chat_template_that_ignores_the_messages_is_refused_while_planning(template: str, problem: str):
+    with pytest.raises(ConfigError) as refusal:
+        compile_recipe(GRPO.with_name("grpo_chat.py"), [f"models.actor.chat_template={template}"])
+    assert str(refusal.value).startswith(f"models.actor.chat_template {problem}")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content[0].text }}",  # parts in place of texts
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('no') if messages[0].role != 'system' else messages }}",
+        "{% for m in messages %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endfor %}",
+        "{{ raise_exception('tools are needed') if not tools }}",
+    ],
+)
+def test_templates_that_accept_only_some_messages_are_planned(template: str):
+    assert written_template_problem(template) is None
+
+
+def test_a_chat_template_without_the_token_that_begins_texts():
+    def warnings(template: str) -> list[str]:
+        chosen = f"models.actor.chat_template='{template}'"
+        return [x for x in requested(GRPO.with_name("grpo_chat.py"), chosen).warnings if "begins texts" in x]
+
+    (warning,) = warnings("{{ messages }}")
+    assert warning.startswith(
+        "the tokenizer of actor begins texts with <bos>, but its chat template does not"
+    )
+    assert warnings("<bos>{{ messages }}") == warnings("{{ bos_token }}{{ messages }}") == []
+
+
+def test_stop_tokens_of_a_configured_architecture():
+    """They are those of the checkpoint that the run saves."""
+    changes = ["models.actor.path=null", "models.actor.architecture.eos_token_id=[2,3]"]
+    compiled = compile_recipe(GRPO, ["model@models.actor=tiny-qwen2", *changes])
+    assert TextTokenizer(tokenizer_settings(compiled)["actor"]).stop_ids == (2, 3)
+    with pytest.raises(
+        DataError, match=r"models.actor.architecture: eos_token_id is -1; it must be a token's"
+    ):
+        tokenizer_settings(compile_recipe(GRPO, [*changes[:1], "models.actor.architecture.eos_token_id=-1"]))
 
 
 def test_plain_text_for_a_model_with_a_chat_template(tmp_path):

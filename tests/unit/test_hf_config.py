@@ -24,6 +24,16 @@ def test_a_good_one_is_read() -> None:
     assert max_length(config) == config.max_position_embeddings
 
 
+def test_a_familys_own_end_of_text_token_is_not_that_of_another_vocabulary() -> None:
+    """It would be saved, and end turns of the saved model which went on in training."""
+    gemma = {**kit.ARCHITECTURE, "model_type": "gemma", "head_dim": 8}
+    gemma.pop("eos_token_id", None)
+    config: Any = read_config(ModelSettings("actor", architecture=gemma))
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    named: Any = read_config(ModelSettings("actor", architecture={**gemma, "eos_token_id": 7}))
+    assert named.eos_token_id == 7
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
