@@ -1,6 +1,7 @@
 """`Batch`: packed fields of some samples, as numpy arrays that cross processes without a copy.
 
-A sample's tokens are consecutive and nothing is padded. Integer fields keep their dtype.
+A sample's tokens are consecutive and nothing is padded. Numbers have the precision with which they were
+made: Python's floats are float64 and its integers int64, until a batch-level body gets them as a tensor.
 
 Axes: S samples, T packed tokens, K entries of one token.
 """
@@ -14,9 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hflow.errors import RunError
 from hflow.types import Unit
 
 Values = npt.NDArray[Any] | list[Any]
+
+_EXACT = 2**53
+"""Float64 holds every integer up to this one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Batch:
         if len(batches) == 1:
             return batches[0]
         columns = {
-            name: Column(c.unit, _concat([batch.columns[name].values for batch in batches]))
+            name: Column(c.unit, _concat(name, [batch.columns[name].values for batch in batches]))
             for name, c in batches[0].columns.items()
         }
         return cls(
@@ -119,7 +124,42 @@ def _take(column: Column, rows: npt.NDArray[np.int64]) -> Values:
     return [column.values[row] for row in rows]
 
 
-def _concat(values: list[Values]) -> Values:
+def _concat(field: str, values: list[Values]) -> Values:
     if isinstance(values[0], np.ndarray):
-        return np.concatenate(values)
+        return join_arrays(field, values)
     return [value for part in values for value in part]
+
+
+def number_array(field: str, numbers: list[Any], dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    """Return Python numbers of a field as an array: bool, int64 or, if one of them is a float, float64.
+
+    Raises:
+        RunError: if that would change an integer.
+    """
+    array = np.array(numbers, dtype=dtype)
+    if dtype is None and array.dtype.kind == "f" and (np.abs(array) >= _EXACT).any():
+        _check_exact(field, [n for n in numbers if isinstance(n, int | np.integer)])
+    return array if len(array) or dtype is not None else array.astype(np.float32)
+
+
+def join_arrays(field: str, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Concatenate arrays of a field.
+
+    Raises:
+        RunError: if integers that are joined with floats would change.
+    """
+    joined = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
+    if joined.dtype.kind == "f":
+        for array in arrays:
+            if array.dtype.kind in "iu" and len(array):
+                _check_exact(field, [int(array.min()), int(array.max())])
+    return joined
+
+
+def _check_exact(field: str, integers: list[Any]) -> None:
+    """Refuse integers that float64 cannot hold."""
+    if changed := [n for n in integers if abs(int(n)) > _EXACT]:
+        raise RunError(
+            f"{field!r} has integers, such as {changed[0]}, and floats, which together are stored as float64 "
+            "and would change the integer. Return only integers, or the integer as a text"
+        )

@@ -105,9 +105,9 @@ def _listed(names: Iterable[str]) -> str:
 
 _EXPECTED = {
     Unit.TEXT: "a string",
-    Unit.SEQUENCE: "a number",
-    Unit.GROUP: "a number",
-    Unit.TOKEN: "a list of numbers",
+    Unit.SEQUENCE: "a number of 64 bits",
+    Unit.GROUP: "a number of 64 bits",
+    Unit.TOKEN: "a list of numbers of 64 bits",
     Unit.JSON: "a JSON value",
 }
 
@@ -117,8 +117,13 @@ def _fits(value: Any, unit: Unit) -> bool:
         case Unit.TEXT:
             return isinstance(value, str) and _SURROGATE.search(value) is None
         case Unit.SEQUENCE | Unit.GROUP:
-            return isinstance(value, int | float)
+            return _is_number(value)
         case Unit.TOKEN:
-            return isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+            return isinstance(value, list) and all(map(_is_number, value))
         case Unit.MESSAGES | Unit.JSON:
             return True
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number that 64 bits can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)

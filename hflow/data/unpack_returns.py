@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.data.batch import Batch, Column
+from hflow.data.batch import Batch, Column, number_array
 from hflow.data.messages import messages_problem
 from hflow.errors import RecipeError, RunError
 from hflow.types import Sequences, Unit
@@ -152,20 +152,20 @@ def check_value(node: str, field: str, unit: Unit, value: Any, num_tokens: int) 
 
 
 def to_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor as numpy; floats become fp32."""
+    """Return a tensor as numpy; floats of less than 32 bits become fp32."""
     tensor = tensor.detach()
-    wide = tensor.float() if tensor.is_floating_point() else tensor
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
     return wide.cpu().numpy()  # waits: once per field that a body returns
 
 
 def _numbers(node: str, field: str, values: list[Any]) -> npt.NDArray[Any]:
-    """Return Python numbers as an array; floats become fp32."""
+    """Return Python numbers as an array."""
     try:
-        array = np.array(values)
+        array = number_array(field, values)
     except ValueError:  # values of different shapes
         array = np.array(values, dtype=object)
     if array.dtype.kind not in "biuf" or array.ndim != 1:
         invalid = [value for value in values if not isinstance(value, bool | int | float)]
         got = f"{invalid[0]!r:.60}" if invalid else "a number of more than 64 bits"
         raise RunError(f"node {node!r}: {field!r} must be a number, the body returned {got}")
-    return array.astype(np.float32) if array.dtype.kind == "f" or not len(array) else array
+    return array

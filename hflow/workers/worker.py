@@ -29,6 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
@@ -408,11 +409,17 @@ class Worker:
         ]
 
     def _values(self, task: NodeTask) -> tuple[float, ...]:
-        """Return the node's reported field of each sample; empty if it reports none."""
+        """Return the node's reported field of each sample; empty if it reports none.
+
+        A number of a float32 tensor is reported as the shortest decimal that names it: 0.7, and not
+        0.699999988, which a threshold of 0.7 would refuse.
+        """
         program = self._setup.programs[task.node]
         if program.reported is None or not task.samples:
             return ()
-        return tuple(float(x) for x in self._store.values(program.stream, program.reported, task.samples))
+        batch = self._store.gather(program.stream, [f"{program.stream}/{program.reported}"], task.samples)
+        values = np.asarray(batch.columns[program.reported].values)
+        return tuple(float(str(x)) if x.dtype == np.float32 else float(x) for x in values)
 
     def publish(self, replica: str, version: int, num_losses: int = 0) -> tuple[BucketHandles, PublishReport]:
         """Put what a generation replica needs of the weights here where its workers can take it.

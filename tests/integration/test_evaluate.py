@@ -34,7 +34,7 @@ actor = Model("actor", trainable=True)
 
 @compute(per="sample", returns="reward")
 def odd(completion: str) -> float:
-    return float(len(completion) % 2)
+    return 0.7 * (len(completion) % 2)
 
 
 recipe = Recipe("odd", data, [
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(trained: Path) -> EvaluationReport:
     return evaluate_checkpoint(
-        str(trained), ["data.train.generator=null"], EvaluationOptions(num_samples=4), False
+        str(trained), ["data.train.generator=null"], EvaluationOptions(num_samples=4, threshold=0.7), False
     )
 
 
@@ -92,9 +92,10 @@ def test_the_scores_are_those_of_the_ledger(report: EvaluationReport) -> None:
     (score,) = report.streams[1].fields
     assert score.mean == pytest.approx(statistics.fmean(map(statistics.fmean, prompts.values())))
     assert score.mean == pytest.approx(report.metrics["eval_gen_sampled/is_odd"])
-    assert 0 < score.mean < 1, "or the test shows nothing"
-    assert score.pass_at[1] == pytest.approx(score.mean)
-    assert score.pass_at[4] == statistics.fmean(max(values) for values in prompts.values())
+    assert 0 < score.mean < 0.7, "or the test shows nothing"
+    assert 0.7 in {value for values in prompts.values() for value in values}, "not 0.699999988"
+    assert score.pass_at[1] == pytest.approx(score.mean / 0.7)
+    assert score.pass_at[4] == statistics.fmean(max(values) == 0.7 for values in prompts.values())
     assert score.pass_at[1] <= score.pass_at[2] <= score.pass_at[4]
 
 

@@ -74,7 +74,8 @@ def train(name: str, model: str, knobs: dict[str, float] | None = None, **option
 
 def compute(name: str, field: str, level: Level, unit: Unit = Unit.SEQUENCE) -> NodeSpec:
     options = (("min_group", 2 if level is Level.GROUP else 1),)
-    return spec(name, "compute", level, returns=(Returned(field, unit),), options=options)
+    scalar = "tensor" if level is Level.BATCH else "bool" if field == "keep" else "float"
+    return spec(name, "compute", level, returns=(Returned(field, unit, scalar),), options=options)
 
 
 def wire(

@@ -45,12 +45,12 @@ def test_equal_layouts_move_only_single_worker_outputs():
     ref, advantage, train = estimate_traffic(plan, request, EIGHT_TOKENS)
     # A sample's input_ids take 8 x 8 bytes and its loss_mask 8 x 1; all 4 samples are in place.
     assert (ref.consumer, ref.num_bytes, ref.local_bytes) == ("ref_inf", 0, 4 * 72)
-    # Worker 0 takes group 1's reward (4), group (8) and loss_mask (8): 2 x 20 bytes.
-    assert (advantage.consumer, advantage.num_bytes, advantage.lower_bound) == ("group_advantage", 40, 40)
-    assert advantage.busiest_bytes == 40
+    # Worker 0 takes group 1's reward (8), group (8) and loss_mask (8): 2 x 24 bytes.
+    assert (advantage.consumer, advantage.num_bytes, advantage.lower_bound) == ("group_advantage", 48, 48)
+    assert advantage.busiest_bytes == 48
     (step,) = advantage.steps
     assert (step.kind, step.root, step.sources, step.destinations) == ("gather", 0, (1,), (0,))
-    assert (step.num_samples, step.num_bytes) == (2, 40)
+    assert (step.num_samples, step.num_bytes) == (2, 48)
     # Back go group 1's advantages, 4 bytes each. A sample's fields are input_ids 64, loss_mask 8,
     # behav_logprobs 32, ref_logprobs 32 and advantages 4.
     assert (train.consumer, train.num_bytes, train.local_bytes) == ("actor_train", 8, 4 * 140 - 8)
@@ -63,10 +63,10 @@ def test_a_narrower_trainer_pulls_the_other_engines_samples():
     ref, advantage, train = estimate_traffic(plan, request, EIGHT_TOKENS)
     # Everything runs on worker 0: it pulls group 1's fields once, those that it lacks.
     assert ref.num_bytes == 2 * (64 + 8)
-    assert advantage.num_bytes == 2 * (4 + 8)
+    assert advantage.num_bytes == 2 * (8 + 8)
     assert train.num_bytes == 2 * 32
     assert train.num_steps == 1
-    assert [edge.local_bytes for edge in (ref, advantage, train)] == [2 * 72, 80 - 24, 4 * 140 - 64]
+    assert [edge.local_bytes for edge in (ref, advantage, train)] == [2 * 72, 96 - 32, 4 * 140 - 64]
 
 
 def test_bytes_between_machines_are_counted_separately():
@@ -292,7 +292,9 @@ def test_text_bytes_grow_with_tokens():
     [
         ("bool", Unit.SEQUENCE, 1),
         ("int", Unit.GROUP, 8),
-        ("float", Unit.SEQUENCE, 4),
+        ("float", Unit.SEQUENCE, 8),
+        ("list[float]", Unit.TOKEN, 800),
+        ("tensor", Unit.SEQUENCE, 4),
         ("list[int]", Unit.TOKEN, 800),
     ],
 )

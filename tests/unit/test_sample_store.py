@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.data.batch import Batch, Column
+from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage import field_column
+from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_transfer import pack, pulls_of, unpack
 
@@ -110,7 +113,7 @@ def test_a_join_keeps_the_full_name_and_the_readers_lengths() -> None:
     batch = store.gather("view", ["view/input_ids", "gen/reward"], [4])
     assert batch.lengths.tolist() == [7]
     assert batch.columns["gen/reward"].values.tolist() == [0.25]
-    assert batch.columns["gen/reward"].values.dtype == np.float32
+    assert batch.columns["gen/reward"].values.dtype == np.float64
 
 
 def test_values_have_the_types_that_bodies_read() -> None:
@@ -218,3 +221,48 @@ def test_late_values_of_samples_that_were_not_released_are_kept() -> None:
     store.add("gen", late.select(()).with_columns({"reward": rewards}))
     assert store.values("gen", "reward", [0, 2]) == [1.0, 3.0]
     assert not store.has("gen", "reward", 1)
+
+
+NUMBERS = [0.7, 12345678901234, 2**53 + 1, True, 1e-300]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_is_exact_on_its_way_between_bodies(number: float, tmp_path: Path) -> None:
+    """Loose, packed, moved to another worker, and read from a checkpoint."""
+    store, moved, resumed = store_of([0, 1]), SampleStore(), SampleStore()
+    store.add_value("gen", "value", Unit.SEQUENCE, [0, 1], number)
+    store.add_value("gen", "tokens", Unit.TOKEN, [1], [number, number])
+    store.add("gen", store.gather("gen", ["gen/value"], [1]))  # packed from now on
+    unpack(moved, pack(store, [1, 0], ["gen/value"]))
+    unpack(moved, pack(store, [1], ["gen/tokens"]))
+    SampleFiles(tmp_path, "worker-0", {"gen": {"gen": store.stored("gen", [0, 1])}}, {}).write()
+    for name, stored in SampleFilesReader(tmp_path, "worker-0").all_samples().items():
+        resumed.put_stored(name, stored)
+    for held in (store, moved, resumed):
+        assert held.values("gen", "value", [0, 1]) == [number, number]
+        assert held.values("gen", "tokens", [1]) == [[number, number]]
+        column = held.gather("gen", ["gen/value"], [1, 0]).columns["value"].values
+        assert column.tolist() == [number, number]
+        assert type(column.tolist()[0]) is type(number)
+
+
+def test_numbers_of_old_checkpoints_and_new_ones_make_one_column() -> None:
+    """A checkpoint of an older version has float32."""
+    store = store_of([0, 1])
+    one = np.ones(1, np.int64)
+    store.add("gen", Batch(0 * one, one, one, {"reward": Column(Unit.SEQUENCE, np.array([0.5], np.float32))}))
+    store.add_value("gen", "reward", Unit.SEQUENCE, [1], 0.7)
+    assert store.gather("gen", ["gen/reward"], [1, 0]).columns["reward"].values.tolist() == [0.7, 0.5]
+
+
+def test_an_integer_that_floats_would_change_is_refused() -> None:
+    store = store_of([0, 1, 2])
+    for sample, number in ((0, 2**53 + 1), (1, 0.5)):
+        store.add_value("gen", "id", Unit.SEQUENCE, [sample], number)
+    with pytest.raises(RunError, match="'id' has integers, such as 9007199254740993, and floats"):
+        store.gather("gen", ["gen/id"], [0, 1])
+    store.add("gen", store.gather("gen", ["gen/id"], [0]))
+    with pytest.raises(RunError, match="'id' has integers, such as 9007199254740993, and floats"):
+        store.gather("gen", ["gen/id"], [0, 1])
+    store.add_value("gen", "id", Unit.SEQUENCE, [2], 12345678901234)
+    assert store.gather("gen", ["gen/id"], [2, 1]).columns["id"].values.tolist() == [12345678901234, 0.5]

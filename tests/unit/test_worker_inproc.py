@@ -18,7 +18,7 @@ from hflow.backends.interface import EngineSetup
 from hflow.durable_files import file_checksum
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
-from hflow.types import State
+from hflow.types import Sequences, State
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import ComputeReady, Failed, SampleReady, SavedSamples, Workers, WorkerSetup
@@ -164,6 +164,35 @@ def test_bodies_of_samples_and_groups(setup: WorkerSetup) -> None:
         assert all(length > len(answer) for length, answer in zip(lengths, answers, strict=True))
 
     with_workers(kit.with_knobs(setup, "long_enough", least=5.0), work)
+
+
+def seven_tenths(completion: str, answer: str, num_tokens: int, **_: Any) -> tuple[float, str]:
+    return 0.7, "12345678901234"
+
+
+def identify(hint: str) -> int:
+    return int(hint)
+
+
+def as_tensor(reward: torch.Tensor, seqs: Sequences, **_: Any) -> Any:
+    return seqs.widen(reward), reward, {}
+
+
+def test_numbers_are_exact_until_they_are_a_tensor(setup: WorkerSetup) -> None:
+    """`long_enough` keeps the groups whose largest reward is 0.7 or more."""
+
+    async def work(workers: InprocWorkers) -> None:
+        samples = await prepare(workers)
+        assert set(read(workers, GEN, "judged", samples)) == {12345678901234}
+        await workers.compute(0, kit.group_of("long_enough", range(4)))
+        assert all(event.keep for event in await kit.collect(workers, 0, 4))
+        (result,) = await workers.run({0: kit.task("advantage", samples)})
+        assert result.values == (0.7,) * 8
+
+    changed = kit.with_knobs(setup, "long_enough", least=0.7)
+    changed = kit.with_program(changed, "score", body=seven_tenths)
+    changed = kit.with_program(changed, "advantage", body=as_tensor, reported="baseline")
+    with_workers(kit.with_program(changed, "judged", body=identify), work)
 
 
 def test_a_body_refuses_only_its_own_sample(setup: WorkerSetup) -> None:

@@ -57,8 +57,8 @@ _COLUMN: Mapping[Unit, FieldSize] = {
 }
 """Columns of a dataset: their numbers may be integers, which stay 64 bits wide."""
 
-_NUMBER_BYTES: Mapping[str, int] = {"bool": 1, "int": 8}
-"""Bytes by the type that a body returns; floats and tensors are stored as float32."""
+_NUMBER_BYTES: Mapping[str, int] = {"bool": 1, "int": 8, "float": 8}
+"""Bytes by the type that a body returns; tensors are stored as float32."""
 
 
 def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> FieldSize:

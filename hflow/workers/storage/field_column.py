@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hflow.data.batch import Column, Values
+from hflow.data.batch import Column, Values, join_arrays, number_array
 from hflow.types import Unit
 
 Array = npt.NDArray[Any]
@@ -103,7 +103,7 @@ class FieldColumn:
         """Pack the values of cells in this order. The result is a copy, which may be changed."""
         spans = _long_spans(cells) if self.unit is Unit.TOKEN else None
         if spans is not None:
-            return Column(self.unit, np.concatenate(spans))
+            return Column(self.unit, join_arrays(self.field, spans))
         positions_of: dict[int, list[int]] = {}
         for position, (packed, _) in enumerate(cells):
             positions_of.setdefault(id(packed), []).append(position)
@@ -135,7 +135,7 @@ class FieldColumn:
         if isinstance(parts[0].values, list):
             joined = list(chain.from_iterable(part.values for part in parts))
             return [joined[i] for i in order]
-        values = np.concatenate([part.values for part in parts])
+        values = join_arrays(self.field, [np.asarray(part.values) for part in parts])
         if self.unit is not Unit.TOKEN:
             return values[order]
         lengths = np.concatenate([np.diff(part.offsets) for part in parts if part.offsets is not None])
@@ -161,15 +161,9 @@ def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:
         return PackedValues(values, None)
     if unit is Unit.TOKEN:
         lengths = np.fromiter(map(len, values), np.int64, len(values))
-        tokens = _number_array(list(chain.from_iterable(values)), TOKEN_DTYPES.get(field))
+        tokens = number_array(field, list(chain.from_iterable(values)), TOKEN_DTYPES.get(field))
         return PackedValues(tokens, _offsets(lengths))
-    return PackedValues(_number_array(values, None), None)
-
-
-def _number_array(values: list[Any], dtype: type[np.generic] | None) -> Array:
-    """Return an array of Python numbers; floats become float32, integers and booleans keep their dtype."""
-    array = np.array(values, dtype=dtype)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+    return PackedValues(number_array(field, values), None)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
