@@ -2,11 +2,13 @@
 
 Shapes: T packed tokens, S sequences, P groups. PerToken results are 0 where `loss_mask` is 0. Means and
 variances are computed in float64, since in float32 the mean of equal large rewards differs from them.
-Results have the dtype of the input.
+Results have the dtype of the input. Rewards may be integers or booleans; the results are floats then
+(`torch.get_default_dtype`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Literal
@@ -56,7 +58,7 @@ def group_advantage(
     elif std:
         variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[seqs.group]
-    return centred.to(reward.dtype)
+    return centred.to(_float_dtype(reward))
 
 
 def length_weighted_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -76,7 +78,7 @@ def length_weighted_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     """
     exact, length = reward.double(), seqs.count().double()
     baseline = seqs.group_sum(length * exact) / seqs.group_sum(length).clamp(min=1)
-    return (exact - baseline[seqs.group]).to(reward.dtype)
+    return (exact - baseline[seqs.group]).to(_float_dtype(reward))
 
 
 def rescaled_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -97,7 +99,7 @@ def rescaled_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     """
     centred = group_advantage(reward.double(), seqs, std=False)
     teaches = seqs.group_sum(centred.abs())[seqs.group] > 0
-    return (centred * len(reward) / teaches.sum().clamp(min=1)).to(reward.dtype)
+    return (centred * len(reward) / teaches.sum().clamp(min=1)).to(_float_dtype(reward))
 
 
 def decoupled_advantage(
@@ -122,7 +124,7 @@ def decoupled_advantage(
     pairs = list(zip(rewards, weights, strict=True))
     total = sum((weight * group_advantage(r.double(), seqs, eps=eps) for r, weight in pairs), torch.zeros(()))
     centred = total - total.mean()
-    return (centred / (_deviation(total) + eps)).to(pairs[0][0].dtype)
+    return (centred / (_deviation(total) + eps)).to(_float_dtype(*(reward for reward, _ in pairs)))
 
 
 def pass_at_k_advantage(correct: Tensor, seqs: Sequences, k: int) -> Tensor:
@@ -165,9 +167,9 @@ def pass_at_k_advantage(correct: Tensor, seqs: Sequences, k: int) -> Tensor:
 def length_scale(seqs: Sequences, power: float) -> Tensor:
     """Return the factor of each sequence's advantage that weighs long sequences less: delta L normalisation.
 
-    `S l^-power / sum(l^-power)` with l the number of learned tokens; the mean over sequences is 1. With power
-    1 and a loss summed over tokens, it is the unbiased estimate of least variance if a sequence's variance
-    grows with its length. Power 0 gives 1.
+    `S l^-power / sum(l^-power)` with l the number of learned tokens, over the S sequences that have any; the
+    mean over these is 1, and the factor of the others is 0. With power 1 and a loss summed over tokens, it is
+    the unbiased estimate of least variance if a sequence's variance grows with its length. Power 0 gives 1.
 
     Args:
         seqs: the layout of the batch.
@@ -178,8 +180,10 @@ def length_scale(seqs: Sequences, power: float) -> Tensor:
 
     Source: He et al. 2025, "Delta L normalization: rethink loss aggregation in RLVR".
     """
-    weight = seqs.count().clamp(min=1).double().pow(-power)
-    return (weight * len(seqs) / weight.sum()).float()
+    length = seqs.count()
+    is_learned = length > 0
+    weight = length.clamp(min=1).double().pow(-power) * is_learned
+    return (weight * is_learned.sum() / weight.sum().clamp(min=1e-300)).float()
 
 
 def turn_advantage(
@@ -214,7 +218,7 @@ def turn_advantage(
     number = started - before[seqs.index] - 1  # of each token's turn in its sequence; -1 before the first
     width = int(number.max()) + 1 if len(number) else 0  # waits: once per batch
     if width == 0:
-        return torch.zeros_like(token_reward)
+        return torch.zeros_like(token_reward, dtype=_float_dtype(token_reward))
     inside = number >= 0
     reward = token_reward.new_zeros(len(seqs), width, dtype=torch.float64)
     reward = reward.index_put(
@@ -233,7 +237,7 @@ def turn_advantage(
         variance = group_sums(centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[seqs.group]
     advantages = centred[seqs.index, number.clamp(min=0)]
-    return advantages.masked_fill(~learned, 0).to(token_reward.dtype)
+    return advantages.masked_fill(~learned, 0).to(_float_dtype(token_reward))
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -255,7 +259,7 @@ def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:
     num_others = (seqs.group_count() - 1)[seqs.group]
     exact = reward.double()
     mean = (seqs.group_sum(exact)[seqs.group] - exact) / num_others.clamp(min=1)
-    return (exact - mean).masked_fill(num_others == 0, 0).to(reward.dtype)
+    return (exact - mean).masked_fill(num_others == 0, 0).to(_float_dtype(reward))
 
 
 def gae(
@@ -281,7 +285,8 @@ def gae(
         bootstrap: `[S]`, V after the last token of each sequence. None: 0.
 
     Returns:
-        Advantages `[T]`. Add `values` to get the targets of the critic.
+        Advantages `[T]`, computed in fp32 or more, in the wider dtype of rewards and values. Add `values` to
+        get the targets of the critic.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using generalized
     advantage estimation", equations 11, 12 and 16.
@@ -289,8 +294,13 @@ def gae(
     row, column, width = _learned_grid(seqs)
     shape = (len(seqs), width)
     learned = (row, column)
-    reward = token_reward.new_zeros(shape).index_put(learned, token_reward[seqs.loss_mask])
-    value = values.new_zeros(len(seqs), width + 1).index_put(learned, values[seqs.loss_mask])
+    dtype = _float_dtype(values, token_reward)
+    wide = torch.promote_types(dtype, torch.float32)
+    reward = token_reward.new_zeros(shape, dtype=wide).index_put(
+        learned, token_reward[seqs.loss_mask].to(wide)
+    )
+    value = values.new_zeros(len(seqs), width + 1, dtype=wide)
+    value = value.index_put(learned, values[seqs.loss_mask].to(wide))
     if bootstrap is not None:
         ends = (torch.arange(len(seqs), device=row.device), seqs.count())
         value = value.index_put(ends, bootstrap.to(value.dtype))
@@ -299,7 +309,7 @@ def gae(
     )
     delta = (reward + gamma * value[:, 1:] - value[:, :-1]).masked_fill(~present, 0)
     advantages = _discounted_sums(delta, gamma * lam)
-    return torch.zeros_like(values).masked_scatter(seqs.loss_mask, advantages[learned])
+    return torch.zeros_like(values, dtype=dtype).masked_scatter(seqs.loss_mask, advantages[learned].to(dtype))
 
 
 def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8, by_group: bool = False) -> Tensor:
@@ -327,7 +337,9 @@ def whiten(x: Tensor, seqs: Sequences, eps: float = 1e-8, by_group: bool = False
     count = sums(torch.ones_like(exact))
     centred = exact - (sums(exact) / count.clamp(min=1))[segment]
     variance = sums(centred.square()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + eps)[segment]).masked_fill(~seqs.loss_mask, 0).to(x.dtype)
+    return (
+        (centred * torch.rsqrt(variance + eps)[segment]).masked_fill(~seqs.loss_mask, 0).to(_float_dtype(x))
+    )
 
 
 def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tensor:
@@ -344,10 +356,16 @@ def explained_variance(values: Tensor, targets: Tensor, seqs: Sequences) -> Tens
         A scalar tensor.
     """
     learned = targets[seqs.loss_mask].double()
-    error = learned - values[seqs.loss_mask]
+    error = learned - values[seqs.loss_mask].double()
     if len(learned) < 2 or not learned.var() > 0:
-        return targets.new_zeros(())
-    return (1 - error.var() / learned.var()).to(targets.dtype)
+        return targets.new_zeros((), dtype=_float_dtype(targets))
+    return (1 - error.var() / learned.var()).to(_float_dtype(targets))
+
+
+def _float_dtype(*inputs: Tensor) -> torch.dtype:
+    """Return the dtype of a result: the widest of the inputs that are floats, else the default of floats."""
+    dtypes = [x.dtype for x in inputs if x.is_floating_point()]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
 
 
 def _deviation(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hflow.algo.ratios import bounded
+from hflow.algo.ratios import MAX_LOG_RATIO, bounded
 
 MAX_KL = 10.0
 """Largest value in nats of k3 for one token, as in verl and OpenRLHF. Unbounded, k3 is 2.6e10 where ref gives
@@ -35,13 +35,18 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).square() / 2
 
 
-def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, cap: float | None = MAX_KL) -> Tensor:
     """Return `(r - 1) - log r` for tokens drawn from p: unbiased, low variance, never negative.
 
-    At most `MAX_KL`, and unbiased up to there.
+    Args:
+        logprobs: log-probs under p.
+        ref_logprobs: log-probs under ref.
+        cap: largest value, up to which the estimate is unbiased. It is for losses and rewards. None: no limit
+            but that of r, as of all ratios; for what is measured or compared with a bound.
     """
-    log_ratio = bounded(ref_logprobs - logprobs)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_KL)
+    log_ratio = ref_logprobs - logprobs
+    values = torch.expm1(bounded(log_ratio)) - log_ratio.clamp(max=MAX_LOG_RATIO)
+    return values if cap is None else values.clamp(max=cap)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

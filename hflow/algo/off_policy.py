@@ -92,13 +92,17 @@ def divergence_of(
         behav: `[T]`, log-probs of the policy that drew the tokens.
         seqs: the layout of the batch.
         statistic: `k1` is the log-ratio `prox - behav`, negative or positive; `k2` and `k3` are never
-            negative (`algo.kl_k2`, `algo.kl_k3`). In nats.
+            negative (`algo.kl_k2`, and `algo.kl_k3` without its cap: one token that is far off must count as
+            far off). In nats.
         extent: the token itself, or the sum, mean or largest value over its sequence.
 
     Returns:
         `[T]`, 0 where `loss_mask` is 0.
     """
-    values = prox - behav if statistic == "k1" else (kl_k2 if statistic == "k2" else kl_k3)(behav, prox)
+    if statistic == "k1":
+        values = prox - behav
+    else:
+        values = kl_k2(behav, prox) if statistic == "k2" else kl_k3(behav, prox, cap=None)
     values = values.masked_fill(~seqs.loss_mask, 0)
     if extent == "sequence-sum":
         values = seqs.sum(values)[seqs.index]

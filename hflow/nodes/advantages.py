@@ -71,7 +71,11 @@ def kl_reward(
     sequence_kl = float(seqs.sum(kl).mean())
     if target is not None:
         state["beta"] = algo.adapted_kl_weight(weight, sequence_kl, target, len(seqs) / horizon)
-    return seqs.at_end(reward) - weight * kl, {"kl": kl, "sequence_kl": sequence_kl, "beta": weight}
+    return seqs.at_end(reward.to(kl.dtype)) - weight * kl, {
+        "kl": kl,
+        "sequence_kl": sequence_kl,
+        "beta": weight,
+    }
 
 
 def _check_gae(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

@@ -244,7 +244,7 @@ def gspo_train(
     )
     metrics = {
         **_clip_fractions(*algo.is_clipped(theta, prox, advantages, clip, clip_high)),
-        "kl": algo.kl_k3(prox_logprobs, out.logprobs),
+        "kl": algo.kl_k3(prox_logprobs, out.logprobs, cap=None),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
         **_over_cap(prox, behav, behav_weight_cap),
@@ -289,7 +289,7 @@ def gmpo_train(
     high = clip if clip_high is None else clip_high
     metrics = {
         **_clip_fractions((gap < -clip) & (by_token < 0), (gap > high) & (by_token > 0)),
-        "kl": algo.kl_k3(prox_logprobs, theta),
+        "kl": algo.kl_k3(prox_logprobs, theta, cap=None),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox_logprobs),
         **_over_cap(prox, behav, behav_weight_cap),
@@ -459,7 +459,7 @@ def _token_metrics(out: Output, prox: Tensor, behav: Tensor, cap: float | None) 
     """Return what all losses per token report; `cap` is None if another node makes the weights."""
     theta = out.logprobs
     return {
-        "kl": algo.kl_k3(prox, theta),
+        "kl": algo.kl_k3(prox, theta, cap=None),
         "entropy": out.entropy,
         "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
         **_over_cap(prox, behav, cap),

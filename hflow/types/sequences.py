@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -77,9 +78,11 @@ class Sequences:
         return self.offsets.diff()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum a PerToken over the learned tokens of each sequence: `[T]` -> `[S]`."""
-        masked = x.masked_fill(~self.loss_mask, 0)
-        return masked.new_zeros(len(self)).index_add(0, self.index, masked)
+        """Sum a PerToken over the learned tokens of each sequence: `[T]` -> `[S]`.
+
+        As of `torch.sum`, the sum of booleans and integers is int64, and bf16 is added up in fp32.
+        """
+        return _sums(x.masked_fill(~self.loss_mask, 0), self.index, len(self)).to(_sum_dtype(x))
 
     def count(self) -> Tensor:
         """Return the number of learned tokens of each sequence, int64 `[S]`."""
@@ -88,7 +91,9 @@ class Sequences:
 
     def mean(self, x: Tensor) -> Tensor:
         """Average a PerToken over the learned tokens of each sequence: `[T]` -> `[S]`; 0 if it has none."""
-        return self.sum(x) / self.count().clamp(min=1)
+        sums = _sums(x.masked_fill(~self.loss_mask, 0), self.index, len(self))
+        means = sums / self.count().clamp(min=1)
+        return means.to(x.dtype) if x.is_floating_point() else means
 
     def widen(self, x: Tensor) -> Tensor:
         """Repeat a PerSequence for each of its tokens: `[S]` -> `[T]`, 0 where `loss_mask` is 0."""
@@ -124,10 +129,26 @@ class Sequences:
         return x[order].view(self.num_groups, size).unbind(1)
 
     def group_sum(self, x: Tensor) -> Tensor:
-        """Sum a PerSequence over the members of each group: `[S]` -> `[P]`."""
-        return x.new_zeros(self.num_groups).index_add(0, self.group, x)
+        """Sum a PerSequence over the members of each group: `[S]` -> `[P]`, with the dtypes of `sum`."""
+        return _sums(x, self.group, self.num_groups).to(_sum_dtype(x))
 
     def group_count(self) -> Tensor:
         """Return the number of members of each group, int64 `[P]`."""
         ones = self.group.new_ones(len(self))
         return ones.new_zeros(self.num_groups).index_add(0, self.group, ones)
+
+
+def _sums(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    """Sum the entries of each segment, in int64 or at least fp32."""
+    import torch
+
+    is_small = x.is_floating_point() and x.itemsize < torch.float32.itemsize
+    wide = x.float() if is_small else x.to(_sum_dtype(x))
+    return wide.new_zeros(num_segments).index_add(0, segment, wide)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a sum: int64 for booleans and integers, else that of the entries."""
+    import torch
+
+    return x.dtype if x.is_floating_point() else torch.int64

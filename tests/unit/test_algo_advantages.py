@@ -141,3 +141,75 @@ def test_explained_variance():
     half = torch.tensor([1.5, 2.0, 2.5, 0.0])
     assert algo.explained_variance(half, targets, seqs).item() == pytest.approx(0.75)
     assert algo.explained_variance(half, torch.ones(4), seqs).item() == 0
+
+
+FOUR = Sequences.of([2, 3, 1, 2], group=[0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        algo.group_advantage,
+        algo.leave_one_out,
+        algo.length_weighted_advantage,
+        algo.rescaled_advantage,
+        lambda reward, seqs: algo.decoupled_advantage([reward, reward], [1.0, 1.0], seqs),
+        lambda reward, seqs: algo.whiten(reward[seqs.index], seqs),
+        lambda reward, seqs: algo.turn_advantage(reward[seqs.index], seqs, 0.9, std=True),
+        lambda reward, seqs: algo.gae(reward[seqs.index], reward[seqs.index], seqs, 0.9, 0.5),
+        lambda reward, seqs: algo.explained_variance(reward[seqs.index], 2 * reward[seqs.index], seqs),
+    ],
+)
+def test_whole_rewards_have_the_advantages_of_floats(advantage, dtype):
+    """Not those cut to integers, nor to booleans."""
+    reward = torch.tensor([1, 0, 0, 0])
+    expected = advantage(reward.float(), FOUR)
+    got = advantage(reward.to(dtype), FOUR)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected)
+    assert ((expected != expected.round()).any()) or expected.dim() == 0, "or the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("reward_dtype", "value_dtype", "expected_dtype"),
+    [
+        (torch.float64, torch.float32, torch.float64),
+        (torch.int64, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_gae_of_mixed_dtypes_is_added_up_in_fp32(reward_dtype, value_dtype, expected_dtype):
+    """512 rewards of 1 without discount: in bf16 the sum would stop at 256."""
+    seqs = Sequences.of([512])
+    reward, values = torch.ones(512, dtype=reward_dtype), torch.zeros(512, dtype=value_dtype)
+    got = algo.gae(reward, values, seqs, gamma=1.0, lam=1.0, bootstrap=torch.zeros(1))
+    assert got.dtype == expected_dtype
+    torch.testing.assert_close(got, torch.arange(512, 0, -1).to(expected_dtype))
+
+
+def test_a_sequence_without_learned_tokens_has_no_length():
+    mask = [True, True, False, False, False, *[True] * 4]
+    seqs = Sequences.of([2, 3, 4], loss_mask=mask)
+    # Weights 1/2 and 1/4 of the two that learn, times 2 over their sum of 3/4.
+    torch.testing.assert_close(algo.length_scale(seqs, 1.0), torch.tensor([4 / 3, 0.0, 2 / 3]))
+    torch.testing.assert_close(algo.length_scale(seqs, 0.0), torch.tensor([1.0, 0.0, 1.0]))
+    assert algo.length_scale(Sequences.of([2], loss_mask=[False, False]), 0.5).tolist() == [0.0]
+    assert algo.length_scale(Sequences.of([]), 0.5).tolist() == []
+
+
+def test_sums_of_sequences_and_groups_have_room():
+    """In bf16 the sum of ones stops at 256, and booleans have no sum but their number."""
+    seqs = Sequences.of([1000, 24], group=[0, 0])
+    ones = torch.ones(1024, dtype=torch.bfloat16)
+    assert seqs.sum(ones).tolist() == [1000, 24]
+    assert seqs.mean(ones).tolist() == [1, 1]
+    assert seqs.mean(ones).dtype == seqs.sum(ones).dtype == torch.bfloat16
+    assert seqs.sum(ones.bool()).tolist() == [1000, 24]
+    assert seqs.mean(ones.bool()).tolist() == [1, 1]
+    assert seqs.sum(ones.to(torch.uint8)).tolist() == [1000, 24]
+    assert seqs.group_sum(torch.tensor([True, True])).tolist() == [2]
+    many = Sequences.of([1] * 1000, group=[0] * 1000)
+    assert many.group_sum(torch.ones(1000, dtype=torch.bfloat16)).tolist() == [1000]

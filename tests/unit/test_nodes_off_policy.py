@@ -166,3 +166,24 @@ def test_the_forward_kl_over_all_tokens_is_exact_and_over_some_a_lower_bound():
     equal = REF.clone().requires_grad_()
     algo.topk_forward_kl(equal[:2], REF[:2]).backward()
     assert_close(equal.grad, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+def test_one_far_token_among_a_thousand_is_seen_by_every_statistic():
+    """`recipes/mis.py` asks for a mean of k3 of 0.1 at most: the cap of `kl_k3` is one of losses."""
+    seqs = Sequences.of([1000])
+    behav, prox = torch.zeros(1000), torch.zeros(1000)
+    prox[7] = 8.0
+    kept, metrics = nodes.is_trusted(behav, prox, seqs, statistic="k3", extent="sequence-mean", upper=0.1)
+    assert not kept.any()
+    assert_close(metrics["divergence"][0], torch.tensor((math.exp(8) - 9) / 1000))
+    far = algo.divergence_of(tensor(-30.0), tensor(0.0), Sequences.of([1]), "k3", "token")
+    assert_close(far, tensor(29.0))
+    far = algo.divergence_of(tensor(30.0), tensor(0.0), Sequences.of([1]), "k3", "token")
+    assert_close(far, tensor(math.exp(20) - 21))
+    assert algo.kl_k3(tensor(0.0, 0.0), tensor(-30.0, 8.0)).tolist() == [algo.MAX_KL] * 2
+
+
+def test_measured_kl_is_not_capped():
+    out = Output(logprobs=tensor(8.0).requires_grad_(), entropy=torch.zeros(1))
+    _, metrics = nodes.actor_train(out, tensor(0.0), tensor(0.0), tensor(1.0))
+    assert_close(metrics["kl"].detach(), tensor(math.exp(8) - 9))

@@ -51,7 +51,7 @@ def add_engine_gap(
     chosen = to_tensor(positions, trainer.device)
     theta = trainer[chosen].float()
     behav = to_tensor(get_column(packed.batch, BEHAV).values, trainer.device)[chosen].float()
-    gap, kl = (theta - behav).abs(), kl_k3(behav, theta)
+    gap, kl = (theta - behav).abs(), kl_k3(behav, theta, cap=None)
     _add(metrics, (BEHAV_GAP, BEHAV_GAP_MAX, BEHAV_KL), gap, kl)
     same_weights = np.flatnonzero(np.asarray(columns[VERSIONS].values)[positions] == progress.step)
     if len(same_weights):
