@@ -9,7 +9,7 @@ import socket
 
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 CONNECT_SECONDS = 15.0
@@ -46,13 +46,15 @@ def connect_store(address: str, timeout: datetime.timedelta) -> TCPStore:
         timeout: how long to wait for a key.
 
     Raises:
+        WorkerFailureError: if no process listens there, as that which has opened it has ended.
         RunError: if this machine cannot reach it.
     """
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise RunError(
+        kind = WorkerFailureError if isinstance(error, ConnectionRefusedError) else RunError
+        raise kind(
             f"{socket.gethostname()} cannot reach {host} at port {port}: {error.strerror or error}. Workers "
             "connect to each other at any free port: open them between the machines, and see that they know "
             "each other by addresses that they can reach (`ray status`)"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
-from hflow.workers.hangs.stack_probe import CollectiveError, StackSnapshot
+from hflow.workers.hangs.stack_probe import CollectiveError, LostPeerError, StackSnapshot
 
 ACTIVITY = "running node 'learn', step 2"
 CALL = WorkerCall(ACTIVITY, (0, 1))
@@ -120,3 +120,35 @@ def test_a_process_that_does_not_respond_twice_is_named() -> None:
     waited = error({0: (9, ""), 1: (9, "")}, {0: [waits()], 1: [None]})
     assert has(waited, (*SILENT, "worker 0 waits for it in all_reduce"))
     assert outcome({0: (1.2, "a"), 1: (1.2, "b")}, {0: [waits()], 1: [None, computes()]}) == ["a", "b"]
+
+
+LOST = LostPeerError("the connection was closed", waits())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.7])
+def test_a_lost_connection_is_a_failure_of_a_worker_before_its_death_is_known(seconds: float) -> None:
+    """On a loaded machine Ray takes longer to say so, or the dead worker's probe does not return."""
+    for probed in (waits(), None):
+        with pytest.raises(WorkerFailureError):
+            outcome({0: (seconds, LOST), 1: (9, "")}, {0: [waits()], 1: [probed]})
+
+
+def test_a_death_in_a_late_collective_is_no_hang_if_no_other_rank_is_missing() -> None:
+    """Messages from rank to rank are not counted, so all look as if they had not progressed."""
+    probed = {0: [waits()], 1: [waits(), DIED]}
+    for failed in (LOST, CollectiveError("timed out", waits())):
+        message = error({0: (0.7, failed), 1: (9, "")}, probed)
+        assert message.startswith(str(DIED))
+
+
+def test_a_rank_that_is_missing_without_an_answer_is_a_failure_of_its_worker() -> None:
+    failed = CollectiveError("timed out", waits())
+    with pytest.raises(WorkerFailureError) as failure:
+        outcome({0: (0.7, failed), 1: (9, "")}, {0: [waits()], 1: [computes(), None]})
+    assert has(str(failure.value), SILENT)
+
+
+def test_a_lost_connection_reveals_a_missing_rank() -> None:
+    """A rank that waited too long closes its connections, on which others still wait."""
+    message = error({0: (0.7, LOST), 1: (9, "")}, {0: [waits()], 1: [computes()]})
+    assert has(message, MISSING)

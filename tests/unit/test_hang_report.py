@@ -6,13 +6,22 @@ import pickle
 import threading
 from traceback import FrameSummary
 
+import lost_peer_ranks
 import pytest
+import ranks
 
+from hflow.errors import WorkerFailureError
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.workers.error_location import relative_path
 from hflow.workers.hangs.hang_report import WorkerCall, hang_message, waiting_workers
-from hflow.workers.hangs.stack_probe import CollectiveError, StackProbe, StackSnapshot, waiting_collective
+from hflow.workers.hangs.stack_probe import (
+    CollectiveError,
+    LostPeerError,
+    StackProbe,
+    StackSnapshot,
+    waiting_collective,
+)
 
 ACTIVITY = "running node 'learn', step 2"
 WORKERS = (4, 5, 6)
@@ -86,7 +95,17 @@ def test_a_handle_that_is_waited_for() -> None:
     file = "/lib/megatron/core/pipeline_parallel/p2p_communication.py"
     assert waiting_collective([FrameSummary(file, 1, "_communicate", line="req.wait()")]) == "communicate"
     assert waiting_collective([FrameSummary(file, 1, "_communicate", line="ops.append(op)")]) == ""
-    assert waiting_collective([FrameSummary("/r.py", 1, "f", line="lock.wait()")]) == ""
+    assert waiting_collective([FrameSummary("/r.py", 1, "f", line="work.wait()")]) == "f"
+    own = [
+        FrameSummary("/h.py", 1, "gather", line="_wait(works)"),
+        FrameSummary("/h.py", 2, "_wait", line="w.wait()"),
+    ]
+    assert waiting_collective(own) == "gather"
+    python = [
+        FrameSummary("/r.py", 1, "f", line="lock.wait()"),
+        FrameSummary("/t.py", 2, "wait", line="acquire()"),
+    ]
+    assert waiting_collective(python) == ""
 
 
 def test_a_thread_is_located_in_the_file_of_its_body() -> None:
@@ -121,3 +140,23 @@ def test_a_collective_error_can_be_pickled() -> None:
     snapshot = at("f (x.py:1)", "all_reduce", dp=3)
     sent = pickle.loads(pickle.dumps(CollectiveError("it timed out", snapshot)))
     assert (str(sent), sent.snapshot) == ("it timed out", snapshot)
+
+
+@pytest.fixture(scope="module")
+def lost_peer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RuntimeError]:
+    """Wait -> the error with which it ends when the process of the other rank has ended."""
+    directory = tmp_path_factory.mktemp("lost-peer")
+    ranks.start(lost_peer_ranks.run, (str(directory),), 2)
+    errors: dict[str, RuntimeError] = pickle.loads((directory / "errors").read_bytes())
+    return errors
+
+
+@pytest.mark.parametrize("wait", lost_peer_ranks.WAITS)
+def test_every_wait_for_a_process_that_has_ended_says_so(
+    wait: str, lost_peer: dict[str, RuntimeError]
+) -> None:
+    error = lost_peer[wait]
+    assert isinstance(error, LostPeerError), repr(error)
+    assert isinstance(error, WorkerFailureError)
+    assert error.snapshot.activity == ACTIVITY
+    assert error.snapshot.collective

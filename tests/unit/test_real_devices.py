@@ -11,7 +11,7 @@ import plan_graphs as graphs
 import pytest
 
 from hflow.doctor.gpus import check_allocator
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.hardware import GIB
@@ -123,7 +123,9 @@ def test_machines_with_less_memory_than_the_plan_keeps_there_are_named() -> None
 def test_an_address_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(RunError, match=f"cannot reach 127.0.0.1 at port {port}: .* open them between"):
+    with pytest.raises(
+        WorkerFailureError, match=f"cannot reach 127.0.0.1 at port {port}: .* open them between"
+    ):
         connect_store(f"127.0.0.1:{port}", datetime.timedelta(seconds=5))
 
 

@@ -13,7 +13,7 @@ import torch
 from channel_process import Receivers, buckets, sender
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.errors import RunError
+from hflow.errors import RunError, WorkerFailureError
 from hflow.weights.buckets import unpack_bucket
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings
@@ -90,7 +90,7 @@ def test_shared_memory_ends_with_its_sender() -> None:
         process.kill()
         process.join(60)
         assert torch.equal(bucket.payload, buckets(1)[0].payload), "what is mapped stays readable"
-        with pytest.raises(RunError, match=r"shared memory of process \d+ cannot be opened"):
+        with pytest.raises(WorkerFailureError, match=r"shared memory of process \d+ cannot be opened"):
             make_channel(ChannelSettings("shared", "another", "")).receive(handles[0], 1)
     semaphores = "sem."  # of other tests' runs
     left = [name for name in os.listdir("/dev/shm") if "hflow" in name and not name.startswith(semaphores)]

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
 from hflow.planner.layout import Layout
+from hflow.runtime.execution.executor import _first_exception
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import PublishReport
@@ -201,3 +202,19 @@ def test_what_an_engine_was_sent_is_what_senders_and_its_own_worker_count() -> N
     updates = [LoadedWeights((8,), (MODULUS - 1,), (19,)), LoadedWeights((0,), (7,), (7,))]
     loaded = _weights_loaded(engine, updates, reports)
     assert loaded == WeightsLoaded(8, (19, 7), (19, 7))
+
+
+def test_what_ray_lost_on_a_worker_is_a_failure_that_a_restart_fixes() -> None:
+    """As when the worker that owned an object has ended, and another takes it from the object store."""
+
+    async def lost() -> None:
+        raise RayTaskError("load_weights", "", ObjectLostError("ab" * 14, "", ""))
+
+    with pytest.raises(WorkerFailureError, match=r"^Ray failed: Failed to retrieve object"):
+        asyncio.run(SilentWorkers()._answer(0, lost()))
+
+
+def test_a_failure_that_a_restart_fixes_is_raised_before_what_follows_from_it() -> None:
+    followed, failure = RunError("worker 0: the weights are gone"), WorkerFailureError("worker 1 died")
+    assert _first_exception(ExceptionGroup("", [followed, ExceptionGroup("", [failure])])) is failure
+    assert _first_exception(ExceptionGroup("", [followed])) is followed

@@ -458,7 +458,12 @@ def _num_engines_and_trainers(plan: Plan) -> tuple[int, int]:
 
 
 def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception of nested groups."""
+    """Return the first exception of nested groups: if a worker failed, that which a restart may fix.
+
+    Other exceptions may follow from it. If they do not, they are raised again after the restart.
+    """
+    if (failures := group.subgroup(WorkerFailureError)) is not None:
+        group = failures
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

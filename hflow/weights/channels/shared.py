@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.errors import WorkerFailureError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
@@ -62,7 +62,7 @@ class SharedChannel(WeightChannel):
         """Map the segment.
 
         Raises:
-            RunError: when the sender has ended, or is on another machine.
+            WorkerFailureError: when the sender has ended, or is on another machine.
         """
         assert isinstance(handle, SharedBucket)
         key = handle.process, handle.inode
@@ -127,13 +127,15 @@ def _map(handle: SharedBucket) -> Tensor:
     try:
         file = os.open(f"/proc/{handle.process}/fd/{handle.file}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise RunError(
+        raise WorkerFailureError(
             f"shared memory of process {handle.process} cannot be opened ({error.strerror}): the process has "
             "ended or is on another machine. Set models.NAME.gen.transport=store"
         ) from error
     try:
         if os.fstat(file).st_ino != handle.inode:
-            raise RunError(f"shared memory of process {handle.process} was freed before it was loaded")
+            raise WorkerFailureError(
+                f"shared memory of process {handle.process} was freed before it was loaded"
+            )
         return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
     finally:
         os.close(file)

@@ -21,7 +21,7 @@ from hflow.workers.hangs.hang_report import (
     hang_message,
     waiting_workers,
 )
-from hflow.workers.hangs.stack_probe import CollectiveError, StackSnapshot
+from hflow.workers.hangs.stack_probe import CollectiveError, LostPeerError, StackSnapshot
 
 GRACE_SECONDS = 1.0
 """How long a collective's failure waits for the error that caused it."""
@@ -111,12 +111,18 @@ class HangDetector:
         for error in self._original_errors():
             raise error
         deaths = self._deaths()
-        if is_late and (not deaths or self._died_waiting(deaths, snapshots)):
-            raise RunError(hang_message(self._call, self._timeout, snapshots))
-        for death in deaths.values():
-            alive = {worker: snapshot for worker, snapshot in snapshots.items() if worker not in deaths}
+        alive = {worker: snapshot for worker, snapshot in snapshots.items() if worker not in deaths}
+        missing = [worker for worker in alive if worker not in waiting_workers(snapshots)]
+        lost = [error for error in self._errors().values() if isinstance(error, LostPeerError)]
+        if deaths and not (is_late and missing and self._died_waiting(deaths, snapshots)):
             locations = describe_locations(self._call, alive) if is_late else []
-            raise WorkerDiedError("; ".join([str(death), *locations]))
+            raise WorkerDiedError("; ".join([str(next(iter(deaths.values()))), *locations]))
+        if lost and not (is_late and missing):  # the process that ended is not known yet
+            raise lost[0]
+        if is_late:
+            is_silent = any(alive[worker] is None for worker in missing)
+            kind = WorkerFailureError if is_silent else RunError
+            raise kind(hang_message(self._call, self._timeout, snapshots))
         raise next(iter(self._errors().values()))
 
     def _deaths(self) -> dict[int, WorkerDiedError]:

@@ -12,20 +12,24 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
 import hflow
-from hflow.errors import HflowError, RunError
+from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.workers.error_location import relative_path
 
 _HFLOW = str(Path(hflow.__file__).parent) + "/"
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "rendezvous.py")
 """Files of torch.distributed whose functions are collectives, or wait for other processes."""
-_WAITING_LIBRARIES = ("/torch/distributed/", "/megatron/core/")
-"""Libraries that wait for a collective by its handle."""
+_BINDING = "/torch/_ops.py"
+"""What functional collectives call last."""
+_TRANSPORTS = ("/gloo/", "NCCL", "TCPStore")
+"""Parts of the messages with which torch.distributed reports that its transport failed."""
+_LOST_CONNECTION = ("closed by peer", "reset by peer", "refused", "broken pipe", "remote process exited")
+"""Parts of the messages of a transport whose other end is gone, as that process has ended."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class CollectiveError(RunError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.snapshot)
+
+
+class LostPeerError(CollectiveError, WorkerFailureError):
+    """A collective that failed because another worker's process has ended, or has closed its connections."""
+
+
+LOST_PEER = "the connection to another worker was closed, as its process has ended"
 
 
 class StackProbe:
@@ -83,8 +94,12 @@ class StackProbe:
         try:
             yield
         except RuntimeError as error:
-            snapshot = self._describe(traceback.extract_tb(_root_cause(error).__traceback__))
-            if snapshot.collective:
+            cause = _root_cause(error)
+            snapshot = self._describe(traceback.extract_tb(cause.__traceback__))
+            if snapshot.collective or _is_of_transport(cause):
+                snapshot = replace(snapshot, collective=snapshot.collective or "a collective")
+                if _is_lost_connection(cause):
+                    raise LostPeerError(f"{activity}: {LOST_PEER}", snapshot) from error
                 raise CollectiveError(_message(activity, error), snapshot) from error
             raise
         finally:
@@ -108,19 +123,37 @@ class StackProbe:
 
 
 def waiting_collective(stack: Sequence[FrameSummary]) -> str:
-    """Return the name of the collective that the innermost frames are in, or an empty string."""
+    """Return the name of the collective that the innermost frames are in, or an empty string.
+
+    A thread that waits by a handle, such as that of `dist.isend`, is in no file of torch.distributed: the
+    handle's `wait` is written in C++, so it has no frame, and the innermost line calls it. All waits of
+    Python's own library have a frame.
+    """
+    frames = list(stack)
+    while frames and frames[-1].filename.endswith(_BINDING):
+        frames.pop()
     functions: list[str] = []
-    for frame in reversed(stack):
+    for frame in reversed(frames):
         if not (frame.filename.endswith(_COLLECTIVE_FILES) and "/torch/distributed/" in frame.filename):
             break
         functions.append(frame.name)
     named = [name for name in functions if name != "wrapper"]
     if named:
         return named[-1]
-    last = stack[-1] if stack else None
-    if last is None or not any(library in last.filename for library in _WAITING_LIBRARIES):
+    if not frames or ".wait(" not in (frames[-1].line or ""):
         return ""
-    return last.name.strip("_") if ".wait(" in (last.line or "") else ""
+    callers = [name for frame in reversed(frames) if (name := frame.name.strip("_")) != "wait"]
+    return callers[0] if callers else "wait"
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Return whether torch.distributed reports that messages between processes failed."""
+    return any(part in str(error) for part in _TRANSPORTS)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(part in text for part in _LOST_CONNECTION)
 
 
 def _location(stack: Sequence[FrameSummary], body_file: str | None) -> str:

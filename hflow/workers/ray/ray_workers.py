@@ -411,6 +411,8 @@ class RayWorkers(Workers):
         except RayTaskError as error:
             if isinstance(error.cause, HflowError):
                 raise error.cause from None
+            if isinstance(error.cause, RayError):  # such as an object whose owner has ended
+                raise _ray_failure(error.cause) from None
             raise
         except RayActorError as error:
             if worker not in self._deaths:
