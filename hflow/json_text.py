@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +29,13 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except JSONDecodeError:
+        raise
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"it has a whole number of more than {most:,} digits") from None
 
 
 def read_json(file: Path, what: str = "JSON file") -> Any:
@@ -66,8 +76,7 @@ def read_json_object(file: Path, what: str = "JSON file") -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {repeated!r} is there twice")
     return values
 

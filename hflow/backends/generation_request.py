@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.errors import BackendError
+from hflow.types.sampling import find_sampling_problem
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,8 +64,8 @@ def new_request(
         decode: the engine's, to find stop strings.
 
     Raises:
-        BackendError: if the prompt is empty, too long or has unknown tokens, or if there are stop strings and
-            the engine has no `decode`.
+        BackendError: if the prompt is empty, too long or has unknown tokens, if no token can be drawn with
+            the parameters, or if there are stop strings and the engine has no `decode`.
     """
     if not 0 < len(prompt_ids) < max_length:
         raise BackendError(
@@ -76,6 +77,8 @@ def new_request(
             f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {vocab_size}; "
             "set the model's vocab_size to its tokenizer's"
         )
+    if (found := find_sampling_problem(params.temperature, params.top_p, params.top_k)) is not None:
+        raise BackendError(found[1])
     if "" in params.stop:
         raise BackendError("a stop string is empty, which would end every completion at once; remove it")
     if params.stop and decode is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.errors import RecipeError
 from hflow.graph.source_location import caller_location
+from hflow.types.sampling import MAX_TEMPERATURE
 from hflow.validation import check_value
 
 _RENAMED = {"least": "minimum", "most": "maximum"}
@@ -81,7 +82,7 @@ RETRIED: Options = {
 """Options of bodies in processes, which may be killed, or wait for services."""
 
 SAMPLING: Options = {
-    "temperature": Option("float", 1.0, minimum=0.0),
+    "temperature": Option("float", 1.0, minimum=0.0, maximum=MAX_TEMPERATURE),
     "top_p": Option("float", 1.0, minimum=0.0, maximum=1.0),
     "top_k": Option("int", 0, minimum=0),
     "max_tokens": Option("int", 128, minimum=1),

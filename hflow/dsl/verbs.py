@@ -142,7 +142,8 @@ class Generate(StreamSource):
             *models: the models that generate. With several, the body has one `Engine` parameter named after
                 each. Nodes of a library leave the model open.
             group: number of samples per prompt.
-            temperature: logits are divided by it before sampling; 0 takes the most likely token.
+            temperature: logits are divided by it before sampling, from 0.01 to 100; 0 takes the most likely
+                token.
             top_p: sample among the most likely tokens whose probabilities add up to this; 1.0 means all.
             top_k: sample among this many most likely tokens; 0 means all.
             max_tokens: largest number of tokens of one completion.

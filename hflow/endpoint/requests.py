@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.errors import nearest
+from hflow.errors import nearest, shorten
+from hflow.json_text import parse_json
+from hflow.types.sampling import find_sampling_problem
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what the role needs: `tool_calls` of an assistant, `tool_call_id` of a tool."""
@@ -43,6 +47,13 @@ _LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_ide
 _COMMON = ("model", "max_tokens", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p")
 _CHAT = (*_COMMON, "logprobs", "max_completion_tokens", "messages", "tool_choice", "tools")
 _TEXT = (*_COMMON, "logprobs", "prompt")
+_MAX_NUMBER = 2**63 - 1
+"""The largest number of an option, such as a seed."""
+_MAX_DEPTH = 100
+"""Levels of a request: the schemas of tools have a few."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_SHOWN = 80
+"""Characters of a wrong value in a message."""
 
 
 class RequestRefused(Exception):
@@ -151,37 +162,63 @@ def _options(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
     """Return the options that are set, after refusing those that cannot be honoured."""
     if not isinstance(body, dict):
         raise RequestRefused("the body of the request must be a JSON object")
+    _check_values(body)
     options = {name: value for name, value in body.items() if value is not None}
     for name, value in options.items():
         if name in known or name in _LABELS:
             continue
         if name not in _NEUTRAL:
+            name = shorten(name, _MAX_SHOWN)
             raise RequestRefused(
                 f"the option {name!r} is unknown to this endpoint{nearest(name, known)}", param=name
             )
         if value not in _NEUTRAL[name]:
             only = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
             fix = f"set it to {only}, or leave it out" if only else "leave it out"
-            raise RequestRefused(f"{name}={json.dumps(value)} is not supported; {fix}", param=name)
+            raise RequestRefused(f"{name}={_shown_json(value)} is not supported; {fix}", param=name)
     return options
+
+
+def _check_values(value: Any) -> None:
+    """Refuse what JSON can hold, but not every template and tokenizer can read."""
+    values = [value]
+    for _ in range(_MAX_DEPTH):
+        for text in values:
+            if isinstance(text, str) and not text.isascii() and _LONE_SURROGATE.search(text):
+                raise RequestRefused("the request has half of a surrogate pair, which is no text")
+        values = [
+            item
+            for outer in values
+            if isinstance(outer, dict | list)
+            for item in (outer if isinstance(outer, list) else itertools.chain(outer, outer.values()))
+        ]
+    if values:
+        raise RequestRefused(f"the request is nested more than {_MAX_DEPTH} levels deep")
 
 
 def _common(options: Mapping[str, Any], max_tokens: str) -> dict[str, Any]:
     """Return the fields of a request that chats and texts have in common."""
     stream_options = _value(options, "stream_options", dict, {})
     if unknown := sorted(stream_options.keys() - {"include_usage", "include_obfuscation"}):
-        raise RequestRefused(f"stream_options.{unknown[0]} is not supported", param="stream_options")
+        option = shorten(unknown[0], _MAX_SHOWN)
+        raise RequestRefused(f"stream_options.{option} is not supported", param="stream_options")
     return {
         "model": _value(options, "model", str, ""),
         "max_tokens": _number(options, max_tokens, int, 1),
         "stop": _stop(options),
-        "temperature": _number(options, "temperature", float, 0.0),
-        "top_p": _top_p(options),
-        "top_k": _number(options, "top_k", int, 0),
+        **_sampling(options),
         "seed": _number(options, "seed", int, 0),
         "is_streamed": _value(options, "stream", bool, False),
         "with_usage": bool(stream_options.get("include_usage")),
     }
+
+
+def _shown(value: Any) -> str:
+    return shorten(repr(value), _MAX_SHOWN)
+
+
+def _shown_json(value: Any) -> str:
+    return shorten(json.dumps(value), _MAX_SHOWN)
 
 
 def _value(options: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -189,7 +226,7 @@ def _value(options: Mapping[str, Any], name: str, kind: type, default: Any) -> A
     if value is default:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RequestRefused(f"{name} is {value!r}; it must be of type {kind.__name__}", param=name)
+        raise RequestRefused(f"{name} is {_shown(value)}; it must be of type {kind.__name__}", param=name)
     return value
 
 
@@ -198,16 +235,24 @@ def _number(options: Mapping[str, Any], name: str, kind: type[int] | type[float]
     if value is None:
         return None
     is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not is_number or value < minimum:
-        raise RequestRefused(f"{name} is {value!r}; it must be a number from {minimum} on", param=name)
+    if not is_number or not minimum <= value <= _MAX_NUMBER:
+        wanted = "whole number" if kind is int else "number"
+        raise RequestRefused(
+            f"{name} is {_shown(value)}; it must be a {wanted} from {minimum} to {_MAX_NUMBER}", param=name
+        )
     return kind(value)
 
 
-def _top_p(options: Mapping[str, Any]) -> float | None:
-    value: float | None = _number(options, "top_p", float, 0.0)
-    if value is not None and not 0 < value <= 1:
-        raise RequestRefused(f"top_p is {value}; it must be more than 0 and at most 1", param="top_p")
-    return value
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    values = {
+        "temperature": _number(options, "temperature", float, 0.0),
+        "top_p": _number(options, "top_p", float, 0.0),
+        "top_k": _number(options, "top_k", int, 0),
+    }
+    set_values = {name: value for name, value in values.items() if value is not None}
+    if (found := find_sampling_problem(**set_values)) is not None:
+        raise RequestRefused(found[1], param=found[0])
+    return values
 
 
 def _stop(options: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -244,7 +289,8 @@ def _tools(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     choice = options.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise RequestRefused(
-            f"tool_choice={json.dumps(choice)} is not supported; set it to auto or none", param="tool_choice"
+            f"tool_choice={_shown_json(choice)} is not supported; set it to auto or none",
+            param="tool_choice",
         )
     return tuple(tools) if choice == "auto" else ()
 
@@ -266,7 +312,8 @@ def _message(message: Any, name: str) -> Message:
         elif (key == "tool_call_id" and role == "tool") or key == "name":
             found[key] = str(value)
         else:
-            raise RequestRefused(f"{name}.{key} is not supported; leave it out", param="messages")
+            shown = shorten(key, _MAX_SHOWN)
+            raise RequestRefused(f"{name}.{shown} is not supported; leave it out", param="messages")
     return found
 
 
@@ -288,9 +335,10 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
         raise RequestRefused(f"{name} must be a function call with name and arguments", param="messages")
     function_name, text = texts
     try:
-        arguments = json.loads(str(text))
+        arguments = parse_json(str(text))
     except ValueError:
         arguments = None
+    _check_values(arguments)
     if not isinstance(arguments, dict):
         raise RequestRefused(f"{name}.function.arguments must be a JSON object as text", param="messages")
     # Written again, as clients that parse the arguments may have changed the spaces in them.

@@ -8,12 +8,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hflow.endpoint.replies import Reply, chat_json, chat_stream, text_json, text_stream
 from hflow.endpoint.requests import CompletionRequest, RequestRefused, parse_chat, parse_text
 from hflow.errors import BackendError, ConfigError, DataError, EpisodeError, HflowError
+from hflow.json_text import parse_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -26,8 +26,14 @@ REFUSALS = (BackendError, DataError, EpisodeError)
 
 _KEEP_ALIVE = 3600
 """Seconds that an idle connection stays open. An agent may be idle between two requests for minutes."""
+REQUEST_SECONDS = 60
+"""Seconds in which a request must arrive. The connection of one that does not is closed."""
+MAX_BODY_BYTES = 16 << 20
+"""The largest body of a request. A million tokens, written with escapes, are half of it."""
 _NO_RETRY = {"x-should-retry": "false"}
 """A header by which OpenAI's client does not repeat a request whose answer would be the same."""
+_RETRY = {"retry-after": "5"}
+"""The header of an answer that will be another one soon."""
 
 
 class Responder(Protocol):
@@ -63,6 +69,8 @@ class EndpointServer:
         """Key -> what completes its requests. None is for requests with any key, or without one."""
         self._tasks: dict[str | None, set[asyncio.Task[Reply]]] = {}
         """Key -> requests that are being completed."""
+        self._announced: set[str | None] = set()
+        """Keys that will have a responder."""
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
 
@@ -88,6 +96,10 @@ class EndpointServer:
                 ) from error
             self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.ready.wait()
+
+    def announce(self, key: str | None) -> None:
+        """Answer requests with this key with 503, until there is a responder for it; None: all requests."""
+        self._announced.add(key)
 
     async def close(self) -> None:
         """Stop listening. Safe to call twice."""
@@ -186,12 +198,14 @@ class EndpointServer:
         from starlette.responses import JSONResponse, StreamingResponse
 
         key = self._key(request)
+        self._responder(key)  # before the body is read
+        body = await _read_body(request)
         try:
-            body = await request.json()
-        except (JSONDecodeError, UnicodeDecodeError) as error:
+            value = parse_json(body)
+        except ValueError as error:
             raise RequestRefused(f"the body of the request is not JSON: {error}") from error
-        wanted = parse(body)
-        model = self._responders[key].model
+        wanted = parse(value)
+        model = self._responder(key).model
         _check_model(wanted.model, model)
         reply = await self._run(key, request, wanted)
         if wanted.is_streamed:
@@ -201,7 +215,7 @@ class EndpointServer:
 
     async def _run(self, key: str | None, request: Request, wanted: CompletionRequest) -> Reply:
         """Complete a request, as long as its client is connected and its key valid."""
-        task = asyncio.create_task(self._responders[key].reply(wanted))
+        task = asyncio.create_task(self._responder(key).reply(wanted))
         self._tasks[key].add(task)
         task.add_done_callback(self._tasks[key].discard)
         gone = asyncio.create_task(_disconnected(request))
@@ -220,28 +234,56 @@ class EndpointServer:
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        model = self._responders[self._key(request)].model
+        model = self._responder(self._key(request)).model
         return JSONResponse({"object": "list", "data": [_model_json(model)]})
 
     async def _model(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        model = self._responders[self._key(request)].model
+        model = self._responder(self._key(request)).model
         _check_model(request.path_params["model"], model)
         return JSONResponse(_model_json(model))
 
     def _key(self, request: Request) -> str | None:
         """Return the key under which the request is admitted."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and key in self._responders:
+        known = self._announced | self._responders.keys()
+        if scheme.lower() == "bearer" and key in known:
             return key
-        if None in self._responders:
+        if None in known:
             return None
         raise RequestRefused(
             "the API key is wrong or missing; send the endpoint's key, as api_key=endpoint.api_key",
             status=401,
             code="invalid_api_key",
         )
+
+    def _responder(self, key: str | None) -> Responder:
+        if key not in self._responders:
+            raise RequestRefused(
+                "the model is not ready: it is being loaded, or its episode has ended; try again",
+                status=503,
+                code="model_not_ready",
+            )
+        return self._responders[key]
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        RequestRefused: if it has more than `MAX_BODY_BYTES`.
+    """
+    declared = request.headers.get("content-length", "0")
+    body = bytearray()
+    if int(declared) <= MAX_BODY_BYTES:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                break
+        else:
+            return bytes(body)
+    raise RequestRefused(f"the body of the request has more than {MAX_BODY_BYTES:,} bytes", status=413)
 
 
 async def _disconnected(request: Request) -> None:
@@ -292,11 +334,62 @@ def _error_response(refusal: RequestRefused) -> Response:
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     error = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
-    return JSONResponse({"error": error}, refusal.status, headers=_NO_RETRY)
+    headers = _RETRY if refusal.status == 503 else _NO_RETRY
+    return JSONResponse({"error": error}, refusal.status, headers=headers)
 
 
 def _new_server(app: Starlette) -> Any:
+    import h11
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """A connection that is closed if a request does not arrive in time."""
+
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(REQUEST_SECONDS, self._give_up)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._set_deadline()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._set_deadline()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._end_deadline()
+
+        def _set_deadline(self) -> None:
+            """Let the time of a request begin with its first byte, and end with its last."""
+            state = self.conn.their_state
+            is_arriving = state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])
+            if not is_arriving:
+                self._end_deadline()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(REQUEST_SECONDS, self._give_up)
+
+        def _end_deadline(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _give_up(self) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+                message = f"the request did not arrive within {REQUEST_SECONDS} seconds"
+                response = _error_response(RequestRefused(message, status=408))
+                headers = [*response.raw_headers, (b"connection", b"close")]
+                for event in (
+                    h11.Response(status_code=response.status_code, headers=headers),
+                    h11.Data(data=bytes(response.body)),
+                    h11.EndOfMessage(),
+                ):
+                    self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
     class Server(uvicorn.Server):
         """A server that leaves signals to the process it runs in."""
@@ -315,6 +408,7 @@ def _new_server(app: Starlette) -> Any:
 
     config = uvicorn.Config(
         app,
+        http=Protocol,
         log_config=None,
         log_level="critical",
         access_log=False,

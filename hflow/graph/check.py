@@ -15,6 +15,7 @@ from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec
 from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
+from hflow.types.sampling import find_sampling_problem
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
     Unit.TOKEN: ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/N"),
@@ -266,10 +267,12 @@ def check_sampling(node: Node) -> None:
     spec = node.spec
     if spec.verb != "generate":
         return
-    top_p, top_k = spec.option("top_p", 1.0), spec.option("top_k", 0)
-    if top_p <= 0:
-        raise _error(node, f"top_p is {top_p:g}, which leaves no token to sample. Set it to more than 0")
-    if spec.option("temperature") == 0 and (top_p < 1 or top_k):
+    temperature, top_p, top_k = (
+        spec.option(name, default) for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
+    )
+    if (found := find_sampling_problem(temperature, top_p, top_k)) is not None:
+        raise _error(node, found[1])
+    if temperature == 0 and (top_p < 1 or top_k):
         name = "top_p" if top_p < 1 else "top_k"
         raise _error(
             node,

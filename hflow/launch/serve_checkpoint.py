@@ -194,6 +194,7 @@ async def _serve_embedded(
             stopped.set()
 
         try:
+            server.announce(options.api_key)
             await server.start()  # before the model is loaded, as the port may be in use
             engine = await asyncio.to_thread(engine_kind("embedded").factory, setup)
             with closing(EngineDriver(engine)) as driver:

@@ -23,6 +23,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.conversations import EpisodeEndpoint
 from hflow.endpoint.server import EndpointServer
 from hflow.errors import ConfigError, EpisodeError, HflowError, RecipeError, RunError
+from hflow.launch.serve_checkpoint import CheckpointResponder
 from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.weights.incoming import IncomingWeights
@@ -277,8 +278,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"extra_body": {"temprature": 1}},
         "'temprature' is unknown to this endpoint; did you mean 'temperature'",
     ),
-    ({"max_tokens": 0}, "max_tokens is 0; it must be a number from 1 on"),
-    ({"top_p": 0}, "top_p is 0.0; it must be more than 0 and at most 1"),
+    ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number from 1 to"),
+    ({"top_p": 0}, "top_p is 0; it must be more than 0 and at most 1"),
     ({"top_p": 1.5}, "top_p is 1.5; it must be more than 0 and at most 1"),
     (
         {"max_tokens": 3, "max_completion_tokens": 3},
@@ -646,3 +647,143 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"needs the package 'uvicorn'; run `pip install 'hflow\[serve\]'`"):
         serve(lambda server: server.start())
+
+
+EXTREMES: list[tuple[str, int, str]] = [
+    ('"temperature": 1e-300', 400, "temperature is 1e-300; it must be from 0.01 to 100, or 0"),
+    ('"temperature": 5e-324', 400, "temperature is"),
+    ('"temperature": 1e-40', 400, "temperature is 1e-40"),
+    ('"temperature": 1e300', 400, "temperature is 1e+300"),
+    ('"temperature": 1e999', 400, "temperature is inf"),
+    ('"temperature": NaN', 400, "NaN is not a JSON number"),
+    ('"temperature": 1' + "0" * 400, 400, "temperature is 1000"),
+    ('"temperature": 1' + "0" * 5000, 400, "a whole number of more than 4,300 digits"),
+    ('"temperature": 0.01', 200, ""),
+    ('"temperature": 100', 200, ""),
+    ('"top_p": 5e-324', 200, ""),
+    ('"top_p": 1e-30, "top_k": 7', 200, ""),
+    ('"top_k": 1000000000', 200, ""),
+    ('"top_k": 9223372036854775808', 400, "top_k is 9223372036854775808; it must be a whole number from 0"),
+    ('"top_k": 10000000000', 400, "top_k is 10000000000; it must be from 0, which means all"),
+    ('"seed": 9223372036854775807', 200, ""),
+    ('"seed": 1' + "0" * 30, 400, "seed is 1000"),
+    ('"max_tokens": 9223372036854775807, "temperature": 0', 200, ""),
+    ('"max_tokens": 1' + "0" * 30, 400, "max_tokens is 1000"),
+    ('"n": 1' + "0" * 400, 400, "is not supported; set it to 1"),
+    ('"presence_penalty": 1e-300', 400, "presence_penalty=1e-300 is not supported"),
+    ('"frequency_penalty": -1e300', 400, "frequency_penalty=-1e+300 is not supported"),
+    ('"logit_bias": {"5": 1e300}', 400, "logit_bias="),
+    ('"logit_bias": ' + '{"a":' * 300 + "1" + "}" * 300, 400, "nested more than 100 levels deep"),
+    ('"logit_bias": ' + "[" * 100_000, 400, "it is nested too deeply"),
+    ('"stop": "\\ud800"', 400, "half of a surrogate pair"),
+    ('"\\ud800": 1', 400, "half of a surrogate pair"),
+    ('"' + "x" * 100_000 + '": 1', 400, "is unknown to this endpoint"),
+    ('"stop": ' + "9" * 4000, 400, "stop must be a text"),
+    ("".join(f'"a{i}": null, ' for i in range(50_000)) + '"a7": null', 400, "key 'a7' is there twice"),
+]
+
+
+async def exchange(server: EndpointServer, *parts: bytes) -> tuple[int, Message]:
+    """Send parts of a request over a connection, and return the status and the JSON of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.split(":")[2][:-3]))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
+        return int(head.split()[1]), json.loads(await reader.readexactly(length))
+    finally:
+        writer.close()
+
+
+def post(body: bytes, key: str = "x", length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode() + body
+
+
+def completion(options: str) -> bytes:
+    return b'{"model": "actor", "prompt": "1+", ' + options.encode() + b"}"
+
+
+def test_no_value_of_a_request_ends_the_server(plain: TextTokenizer, driver: Heard) -> None:
+    failures: list[RunError] = []
+    responder = CheckpointResponder("actor", driver, plain, 5, failures.append)
+
+    async def body(server: EndpointServer) -> None:
+        async with server.admit(responder, is_open=True):
+            for options, status, message in EXTREMES:
+                found, answer = await exchange(server, post(completion(options)))
+                assert found == status, (options[:80], answer)
+                text = answer["error"]["message"] if status != 200 else ""
+                assert message in text
+                assert len(text) < 400
+            assert (await exchange(server, post(completion('"temperature": 1'))))[0] == 200
+
+    serve(body)
+    assert failures == []
+
+
+def test_a_body_that_is_too_large_is_refused(
+    plain: TextTokenizer, driver: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hflow.endpoint.server.MAX_BODY_BYTES", 10_000)
+    responder = CheckpointResponder("actor", driver, plain, 1000, lambda _: None)
+    large = completion('"user": "' + "x" * 10_000 + '"')
+    chunked = post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    chunks = b"1000\r\n" + b" " * 4096 + b"\r\n"
+
+    async def body(server: EndpointServer) -> None:
+        async with server.admit(responder, is_open=True):
+            for parts in ([post(large)], [post(b"", length=10_001)], [chunked, *[chunks] * 3]):
+                status, answer = await exchange(server, *parts)
+                assert status == 413
+                assert "has more than 10,000 bytes" in answer["error"]["message"]
+            fitting = completion('"max_tokens": 1, "user": "' + "x" * 9_000 + '"')
+            assert (await exchange(server, post(fitting)))[0] == 200
+
+    serve(body)
+
+
+HALVES = [b"POST /v1/comp", post(b"", length=5)[:-2], post(b"{", length=5)]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_request_is_dropped(
+    half: bytes, plain: TextTokenizer, driver: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hflow.endpoint.server.REQUEST_SECONDS", 0.05)
+    responder = CheckpointResponder("actor", driver, plain, 1000, lambda _: None)
+
+    async def body(server: EndpointServer) -> None:
+        async with server.admit(responder, is_open=True):
+            status, answer = await exchange(server, half)
+            assert (status, answer["error"]["message"][:28]) == (408, "the request did not arrive w")
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.split(":")[2][:-3]))
+            whole = post(completion('"max_tokens": 1'))
+            for part in (whole, whole + half):  # a connection that is idle between requests stays open
+                writer.write(part)
+                assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+                await reader.readuntil(b'"total_tokens"')
+                await reader.readuntil(b"}}")
+                await asyncio.sleep(0.1)
+            assert b"408 " in await reader.read()
+            writer.close()
+
+    serve(body)
+
+
+def test_a_key_is_checked_before_the_model_is_ready(plain: TextTokenizer, driver: Heard) -> None:
+    responder = CheckpointResponder("actor", driver, plain, 1000, lambda _: None)
+    request = completion('"max_tokens": 1')
+
+    async def body(server: EndpointServer) -> list[int]:
+        server.announce("right")
+        await server.start()
+        found = [(await exchange(server, post(request, key)))[0] for key in ("wrong", "right")]
+        async with server.admit_key("right", responder):
+            found += [(await exchange(server, post(request, key)))[0] for key in ("wrong", "right")]
+        return found
+
+    assert serve(body) == [401, 503, 401, 200]

@@ -310,6 +310,8 @@ def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
         subject.add([[1] * MAX_LENGTH], [SamplingParams()])
     with pytest.raises(BackendError, match="holds token 100, but the model's vocabulary has 100"):
         subject.add([[100]], [SamplingParams()])
+    with pytest.raises(BackendError, match=r"temperature is 1e-40; it must be from 0.01 to 100, or 0"):
+        subject.add([[1]], [SamplingParams(temperature=1e-40)])
     if subject.architecture != "experts":
         with pytest.raises(BackendError, match=r"does not record experts|model has no experts"):
             subject.add([[1]], [SamplingParams(routing_replay=True)])

@@ -56,6 +56,8 @@ def test_temperature_0_is_greedy_with_log_probs_at_1() -> None:
         (SamplingParams(top_k=1), [0]),
         (SamplingParams(top_k=2), [0, 2]),
         (SamplingParams(top_p=0.39), [0]),
+        (SamplingParams(top_p=5e-324), [0]),
+        (SamplingParams(top_p=1e-20, top_k=3), [0]),
         (SamplingParams(top_p=0.41), [0, 2]),
         (SamplingParams(top_p=0.8), [0, 2, 3]),
         (SamplingParams(top_p=0.5, top_k=2), [0]),

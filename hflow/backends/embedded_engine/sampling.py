@@ -163,8 +163,8 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | No
     has_nucleus = has_whole_top_k | (ranked.sum(-1, keepdim=True) >= wanted)
     units = _units(ranked)
     kept = within & (units.cumsum(-1) - units < _units(wanted))
-    num_kept = kept.sum(-1, keepdim=True)
-    least = ranked.gather(1, (num_kept - 1).clamp_(min=0))  # none is kept where logits are NaN
+    num_kept = kept.sum(-1, keepdim=True).clamp_(min=1)  # a tiny `top_p` is 0 units
+    least = ranked.gather(1, num_kept - 1)
     # Of equally likely tokens those with the lowest ids are kept, as if all tokens had been sorted.
     is_least = probabilities == least
     num_least = num_kept - (ranked > least).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-# expect: actor_gen: top_p is 0, which leaves no token to sample. Set it to more than 0
+# expect: actor_gen: top_p is 0; it must be more than 0 and at most 1
 from hflow import Dataset, Model, Recipe, Text, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)
