@@ -92,7 +92,7 @@ ABSENT = {
     if find_spec(package) is None or find_spec(packages[0]) is None
 }
 LACKS = re.compile(
-    r"No module named '(\w+)|could not import '(\w+)|hflow\[([\w-]+)\]|\b(\w+) is not installed"
+    r"No module named '?(\w+)|could not import '(\w+)|hflow\[([\w-]+)\]|\b(\w+) is not installed"
 )
 
 

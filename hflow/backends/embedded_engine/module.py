@@ -65,7 +65,9 @@ def _new_module(settings: ModelSettings) -> Any:
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            module = _from_config(config, dtype)
+            module = _from_config(config, torch.float32)
+        for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
+            weight.data = weight.data.to(dtype)
     if settings.lora is not None:
         add_adapter(module, settings)
         for weight in adapter_weights(module).values():  # in the precision in which the trainer uses them

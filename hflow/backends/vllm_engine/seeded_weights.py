@@ -29,5 +29,7 @@ class SeededWeights:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.dtype]
         with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=dtype)
+            module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=torch.float32)
+        for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
+            weight.data = weight.data.to(dtype)
         yield from stacked_views(module.config.model_type, module.named_parameters())
