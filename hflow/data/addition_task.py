@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,8 @@ class Addition:
     """
 
     names: ClassVar[tuple[str, ...]] = ("prompt", "answer")
+    files: tuple[Path, ...] = ()
+    """It has none."""
 
     def __init__(self, split: str, schema: RowSchema) -> None:
         """Select the split's pairs.

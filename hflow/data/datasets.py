@@ -49,6 +49,11 @@ class DataSettings:
 class RowSource(Protocol):
     """Rows by index."""
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the rows, in the order in which they are read."""
+        ...
+
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
@@ -71,6 +76,11 @@ class JoinedRows:
         self.sizes = tuple(map(len, sources))
         self._sources = sources
         self._starts = list(accumulate(self.sizes, initial=0))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of all sources."""
+        return tuple(file for source in self._sources for file in source.files)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -201,6 +211,11 @@ class _FirstRows:
     def __init__(self, source: RowSource, limit: int) -> None:
         self._source = source
         self._limit = limit
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the source."""
+        return self._source.files
 
     def __len__(self) -> int:
         return min(self._limit, len(self._source))

@@ -44,6 +44,11 @@ class HuggingFaceRows:
         self._schema = schema
         self._where = where
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The Arrow files that hold the rows."""
+        return tuple(Path(file["filename"]) for file in self._rows.cache_files)
+
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -43,6 +43,11 @@ class JsonLines:
         except OSError as error:
             raise _unreadable(path, schema, error) from error
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file."""
+        return (self._path,)
+
     def __len__(self) -> int:
         return len(self._starts)
 
@@ -146,6 +151,11 @@ class Parquet:
         with _readable(path):
             names = pq.read_schema(path).names
         schema.check(names, str(path))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file."""
+        return (self._path,)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

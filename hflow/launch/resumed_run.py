@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hflow.backends.interface import SHARDS
+from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.find_run import find_run
 from hflow.launch.plan_file import read_plan_file, recipe_file
+from hflow.launch.run_inputs import RunInputs, changed_inputs, read_inputs
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
 from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json
@@ -33,6 +35,50 @@ class ResumedRun:
     """None: the run was never saved, and begins again."""
     diff: PlanDiff
     """What differs from the plan that ran before."""
+    earlier: RunConfig
+    """The configuration that ran before."""
+
+    def check_inputs(self, inputs: Callable[[RunInputs | None], RunInputs]) -> tuple[RunInputs, list[str]]:
+        """Return the inputs of the run that continues, and warnings of what is not as it was.
+
+        Args:
+            inputs: returns the present inputs, given those of before.
+
+        Raises:
+            ConfigError: if the checkpoint means something else with what has changed; names it.
+        """
+        known = read_inputs(self.directory.inputs)
+        present, warnings = inputs(known), list(self._kept_states())
+        if self.point is None:  # it begins again
+            return present, []
+        if known is None:
+            warnings.append(
+                f"warning: {self.directory.inputs.name} is missing, so nothing tells whether the data and "
+                "models are those that the run began with"
+            )
+            return present, warnings
+        for changed in changed_inputs(known, present, self.earlier, self.compiled):
+            if changed.is_refused:
+                raise ConfigError(
+                    f"the run in {self.directory.path} cannot resume: {changed.key} is not what it read: "
+                    f"{changed.change}. {changed.fix}."
+                )
+            warnings.append(
+                f"warning: {changed.key} is not what the run read before: {changed.change}; results may "
+                "differ from here on"
+            )
+        return present, warnings
+
+    def _kept_states(self) -> Iterator[str]:
+        """Yield a warning for each node that has other knobs now, but continues with its state of before."""
+        states = self.point.saved.node_states if self.point else {}
+        for node, state in states.items():
+            changed = [c for c in self.diff.changes if c.topic == "node" and c.subject.startswith(f"{node}.")]
+            if changed:
+                yield (
+                    f"warning: {changed[0]}, but {node} continues with its state, {state}; a knob "
+                    "that only sets how a run begins has no effect"
+                )
 
     @property
     def steps(self) -> int:
@@ -54,9 +100,16 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
     """
     directory, checkpoint = _find(run)
     file = read_plan_file(directory.plan)
+    config, earlier = file.configuration(overrides), file.configuration()
+    for key in ("name", "out"):
+        if getattr(config, key) != getattr(earlier, key):
+            raise ConfigError(
+                f"{key}={getattr(config, key)} has no effect, as a run continues in its own directory, "
+                f"{directory.path}; remove it"
+            )
     compiled = compile_recipe(
         recipe_file(file),
-        config=file.configuration(overrides),
+        config=config,
         engines=file.engines,
         candidates=file.candidates,
     )
@@ -71,7 +124,7 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
             f"the run in {directory.path} has completed its {point.steps} steps; to continue it, set more, "
             f"such as steps={2 * point.steps}"
         )
-    return ResumedRun(compiled, directory, point, diff)
+    return ResumedRun(compiled, directory, point, diff, earlier)
 
 
 def newest_point(checkpoints: Checkpoints) -> ResumePoint | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hflow.config import flatten, to_yaml
-from hflow.durable_files import WriteError
+from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.launch.compile import Compiled
 from hflow.launch.observer_thread import ObserverThread
@@ -36,6 +36,7 @@ from hflow.launch.resumed_run import (
     resumed_setup,
     rewind_run,
 )
+from hflow.launch.run_inputs import run_inputs
 from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.stop_signals import StopSignals
 from hflow.launch.trackers import open_trackers
@@ -127,7 +128,11 @@ async def _run_in_loop(
 
     Workers import torch while this process does so for the checks of models.
     """
-    rows, setup, config = open_rows(compiled), make_setup(compiled, environment.factories), compiled.config
+    (rows, row_files), config = open_rows(compiled), compiled.config
+    setup = make_setup(compiled, environment.factories)
+    find_inputs, input_warnings = partial(run_inputs, compiled, row_files), list[str]()
+    if resumed is not None:
+        inputs, input_warnings = resumed.check_inputs(find_inputs)
     console = Console(quiet=True) if environment.is_quiet else None
     async with AsyncExitStack() as stack:
         display = stack.enter_context(open_display(config.name, live, console))
@@ -137,11 +142,15 @@ async def _run_in_loop(
             if not processes.is_shared:
                 stack.push_async_callback(processes.close)
             processes.refuse_impossible()
-        model_checks = _import_in_background("hflow.launch.model_checks")  # continues while Ray starts
+        # They continue while Ray starts.
+        model_checks = _in_background(partial(import_module, "hflow.launch.model_checks"))
+        hashing = None if resumed else _in_background(find_inputs)
         if processes is not None:
             with suppress(WorkerFailureError):  # `_Attempts` starts them again
                 processes.start(display.note)
         (await model_checks).check_models(compiled, setup)
+        if hashing is not None:
+            inputs = await hashing
         files = to_yaml(config), plan_file_text(compiled) + "\n"
         directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name, *files)
         setup = replace(setup, weights_directory=str(directory.weights.resolve()))
@@ -157,6 +166,7 @@ async def _run_in_loop(
             directory.keep_trace()
             directory.error.unlink(missing_ok=True)
             directory.write_plan(*files)
+        replace_text(directory.inputs, inputs.to_json())
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)
         checkpoints.drop_unfinished()
         set_aside: list[str] = []
@@ -174,7 +184,7 @@ async def _run_in_loop(
                 display.note(
                     f"later checkpoints are kept as {', '.join(set_aside)}; delete what you do not need"
                 )
-            for warning in compiled.plan.warnings:
+            for warning in (*compiled.plan.warnings, *input_warnings):
                 observer.on_warning(warning)
             signals = StopSignals(display.note)
             attempts = _Attempts(compiled, processes, setup, rows, directory, observer, checkpoints, signals)
@@ -197,16 +207,16 @@ async def _run_in_loop(
     return summary
 
 
-def _import_in_background(module: str) -> asyncio.Future[Any]:
-    """Import a module on a thread that leaves SIGTERM to this one, as do those that libraries start there.
+def _in_background(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Do something on a thread that leaves SIGTERM to this one, as do those that libraries start there.
 
     While Ray starts, other threads would take the signal, and end the process (`ray_actors`).
     """
     block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
-    thread = ThreadPoolExecutor(1, "hflow-imports", block)
-    imported = asyncio.get_running_loop().run_in_executor(thread, import_module, module)
+    thread = ThreadPoolExecutor(1, "hflow-start", block)
+    result = asyncio.get_running_loop().run_in_executor(thread, work)
     thread.shutdown(wait=False)
-    return imported
+    return result
 
 
 @dataclass

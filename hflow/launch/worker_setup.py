@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.interface import FIRST_PASS_STREAM
@@ -84,8 +85,11 @@ def make_workers(processes: RayActors | None) -> Workers:
     return RayWorkers(processes)
 
 
-def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
-    """Open the dataset of every stream, check its first rows, and return the order of its rows.
+def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tuple[Path, ...]]]:
+    """Open the dataset of every stream and check its first rows.
+
+    Returns:
+        Stream -> the order of its rows, and dataset -> the files that hold them.
 
     Raises:
         DataError: for a file that does not have the columns that the recipe declares.
@@ -95,13 +99,15 @@ def open_rows(compiled: Compiled) -> dict[str, DatasetRows]:
     is_trained = {stream.name: stream.batch is not None for stream in compiled.plan.schedule.streams}
     dataset_of = {stream: compiled.graph.stream(stream).dataset for stream in is_trained}
     rows: dict[str, DatasetRows] = {}
+    files: dict[str, tuple[Path, ...]] = {}
     for stream, name in dataset_of.items():
         assert name is not None, f"root stream {stream} has no dataset"
         settings = data_settings(compiled.config, datasets[name])
         source = open_dataset(settings, dict(datasets[name].columns))
         check_rows(settings, source)
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
-    return rows
+        files[name] = source.files
+    return rows, files
 
 
 def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained: bool) -> DatasetRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from runs import ROOT, TINY, largest_difference, run, weights_of
+from safetensors.torch import load_file, save_file
 
 from hflow import launch
 from hflow.config import to_yaml
@@ -22,6 +24,7 @@ from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_file import plan_file_text
 from hflow.launch.resumed_run import find_resumed
+from hflow.launch.run_inputs import read_inputs
 from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory
@@ -202,6 +205,109 @@ def test_a_checkpoint_of_a_later_version_is_refused(
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match=f"{problem}.*use the version of hflow that wrote it, or begin"):
         find_resumed(str(of_format_1.path))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, rows in two files, and a run of two steps; all paths are relative to this directory."""
+    home = tmp_path_factory.mktemp("workplace")
+    for name in ("base-1", "base-2"):
+        shutil.copytree(FORMAT_1 / "actor", home / name)
+    weights = load_file(home / "base-2" / "model.safetensors")
+    save_file({name: 2 * x for name, x in weights.items()}, home / "base-2" / "model.safetensors")
+    (home / "base").symlink_to("base-1")
+    for name in ("train-1", "train-2", "heldout"):
+        rows = ({"prompt": f"{number:02d}+01=", "answer": f"{number + 1:03d}"} for number in range(10, 18))
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["models.actor.path=base", "models.actor.gen.max_model_len=32", "nodes.actor_gen.max_tokens=4"]
+    options += ["+data@data.train=addition", "data.train.generator=null", "data.train.path=train-*.jsonl"]
+    options += [
+        "+data@data.heldout=addition",
+        "data.heldout.generator=null",
+        "data.heldout.path=heldout.jsonl",
+    ]
+    options += ["nodes.eval_gen.max_tokens=4", "steps=2", "batch=8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        run(RECIPE, Path("runs"), *options, *INPROC)
+    return home
+
+
+@pytest.fixture
+def moved(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(workplace, tmp_path / "moved", symlinks=True)
+    monkeypatch.chdir(tmp_path / "moved")
+    return tmp_path / "moved"
+
+
+def replaced(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda home: shutil.copy("heldout.jsonl", "train-3.jsonl"), "data.train .*/train-3.jsonl is new"),
+        (lambda home: (home / "train-2.jsonl").unlink(), "data.train .*/train-2.jsonl is gone"),
+        (
+            lambda home: replaced(home / "train-1.jsonl", "13+01", "31+01"),
+            "data.train .*/train-1.jsonl has other content. Put the files back",
+        ),
+        (
+            lambda home: replaced(home / "base/tokenizer.json", '"9"', '"?"'),
+            "models.actor .*/base-1/tokenizer.json has other content. Let the configured path lead to",
+        ),
+        (
+            lambda home: shutil.copy("base-2/model.safetensors", "base-1/model.safetensors"),
+            "models.ref .*/base-1/model.safetensors has other content",
+        ),
+    ],
+)
+def test_files_that_a_run_continues_with_must_be_what_they_were(
+    moved: Path, change: Callable[[Path], Any], problem: str
+):
+    change(moved)
+    with pytest.raises(ConfigError, match=f"cannot resume: {problem}"):
+        resume_run("runs/resumed/latest", ["steps=3"], live=False)
+
+
+def test_a_model_is_found_again_when_its_link_leads_elsewhere(workplace: Path, moved: Path):
+    (moved / "base").unlink()
+    (moved / "base").symlink_to("base-2")
+    origin = workplace / "base-1"
+    with pytest.raises(ConfigError, match=f"models.ref is not .* set models.ref.path={origin}"):
+        resume_run("runs/resumed/latest", ["steps=3"], live=False)
+    resumed = resume_run("runs/resumed/latest", ["steps=3", f"models.ref.path={origin}"], live=False)
+    assert (resumed.reason, resumed.steps, resumed.warnings) == ("done", 3, ())
+
+
+def test_other_rows_of_an_evaluation_are_warned_of_once(moved: Path):
+    replaced(moved / "heldout.jsonl", "13+01", "31+01")
+    resumed = resume_run("runs/resumed/latest", ["steps=3"], live=False)
+    (warning,) = resumed.warnings
+    assert re.search(r"data.heldout is not what .*/heldout.jsonl has other content; results may", warning)
+    assert resume_run("runs/resumed/latest", ["steps=4"], live=False).warnings == ()
+
+
+def test_overrides_without_effect_are_refused_or_warned_of(moved: Path):
+    for override in ("out=elsewhere", "name=other"):
+        with pytest.raises(ConfigError, match=f"{override} has no effect, as a run continues in its own"):
+            find_resumed("runs/resumed/latest", ["steps=3", override])
+    resumed = find_resumed("runs/resumed/latest", ["steps=3", "nodes.kl_reward.beta=0.5"])
+    known = read_inputs(resumed.directory.inputs)
+    assert known is not None
+    (warning,) = resumed.check_inputs(lambda before: known)[1]
+    assert re.search(r"kl_reward.beta: 0.05 -> 0.5, but kl_reward continues with its state, .*beta", warning)
+
+
+def test_a_manifest_without_an_entry_is_refused(moved: Path):
+    manifest = moved / "runs/resumed/latest/checkpoints/step-2/manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["files"]["actor/model.safetensors"]
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(RunError, match=r"damaged: manifest.json does not have the content"):
+        resume_run("runs/resumed/latest", ["steps=3"], live=False)
 
 
 def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_path: Path):

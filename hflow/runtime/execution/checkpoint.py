@@ -10,8 +10,10 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hflow.durable_files import FileChecksum, file_checksum, sync
 from hflow.errors import RunError
@@ -85,6 +87,7 @@ class Checkpoints:
         names = {path.relative_to(directory).as_posix(): path for path in paths}
         checksums = {name: files.get(name) or file_checksum(path) for name, path in names.items()}
         manifest = {"format": FORMAT, "step": step, "plan": plan_digest, "files": checksums}
+        manifest["checksum"] = _manifest_checksum(manifest)
         (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in {*paths, directory / MANIFEST}:
             if path.relative_to(directory).as_posix() not in files:
@@ -191,6 +194,12 @@ def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda 
             f"{directory} has format {number!r}, but this version of hflow reads format {FORMAT}; "
             f"{other_version_fix(directory)}"
         )
+    checksum = manifest.pop("checksum", None)  # None: an earlier version wrote it
+    if checksum is not None and checksum != _manifest_checksum(manifest):
+        raise RunError(
+            f"the checkpoint {directory} is damaged: {MANIFEST} does not have the content that was written; "
+            "use another"
+        )
     for name, expected in files.items():
         if not concerns(name):
             continue
@@ -203,6 +212,11 @@ def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda 
                 "use another"
             )
     return step
+
+
+def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest without its own, by which an entry that is removed is noticed."""
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
 def other_version_fix(directory: Path) -> str:

@@ -1,7 +1,7 @@
 """The directory of one run and the paths of its files.
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
-    config.yaml  plan.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
+    config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
@@ -153,6 +153,11 @@ class RunDirectory:
     def plan(self) -> Path:
         """The plan file: recipe, configuration and plan, as `hflow run --plan` reads it."""
         return self.path / "plan.json"
+
+    @property
+    def inputs(self) -> Path:
+        """Fingerprints of the files that the run reads, see `launch.run_inputs`."""
+        return self.path / "inputs.json"
 
     @property
     def metrics(self) -> Path:
