@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,7 +165,21 @@ def _paths(source: SourceConfig) -> tuple[str, ...]:
 
 
 def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """Return paths that mean the same in every worker. A dataset of the Hub stays as it is."""
+    """Return paths that mean the same in every worker, whenever it starts: of a pattern, its files.
+
+    A dataset of the Hub stays as it is, and so does a pattern without files, for the error.
+    """
     if isinstance(path, tuple):
-        return tuple(str(_absolute(item)) for item in path)
-    return path if path is None or path.startswith(HUB) else str(Path(path).resolve())
+        return tuple(file for item in path for file in _files(item))
+    if path is None:
+        return None
+    files = _files(path)
+    return files[0] if len(files) == 1 else files
+
+
+def _files(path: str) -> tuple[str, ...]:
+    if path.startswith(HUB):
+        return (path,)
+    resolved = str(Path(path).resolve())
+    is_pattern = has_magic(resolved) and not Path(resolved).exists()
+    return tuple(sorted(glob(resolved, recursive=True))) * is_pattern or (resolved,)

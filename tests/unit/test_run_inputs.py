@@ -17,6 +17,7 @@ from hflow.launch.run_inputs import (
     read_inputs,
     run_inputs,
 )
+from hflow.launch.worker_setup import make_setup
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "tests/fixtures/checkpoint-format-1/actor"
@@ -74,6 +75,18 @@ def test_weights_beside_which_adapters_train_are_compared(lora: tuple[str, ...])
     assert names["models.critic"] == tokenizer
     assert names["models.ref"] == tokenizer | model
     assert names["recipe"] == {"ppo.py"}
+
+
+def test_workers_that_start_later_read_the_files_that_the_run_began_with(tmp_path: Path) -> None:
+    """A worker that takes another's place must not find the files of a pattern again."""
+    row = b'{"prompt": "1+1=", "answer": "2"}\n'
+    files = [str(path) for path in written(tmp_path, **{"a.jsonl": row, "b.jsonl": row})]
+    options = [f"models.actor.path={BASE}", "models.actor.gen.max_model_len=32", "data.train.generator=null"]
+    options += [f"data.train.path=[{tmp_path}/?.jsonl,hf:a/b]", f"data.heldout.path={tmp_path}/c*.jsonl"]
+    compiled = compile_recipe(ROOT / "recipes/grpo.py", [*options, "data.heldout.generator=null"])
+    datasets = make_setup(compiled).datasets
+    assert datasets["train"].path == (*files, "hf:a/b")
+    assert datasets["heldout"].path == f"{tmp_path}/c*.jsonl"
 
 
 def test_a_list_of_inputs_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
