@@ -148,15 +148,24 @@ def test_keys_and_templates_of_a_checkpoint(finished: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_vllm_serves_the_same_model(finished: Path) -> None:
+def test_vllm_serves_the_same_model(finished: Path, tmp_path: Path) -> None:
     """Greedy completions of both engines are equal, vLLM's follow from a seed, and none of it outlives the
-    command."""
+    command. Both end turns at a token that only config.json names."""
     greedy: Any = {"model": "actor", "temperature": 0, "max_tokens": 12}
     template = f"chat_template={JOINED}"
     with serving(finished, template) as served, served.client() as client:
+        whole = client.completions.create(prompt="17+25=", **greedy).choices[0].text
+    saved = tmp_path / "actor"
+    shutil.copytree(finished / "checkpoints" / "latest" / "actor", saved)
+    config = json.loads((saved / "config.json").read_text())
+    vocabulary = json.loads((saved / "tokenizer.json").read_text())["model"]["vocab"]
+    config["eos_token_id"] = [config["eos_token_id"], vocabulary[whole[2]]]
+    (saved / "config.json").write_text(json.dumps(config))
+    with serving(saved, template) as served, served.client() as client:
         expected = client.completions.create(prompt="17+25=", **greedy).choices[0].text
+        assert expected == whole[: whole.index(whole[2])]
         talk = client.chat.completions.create(messages=ASK, **greedy).choices[0].message.content
-    with serving(finished, template, "--engine", "vllm", "--api-key", "secret") as served:
+    with serving(saved, template, "--engine", "vllm", "--api-key", "secret") as served:
         assert served.title.endswith("(engine vllm: as configured)\n")
         assert served.run_example() >= 1
         with served.client("secret") as client:
