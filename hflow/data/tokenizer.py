@@ -205,6 +205,26 @@ class TextTokenizer:
         names = self._hf.save_pretrained(directory)
         return [path for path in map(Path, names) if path.is_file()]  # it names files that it did not need
 
+    def save_for_server(self, directory: Path) -> None:
+        """Write the tokenizer for a server that is not hflow's, which replies with what `answer` returns.
+
+        Such a server leaves out special tokens, so those of an answer are written as ordinary ones.
+        It ends turns at `stop_ids`.
+        """
+        self.save(str(directory))
+        self.save_stop_ids(directory)
+        file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+        if not file.is_file():
+            return
+        saved = read_json_object(file)
+        for token in saved.get("added_tokens", ()):
+            token["special"] = token["special"] and token["id"] in self._ends
+        file.write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+        values = read_json_object(settings)
+        if isinstance(values.get("extra_special_tokens"), list):
+            text = json.dumps({**values, "extra_special_tokens": []}, indent=2)
+            settings.write_text(text, encoding="utf-8")
+
     def save_stop_ids(self, directory: Path) -> None:
         """Let programs that read a model's directory end turns where hflow does.
 

@@ -182,7 +182,8 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
     [
         (CHAT_TEMPLATE, "é", "the tokenizer has no token for 'é' (in 'é'); add it to the alphabet"),
         (
-            '{{ raise_exception("no system role") if messages[0].role == "system" else messages }}',
+            '{% if messages[0].role == "system" %}{{ raise_exception("no system role") }}{% endif %}'
+            "{{ messages[0].content }}",
             "12",
             "no system role",
         ),

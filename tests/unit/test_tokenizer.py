@@ -228,6 +228,24 @@ def test_a_continuation_closes_the_turn_if_the_model_did_not(last: int, end: lis
     assert ids == [*end, *tokenizer.encode("\n[user]go on\n[assistant]")]
 
 
+@pytest.mark.parametrize("named", [[], ["<think>", "</think>"]])
+def test_another_server_replies_with_the_same_text(named: list[str], tmp_path: Path) -> None:
+    """vLLM's leaves out special tokens, and its parsers look for some of them."""
+    tokenizer = byte_tokenizer(tmp_path, CHATML)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "extra_special_tokens": named}))
+    tokenizer = TextTokenizer(TokenizerSettings(str(tmp_path)))
+    tokenizer.save_for_server(tmp_path / "server")
+    served = AutoTokenizer.from_pretrained(tmp_path / "server")
+    text = "<s><think>é</think> <tool_call>{}</tool_call></s><pad>"
+    ids = served(text, add_special_tokens=False)["input_ids"]
+    assert ids == tokenizer.encode(text)
+    assert served("1")["input_ids"] == tokenizer.prompt("1")
+    assert served.decode(ids, skip_special_tokens=True) == tokenizer.answer(ids)
+    assert tokenizer.answer(ids) == "<think>é</think> <tool_call>{}</tool_call>"
+    assert (served.chat_template, served.eos_token, served.pad_token) == (CHATML, "</s>", "<pad>")
+
+
 @pytest.mark.parametrize("end", ["<|im_end|>", "</s>", ""])
 def test_the_end_of_a_turn_is_there_once(end: str, tmp_path: Path) -> None:
     """Also if it is a token that is not special: the template ends turns with `<|im_end|>`."""

@@ -91,8 +91,7 @@ class VllmApiServer:
             # The tokenizer as hflow configured it, in a directory of its own, as beside a model's config it
             # may be loaded as another class.
             arguments["tokenizer"] = self._process.directory / "tokenizer"
-            tokenizer.save(str(arguments["tokenizer"]))
-            tokenizer.save_stop_ids(arguments["tokenizer"])
+            tokenizer.save_for_server(arguments["tokenizer"])
             arguments["generation_config"] = arguments["tokenizer"]
             if tokenizer.chat_template is not None:
                 arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
