@@ -28,6 +28,7 @@ from hflow.cli import (
 from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
 from hflow.durable_files import file_fix
 from hflow.errors import HflowError, shorten
+from hflow.standard_streams import open_closed_streams, outlive_reader
 
 MAX_ERROR = 1200
 """Characters of an error: the middle of a longer one is left out."""
@@ -171,6 +172,8 @@ app.command(epilog=_examples("doctor"))(doctor_command.doctor)
 
 def main() -> None:
     """Run the command line. Errors of the user are printed in one line, with exit code 2."""
+    open_closed_streams()
+    outlive_reader("stderr")
     gc.freeze()  # modules are never garbage, and collections would visit all of them again and again
     try:
         code = app(standalone_mode=False)

@@ -7,8 +7,8 @@ DIFFERENT = 1
 USER_ERROR = 2
 """An error that the user can fix; it was printed in one line."""
 RESUMABLE = 75
-"""A run was stopped by Ctrl-C or SIGTERM before its last step; `hflow run --resume` continues it. It is the
-system's code for a temporary failure, on which schedulers may try again."""
+"""A run was stopped by Ctrl-C, SIGTERM or SIGHUP before its last step; `hflow run --resume` continues it. It
+is the system's code for a temporary failure, on which schedulers may try again."""
 INTERRUPTED = 130
 
 

@@ -16,6 +16,7 @@ from hflow.cli.exit_codes import DIFFERENT, RunStopped
 from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import render_twin
+from hflow.standard_streams import outlive_reader
 from hflow.terminal import print_text, show
 
 STOPPED = "stopped"
@@ -54,6 +55,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe. Results are in OUT/NAME/TIME; OUT/NAME/latest is the newest run."""
+    outlive_reader("stdout")
     recipe, changes = split_recipe(recipe, overrides or [])
     if resume is not None:
         if plan is not None or cfg:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hflow import launch
 from hflow.cli.exit_codes import StoppedByUser
+from hflow.standard_streams import outlive_reader
 from hflow.terminal import print_text
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint with OpenAI's API, until Ctrl-C."""
+    outlive_reader("stdout")
     is_interrupted = launch.serve(
         target,
         overrides or [],

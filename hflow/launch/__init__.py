@@ -187,7 +187,7 @@ def serve(
     report_progress: Callable[[str], None] = lambda line: None,
     on_ready: Callable[[ServedEndpoint], None] = lambda endpoint: None,
 ) -> bool:
-    """Serve a checkpoint with OpenAI's API until Ctrl-C or SIGTERM.
+    """Serve a checkpoint with OpenAI's API until Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
         target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.

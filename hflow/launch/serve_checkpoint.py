@@ -28,6 +28,7 @@ from hflow.endpoint.server import EndpointServer, base_url
 from hflow.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.json_text import read_json_object
 from hflow.launch.served_checkpoint import ServedCheckpoint
+from hflow.launch.stop_signals import stop_signals
 from hflow.planner.architectures import read_shape
 from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.layout import Layout
@@ -75,7 +76,7 @@ def run_server(
     report_progress: Callable[[str], None],
     on_ready: Callable[[ServedEndpoint], None],
 ) -> bool:
-    """Serve a checkpoint until Ctrl-C or SIGTERM.
+    """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
         checkpoint: what to serve.
@@ -238,7 +239,7 @@ def _serve_vllm(setup: EngineSetup, options: ServeOptions, ready: Callable[[str]
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[tuple[asyncio.Event, list[signal.Signals]]]:
-    """Set an event at Ctrl-C or SIGTERM; yields it and the signals that have come."""
+    """Set an event at Ctrl-C, SIGTERM or SIGHUP; yields it and the signals that have come."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     received: list[signal.Signals] = []
 
@@ -246,12 +247,13 @@ def _stopped_by_signals() -> Iterator[tuple[asyncio.Event, list[signal.Signals]]
         received.append(number)
         stopped.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = stop_signals()
+    for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
         yield stopped, received
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.remove_signal_handler(number)
 
 

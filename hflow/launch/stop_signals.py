@@ -1,4 +1,4 @@
-"""`StopSignals`: Ctrl-C and SIGTERM ask a run to stop; a second signal ends it at once."""
+"""`StopSignals`: Ctrl-C, SIGTERM and SIGHUP ask a run to stop; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import signal
 import time
 from collections.abc import Callable
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals by which people, schedulers and a terminal that is closed ask a process to end.
+
+    SIGHUP is none where it is ignored, as `nohup` lets it be.
+    """
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return signal.SIGINT, signal.SIGTERM, *(() if ignores else (signal.SIGHUP,))
+
+
 SAME_REQUEST_SECONDS = 2.0
 """Signals that follow within this time are one request: schedulers and wrappers send one to a process and to
 its group."""
@@ -27,6 +36,7 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._stop: Callable[[], None] | None = None
+        self._signals = stop_signals()
         self.install()
 
     @property
@@ -36,12 +46,12 @@ class StopSignals:
 
     def install(self) -> None:
         """Handle signals. Called again after a library may have set handlers of its own."""
-        for number in SIGNALS:
+        for number in self._signals:
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def remove(self) -> None:
         """Let signals end the process."""
-        for number in SIGNALS:
+        for number in self._signals:
             self._loop.remove_signal_handler(number)
 
     def stop_by(self, stop: Callable[[], None] | None) -> None:

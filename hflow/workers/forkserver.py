@@ -18,6 +18,7 @@ from multiprocessing import forkserver, popen_forkserver, reduction, spawn, sync
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
+from hflow.standard_streams import outlive_reader
 from hflow.workers.process_guard import POLL_SECONDS, run_in_session, semaphore_prefix
 
 _PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
@@ -78,8 +79,9 @@ class CleanProcess(ForkServerProcess):
     """A process started by the clean server."""
 
     def run(self) -> None:
-        """Run the target in a session of its own."""
+        """Run the target in a session of its own. What it prints may have no reader any more."""
         run_in_session()
+        outlive_reader("stdout", "stderr")
         super().run()
 
     @staticmethod

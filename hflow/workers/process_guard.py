@@ -44,11 +44,11 @@ _server_pid: int | None = None
 def guard_server() -> None:
     """Start a guard above this process. Returns in a child of the guard, which is the server from now on.
 
-    Call it before the process has threads. SIGINT and SIGTERM are ignored from now on: a terminal or a job
-    scheduler sends them to all processes at once, and the worker decides what ends.
+    Call it before the process has threads. SIGINT, SIGTERM and SIGHUP are ignored from now on: a terminal
+    or a job scheduler sends them to all processes at once, and the worker decides what ends.
     """
     global _server_pid
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     owner, anchor = os.getppid(), os.getpid()
     guard = os.fork()

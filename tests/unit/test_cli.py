@@ -393,6 +393,14 @@ def test_control_c_prints_one_line_and_exits_130(tmp_path: Path):
     assert errors == "error: interrupted\n"
 
 
+def test_a_command_without_a_reader_ends_quietly():
+    command = subprocess.list2cmdline([sys.executable, "-m", "hflow", "nodes", "--json"])
+    for redirect, code in ((">&-", 0), (">&- <&- 2>&-", 0), ("| true", 1)):
+        line = f"set -o pipefail; {command} {redirect}"
+        ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert (ended.returncode in (0, code), ended.stderr) == (True, "")
+
+
 @pytest.mark.ray
 def test_doctor_accepts_this_environment(no_ray, monkeypatch, capsys):
     assert hflow(monkeypatch, "doctor") == 0

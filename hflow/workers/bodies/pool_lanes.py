@@ -55,7 +55,7 @@ GRACE_SECONDS = 1.0
 
 FinishedJobs = list[tuple[Job, JobResult]]
 
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 """Exit codes of processes that another process or the kernel has ended, as when memory is short."""
 
 

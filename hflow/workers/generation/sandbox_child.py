@@ -141,7 +141,7 @@ class _Server:
         """Run a call in this process, which was forked for it."""
         run_in_session()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(connection, 3)
         os.closerange(4, max(map(int, os.listdir("/proc/self/fd"))) + 1)

@@ -308,7 +308,8 @@ def _as_a_guest() -> Iterator[None]:
 
     hflow reports in a line what ended. Ray's handlers of SIGTERM, one in Python and one in C++, end the
     process without saving the run. The one in C++ is there for a moment, so the signal waits on all threads
-    that start here; but not in Ray's daemons, which would inherit that.
+    that start here; but not in Ray's daemons, which would inherit that. They do inherit that SIGHUP waits: a
+    terminal that is closed sends it to all its processes, and the run is to be saved then.
     """
     listen, set_handler = ray_worker.listen_error_messages, ray_utils.set_sigterm_handler
     start_daemon = ray_services.start_ray_process
@@ -323,7 +324,7 @@ def _as_a_guest() -> Iterator[None]:
     ray_worker.listen_error_messages = lambda worker, threads_stopped: None
     ray_utils.set_sigterm_handler = lambda handler: None
     ray_services.start_ray_process = start_daemon_unblocked
-    _block(signal.SIGTERM)
+    _block(signal.SIGTERM, signal.SIGHUP)
     try:
         yield
     finally:
@@ -331,15 +332,15 @@ def _as_a_guest() -> Iterator[None]:
         ray_services.start_ray_process = start_daemon
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # replaces the one in C++
-        _unblock(signal.SIGTERM)
+        _unblock(signal.SIGTERM, signal.SIGHUP)
 
 
-def _block(number: signal.Signals) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+def _block(*numbers: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _unblock(number: signal.Signals) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+def _unblock(*numbers: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @contextmanager
