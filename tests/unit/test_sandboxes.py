@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hflow import sandbox
-from hflow.errors import RunError
+from hflow.errors import EpisodeError, RunError
 from hflow.types.sandbox import ToolFailed, sandbox_of
 from hflow.workers.generation import sandboxes as sandboxes_module
 from hflow.workers.generation.sandboxes import Sandboxes
@@ -265,6 +265,50 @@ def test_a_call_finds_nothing_that_an_earlier_one_left() -> None:
 def test_a_forged_reply_is_only_text(forged: str) -> None:
     code = f"import os; os.write(3, b'{forged}'); os._exit(0)"
     assert failure(execute, code=code) == "its process wrote no valid reply"
+
+
+DEEP = """
+import os
+for _ in range(1500):
+    os.mkdir("d" * 200, 0o300)
+    os.chdir("d" * 200)
+result = os.getcwd()
+"""
+
+
+def test_what_a_call_leaves_harms_no_other_call() -> None:
+    async def work(sandboxes: Sandboxes) -> None:
+        for _ in range(2):
+            left = call(sandboxes, execute, code=DEEP.replace("os.getcwd()", "0"))
+            doubled = [call(sandboxes, execute, code=f"result = 2 * {i}") for i in range(3)]
+            assert await asyncio.gather(left, *doubled) == [0, 0, 2, 4]
+        where = await call(sandboxes, execute, code=DEEP.replace("1500", "1"))
+        while Path(where).parent.exists():
+            await asyncio.sleep(0.02)
+
+    run(work)
+
+
+def servers() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "sandbox_child" in " ".join(p.cmdline())]
+
+
+def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None:
+    async def work(sandboxes: Sandboxes, kills: int) -> Any:
+        task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))
+        for _ in range(kills):
+            while not calls_in_progress():
+                await asyncio.sleep(0.01)
+            (server,) = servers()
+            server.kill()
+            server.wait(10)
+            while calls_in_progress():
+                await asyncio.sleep(0.01)
+        return await task
+
+    assert run(lambda sandboxes: work(sandboxes, 1)) > 0
+    with pytest.raises(EpisodeError, match="the sandbox of patient failed twice, so the call has no result"):
+        run(lambda sandboxes: work(sandboxes, 2))
 
 
 def test_processes_that_a_call_starts_end_with_it() -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import pickle
+import secrets
 import select
 import shutil
 import signal
@@ -38,6 +40,9 @@ from hflow.workers.process_guard import POLL_SECONDS, guard_server, kill_orphans
 STARTED = b"\0"
 """The first byte of an answer: the call's process is confined, and its time begins. Any other answer is a
 text that says why it is not."""
+ENDED = b"\1"
+"""The last byte of an answer, which the server adds when the call's process has ended. Without it, the server
+has ended itself, so nothing is known of the call."""
 LENGTH = struct.Struct("=Q")
 """The length of the first message to a server, a pickled `ServerSetup`. Each further byte brings the socket
 of a call."""
@@ -77,7 +82,7 @@ class _Server:
     def __init__(self, control: socket.socket, setup: ServerSetup) -> None:
         self._control = control
         self._setup = setup
-        self._tool = _load(setup.pickled_tool)
+        self._tool, self._problem = _load(setup.pickled_tool)
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
         """By process id."""
@@ -127,8 +132,12 @@ class _Server:
         return hung_up
 
     def _start(self, call: _Call) -> None:
-        call.scratch = Path(tempfile.mkdtemp(prefix="hflow-sandbox-", dir=self._setup.temporary))
-        pid = os.fork()
+        try:
+            call.scratch = Path(tempfile.mkdtemp(prefix="hflow-sandbox-", dir=self._setup.temporary))
+            pid = os.fork()
+        except OSError as error:
+            self._finish(call, f"the process of a call cannot be made: {error_line(error)}".encode())
+            return
         if pid:
             self._running[pid] = call
             return
@@ -144,6 +153,9 @@ class _Server:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(connection, 3)
+        if self._problem is not None:
+            os.write(3, self._problem.encode())
+            return
         os.closerange(4, max(map(int, os.listdir("/proc/self/fd"))) + 1)
         os.chdir(scratch)
         os.environ |= {"HOME": scratch, "TMPDIR": scratch}
@@ -163,28 +175,53 @@ class _Server:
             answer.write(reply)
 
     def _end(self, pid: int) -> None:
-        call = self._running.pop(pid)
+        self._finish(self._running.pop(pid), ENDED)
+
+    def _finish(self, call: _Call, last: bytes) -> None:
+        """End an answer with its last bytes, and remove the call's directory."""
+        with suppress(OSError):  # the worker does not wait for it any more
+            call.connection.sendall(last)
         call.connection.close()
         if call.scratch is not None:
             kill_orphans(self._running)
-            shutil.rmtree(call.scratch, ignore_errors=True)
+            with suppress(OSError):
+                _remove_tree(call.scratch)
 
 
-def _load(pickled_tool: bytes) -> Callable[..., Any]:
-    """Return the tool or, if its module cannot be imported, a function that raises this at every call."""
+def _remove_tree(root: Path) -> None:
+    """Remove a directory whatever a call has made in it: any depth, any length of paths, any permissions.
+
+    Directories inside of others are moved to the root first, so that no path becomes long.
+
+    Raises:
+        OSError: if something cannot be removed.
+    """
+    names = itertools.count()
+    prefix = secrets.token_hex(8)
+    while directories := [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]:
+        for directory in directories:
+            directory.chmod(0o700)
+            for path in directory.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    path.chmod(0o700)  # without it, only root can move it
+                    path.rename(root / f"{prefix}{next(names)}")
+                else:
+                    path.unlink()
+            directory.rmdir()
+    shutil.rmtree(root)
+
+
+def _load(pickled_tool: bytes) -> tuple[Callable[..., Any] | None, str | None]:
+    """Return the tool, or why its module cannot be imported."""
     try:
-        tool: Callable[..., Any] = cloudpickle.loads(pickled_tool)
+        return cloudpickle.loads(pickled_tool), None
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        message = f"the tool's module cannot be loaded in its sandbox: {error_line(error)}"
-
-        def tool(**_: Any) -> Any:
-            raise RuntimeError(message)
-
-    return tool
+        return None, f"the tool's module cannot be loaded in its sandbox: {error_line(error)}"
 
 
-def _run(tool: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+def _run(tool: Callable[..., Any] | None, arguments: dict[str, Any]) -> bytes:
     """Call the tool, and return the reply."""
+    assert tool is not None, "a tool that cannot be loaded is not called"
     try:
         result = tool(**arguments)
         if inspect.iscoroutine(result):

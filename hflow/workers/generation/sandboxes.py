@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hflow.errors import RunError
+from hflow.errors import EpisodeError, RunError
 from hflow.types.sandbox import Sandbox, ToolFailed
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.generation.confinement import check_machine, missing_protection
-from hflow.workers.generation.sandbox_child import LENGTH, STARTED, ServerSetup
+from hflow.workers.generation.sandbox_child import ENDED, LENGTH, STARTED, ServerSetup
 from hflow.workers.pickling import pickle_with_bodies
 
 Tool = Callable[..., Any]
@@ -38,6 +38,10 @@ _MAIN = (
 )
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 """All environment variables of a server. Those of this process may hold secrets."""
+
+
+class _ServerEndedError(Exception):
+    """Nothing is known of a call, as what runs it has ended."""
 
 
 class Sandboxes:
@@ -61,13 +65,21 @@ class Sandboxes:
             limits: its limits.
             arguments: JSON values.
 
+        A call whose server ended before the call did, as another call may have ended it, is repeated in a
+        server of its own.
+
         Raises:
             ToolFailed: when it raised, died or took too long.
             TypeError: when it returned what JSON cannot hold.
             RunError: when it cannot be sent to another process, or the kernel cannot confine it.
+            EpisodeError: when also its own server ended.
         """
+        request = json.dumps(arguments).encode()
         async with self._place(tool, limits):
-            reply = await self._call(tool, limits, json.dumps(arguments).encode())
+            try:
+                reply = await self._call(self._connect(tool, limits), limits, request)
+            except _ServerEndedError:
+                reply = await self._call_alone(tool, limits, request)
         kind, value = _parse_reply(reply)
         if kind == "no JSON":
             name = getattr(tool, "__name__", "a tool")
@@ -94,16 +106,35 @@ class Sandboxes:
             self._places[tool, limits] = loop, free
         return free
 
-    async def _call(self, tool: Tool, limits: Sandbox, request: bytes) -> bytes:
-        """Send a request to a new process and return its reply."""
-        connection = self._connect(tool, limits)
+    async def _call_alone(self, tool: Tool, limits: Sandbox, request: bytes) -> bytes:
+        """Send a request to a process of a new server, which serves no other call."""
+        server = _ToolServer(tool, limits, num_calls=1)
+        try:
+            return await self._call(server.connect(), limits, request)
+        except _ServerEndedError as error:
+            name = getattr(tool, "__name__", "a tool")
+            raise EpisodeError(f"the sandbox of {name} failed twice, so the call has no result: {error}") from None
+        finally:
+            server.close()
+
+    async def _call(self, connection: socket.socket, limits: Sandbox, request: bytes) -> bytes:
+        """Send a request to a new process and return its reply.
+
+        Raises:
+            _ServerEndedError: when the call did not start or end, and its process is not the reason.
+        """
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
             writer.write(request)
             writer.write_eof()
-            async with asyncio.timeout(START_SECONDS):
-                first = await reader.read(1)
-            if first and first != STARTED:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    first = await reader.read(1)
+            except TimeoutError:
+                raise _ServerEndedError(f"its process did not start in {START_SECONDS:g} s") from None
+            if first in (b"", ENDED):
+                raise _ServerEndedError("its process ended before it was confined")
+            if first != STARTED:
                 raise RunError((first + await reader.read()).decode())
             async with asyncio.timeout(limits.timeout):
                 reply = bytearray()
@@ -111,11 +142,13 @@ class Sandboxes:
                     reply += part
                     if len(reply) > LONGEST_REPLY:
                         raise ToolFailed(f"returned more than {LONGEST_REPLY >> 20} MiB")
-                return bytes(reply)
+            if not reply.endswith(ENDED):
+                raise _ServerEndedError("the server of its processes ended")
+            return bytes(reply.removesuffix(ENDED))
         except TimeoutError:
             raise ToolFailed(timeout_message(limits.timeout)) from None
-        except OSError:
-            raise ToolFailed("its process died") from None
+        except OSError as error:
+            raise _ServerEndedError(f"the connection to its process was lost: {error}") from None
         finally:
             writer.close()  # the server kills the processes of the call, unless it has ended
 
