@@ -11,10 +11,28 @@ from typing import Any, Literal
 
 from hflow.dsl import checked_by, compute, missing_extra
 
-_DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
-"""What shows that a text says itself where its LaTeX is."""
-_NUMBER = re.compile(r"[\s*]*(-?)\$?(\d[\d,]*+(?:\.\d++)?+|\.\d++)(?!\s*[\d/:^])")
-"""A number with its sign, perhaps in bold or with a dollar sign. Part of a fraction or a time is none."""
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
+"""What shows that a text says itself where its LaTeX is. `\\$` is a dollar sign."""
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?:\.\d++)?+|\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d{1,3}+)?+"
+_NUMBER = re.compile(rf"(?:[\s*]|\\\(|\\boxed\{{)*+([+-]?)\s*\$?([+-]?)({_DIGITS})(?!\s*[\d/:^]|,\d)")
+"""A number with its sign, perhaps in bold, in a box or with a dollar sign. Part of a fraction, a time or a
+list is none."""
+_PERCENTAGE = re.compile(rf"\s*[+-]?{_DIGITS}\s*%\s*")
+_SPELLINGS = (
+    (re.compile("(?<=\\d)\\u2013(?=\\d)"), " to "),  # an en dash in a range
+    (re.compile("[\\u2212\\u2013](?=[\\d.])"), "-"),  # a minus sign, or an en dash in its place
+    (re.compile(r"\\\$"), ""),  # money
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"(?<=\d)(?:,\\!|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))"), ""),  # between thousands
+    (re.compile(r"(?<![\w)\]}.+])\+(?=[\d.])"), ""),  # a sign, not a sum
+    (
+        re.compile(r"(?<![\w.])((?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,2})(?![\w.])"),
+        lambda match: f"{Decimal(match.group(1)):f}",
+    ),
+)
+"""Ways to write a number that `math-verify` reads as another, and what it reads as meant."""
+MAX_DIFFERENCE = 1e-5
+"""By which share a decimal fraction may differ from the number that it is rounded from."""
 
 
 @compute(per="sample")
@@ -86,8 +104,8 @@ def _check_marker(knobs: Mapping[str, Any], reads: Collection[str]) -> str | Non
 def final_number(completion: str, answer: str, *, marker: str = "####") -> float:
     """Return 1 if the number behind the completion's last marker equals that of the answer, otherwise 0.
 
-    `1,000`, `$1000` and `1000.00` are equal. A completion without the marker, or with something else behind
-    it, gets 0. An answer without a number refuses the sample.
+    `1,000`, `$1000`, `1000.00`, `+1000` and `1e3` are equal. A completion without the marker, or with
+    something else behind it, gets 0. An answer without a number refuses the sample.
 
     Args:
         completion: what the model wrote.
@@ -103,8 +121,10 @@ def final_number(completion: str, answer: str, *, marker: str = "####") -> float
 
 def _number(text: str) -> Decimal | None:
     """Return the number with which a text begins, None if it begins with something else."""
-    match = _NUMBER.match(text)
-    return None if match is None else Decimal(match.group(1) + match.group(2).replace(",", ""))
+    match = _NUMBER.match(_readable(text))
+    if match is None or (match.group(1) and match.group(2)):
+        return None
+    return Decimal(match.group(1) + match.group(2) + match.group(3).replace(",", ""))
 
 
 def _needs_math_verify(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -116,8 +136,10 @@ def _needs_math_verify(knobs: Mapping[str, Any], reads: Collection[str]) -> str 
 def math(completion: str, answer: str, *, boxed: bool = False) -> float:
     r"""Return 1 if the completion's result equals the answer as mathematics, otherwise 0.
 
-    `\frac{1}{2}`, `0.5` and `50\%` are equal, and so are `x^2 - 1` and `(x - 1)(x + 1)`. A completion without
-    a result gets 0. An answer without one, and a comparison that fails, refuse the sample.
+    `\frac{1}{2}`, `0.5` and `50\%` are equal, and so are `x^2 - 1` and `(x - 1)(x + 1)`. A percentage also
+    equals the number before its sign. Fractions of whole numbers must be equal, a decimal fraction within
+    0.00001 of its value. A completion without a result gets 0. An answer without one, and a comparison that
+    fails, refuse the sample.
 
     Args:
         completion: what the model wrote. Its result is the last `\boxed{...}`, or else the last formula or
@@ -131,15 +153,15 @@ def math(completion: str, answer: str, *, boxed: bool = False) -> float:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-    right = _parse(math_verify, answer if any(d in answer for d in _DELIMITERS) else f"\\boxed{{{answer}}}")
+    right = _parse(math_verify, answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}")
     if not right:
         raise ValueError(f"the answer {answer!r:.80} holds no mathematics")
-    text = _last_boxed(completion) if boxed else completion
-    written = [] if text is None else _parse(math_verify, text)
+    written = [] if boxed and "\\boxed{" not in completion else _parse(math_verify, completion)
     failure: Exception | None = None
     for expected, result in product(right, written):
         try:
-            if math_verify.verify(expected, result, timeout_seconds=None, raise_on_error=True):
+            is_equal = math_verify.verify(expected, result, timeout_seconds=None, raise_on_error=True)
+            if is_equal and _is_as_exact(expected, result):
                 return 1.0
         except Exception as error:  # noqa: BLE001 - sympy may raise anything; another form may be equal
             failure = error
@@ -149,8 +171,39 @@ def math(completion: str, answer: str, *, boxed: bool = False) -> float:
 
 
 def _parse(math_verify: Any, text: str) -> list[Any]:
+    """Return the forms of the last box of a text or, without one, of its last formula or number."""
+    text = _readable(text)
+    box = _last_boxed(text)
+    if box is not None:
+        inner = box.removeprefix("\\boxed{").removesuffix("}")
+        unit = "%" if text[text.rfind(box) + len(box) :].lstrip().startswith("%") else ""
+        text = inner + unit if _PERCENTAGE.fullmatch(inner + unit) else box
     parsed: list[Any] = math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
     return parsed
+
+
+def _readable(text: str) -> str:
+    """Return a text with its numbers as `math-verify` and Python read them."""
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text
+
+
+def _is_as_exact(expected: Any, result: Any) -> bool:
+    """Return whether numbers that `math-verify`, which rounds to six decimals, finds equal are so relatively.
+
+    Rational numbers must be equal, others within `MAX_DIFFERENCE`. A percentage equals the number before its
+    sign too.
+    """
+    import sympy
+
+    pair = [value for value in (expected, result) if isinstance(value, sympy.Expr)]
+    if len(pair) < 2 or any(value.has(sympy.UnevaluatedExpr) or not value.is_number for value in pair):
+        return True
+    one, two = (value.doit() for value in pair)
+    if one.is_Rational and two.is_Rational:
+        return bool(one == two)
+    return bool(abs(one - two).evalf() <= MAX_DIFFERENCE * max(abs(one.evalf()), abs(two.evalf())))
 
 
 def _last_boxed(text: str) -> str | None:

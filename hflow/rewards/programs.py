@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from hflow.dsl import compute
 from hflow.lazy import sandboxes
+from hflow.rewards.fences import find_block
 from hflow.types.sandbox import Sandbox, ToolFailed
 
-_FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+LANGUAGES = ("python", "py")
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "input": ("output",),
@@ -41,7 +42,7 @@ async def code(
     - `{"input": "1 2\n", "output": "3\n"}`: the program reads standard input and writes standard output.
       Whitespace at the ends of lines and of the output does not count.
     - `{"call": "add", "args": [1, 2], "output": 3}`: a function, or `"Solution.add"` for a method, is called
-      and returns the output, a JSON value.
+      and returns the output, a JSON value. `true` and 1 differ.
     - `{"test": "assert add(1, 2) == 3"}`: statements that run after the program, and raise if it is wrong.
 
     Every test runs in a process of its own, which `@sandbox` describes. The outputs that are expected stay
@@ -51,19 +52,20 @@ async def code(
     made, and tests of another form, refuse the sample.
 
     Args:
-        completion: what the model wrote. Its last block between ``` is the program if it has one, otherwise
-            all of it.
+        completion: what the model wrote. The program is its last block of Python between fences
+            (`find_block`), or all of it if it has no block.
         tests: the tests of the row, a `Json` column.
         score: 1 if `all` tests pass, otherwise 0; or the `fraction` that pass.
         time_limit: seconds of one test.
         memory_mb: MiB of address space of one test.
         without_landlock: run also where the kernel cannot protect files, instead of refusing.
     """
-    checked = [_checked(test) for test in tests]
-    if not checked:
+    if not tests:
         raise ValueError("the row has no tests")
-    fenced = _FENCED.findall(completion)
-    program = fenced[-1] if fenced else completion
+    if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
+        raise ValueError(f"tests of the row are {tests!r:.80}. They must be a list of tests")
+    checked = [_checked(test) for test in tests]
+    program = find_block(completion, LANGUAGES)
     limits = Sandbox(timeout=time_limit, memory_mb=memory_mb, without_landlock=without_landlock)
     num_passed = 0
     for test in checked:
@@ -75,11 +77,15 @@ async def code(
 
 
 def _checked(test: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a test if it has a known form.
+    """Return a test, without padding, if it has a known form.
 
     Raises:
         ValueError: if not.
     """
+    # Parquet gives all tests of a column the same keys, and null to those that a test does not have.
+    is_padding = {key: value is None for key, value in test.items()}
+    is_padding["output"] = test.get("output") is None and test.get("call") is None
+    test = {key: value for key, value in test.items() if not is_padding[key]}
     kind = next((key for key in _KEYS if key in test), None)
     expected = () if kind is None else (kind, *_KEYS[kind])
     if set(test) != set(expected):
@@ -87,7 +93,30 @@ def _checked(test: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"a test has the keys {', '.join(test) or 'none'}. It must have one of these sets: {forms}"
         )
+    for key in ("input", "call", "test", *(("output",) if "input" in test else ())):
+        if key in test and not isinstance(test[key], str):
+            raise ValueError(f"{key} of a test is {test[key]!r:.80}. It must be text")
+    if not isinstance(test.get("args", []), list):
+        raise ValueError(f"args of a test is {test['args']!r:.80}. It must be a list")
+    if "input" in test:
+        test["input"].encode()  # half of a surrogate pair cannot be written
+    if "call" in test and not all(name.isidentifier() for name in test["call"].split(".", 1)):
+        raise ValueError(f"a test calls {test['call']!r:.80}. It must be a function, or CLASS.METHOD")
+    if "test" in test and not _statements(test["test"]):
+        raise ValueError("a test has no statement, so every program would pass it")
     return test
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    """Return the statements of a test.
+
+    Raises:
+        ValueError: if it is no Python.
+    """
+    try:
+        return ast.parse(text).body
+    except SyntaxError as error:
+        raise ValueError(f"a test is no Python: {error}") from None
 
 
 async def _passes(program: str, test: Mapping[str, Any], limits: Sandbox) -> bool:
@@ -97,12 +126,21 @@ async def _passes(program: str, test: Mapping[str, Any], limits: Sandbox) -> boo
     except (ToolFailed, TypeError):  # it raised, exceeded a limit, or returned what is not JSON
         return False
     if "input" in test:
-        return isinstance(result, str) and _lines(result) == _lines(str(test["output"]))
-    return True if "test" in test else bool(result == test["output"])
+        return isinstance(result, str) and _lines(result) == _lines(test["output"])
+    return True if "test" in test else _is_same(result, test["output"])
 
 
 def _lines(text: str) -> Sequence[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Return whether JSON values are the same; in Python, True equals 1."""
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_is_same, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_is_same(one[key], two[key]) for key in one)
+    return isinstance(one, bool) == isinstance(two, bool) and bool(one == two)
 
 
 def run_program(program: str, test: dict[str, Any]) -> Any:
@@ -113,7 +151,7 @@ def run_program(program: str, test: dict[str, Any]) -> Any:
     Returns:
         The text that it wrote, or the value of the call; None for statements.
     """
-    Path("stdin").write_text(str(test.get("input", "")), encoding="utf-8")
+    Path("stdin").write_text(test.get("input", ""), encoding="utf-8")
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.dup2(os.open("stdout", os.O_WRONLY | os.O_CREAT), 1)
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
@@ -121,16 +159,16 @@ def run_program(program: str, test: dict[str, Any]) -> Any:
     sys.argv = ["program.py"]
     names: dict[str, Any] = {"__name__": "__main__" if "input" in test else "program"}
     try:
-        exec(compile(program, "program.py", "exec"), names)
+        exec(compile(program, "program.py", "exec", dont_inherit=True), names)
     except SystemExit as end:
         if "input" not in test or end.code not in (None, 0):
             raise
     if "call" in test:
-        owner, _, method = str(test["call"]).rpartition(".")
+        owner, _, method = test["call"].rpartition(".")
         function = getattr(names[owner](), method) if owner else names[method]
         return function(*test["args"])
     if "test" in test:
-        exec(compile(str(test["test"]), "test.py", "exec"), names)
+        exec(compile(test["test"], "test.py", "exec", dont_inherit=True), names)
         return None
     sys.stdout.flush()
     return Path("stdout").read_text(encoding="utf-8")

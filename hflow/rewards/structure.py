@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from hflow.dsl import checked_by, compute
+from hflow.rewards.fences import find_block
 
-_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
+LANGUAGES = ("json",)
 
 
 def _check_schema(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -36,17 +36,22 @@ def json_schema(
     """Return 1 if the completion is JSON that a schema accepts, otherwise 0.
 
     Args:
-        completion: what the model wrote. Its last block between ``` counts, or all of it without one.
+        completion: what the model wrote. Its last block of JSON between fences counts (`find_block`), or all
+            of it if it has no block.
         schema: the row's JSON schema.
         shared_schema: JSON text of a schema for all rows, in place of the column.
     """
     validator = _validator(json.loads(shared_schema) if shared_schema is not None else schema)
-    fenced = _FENCED.findall(completion)
     try:
-        value = json.loads(fenced[-1] if fenced else completion)
+        value = json.loads(find_block(completion, LANGUAGES), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return 0.0
     return float(validator.is_valid(value))
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse what Python reads as a number, but JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _validator(schema: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -62,6 +63,14 @@ def test_regex_compares_what_it_extracts(completion, options, reward):
         ("#### forty, or 40", "#### 40", 0.0),
         ("#### 40/2", "#### 40", 0.0),
         ("#### 1,000/3", "#### 1", 0.0),
+        ("#### 1e3", "1", 0.0),
+        ("#### 1e3", "1000", 1.0),
+        ("#### +5", "5", 1.0),
+        ("#### \N{MINUS SIGN}5", "-5", 1.0),
+        ("#### -$5.50", r"-\$5.5", 1.0),
+        (r"#### \boxed{1{,}000}", "1000", 1.0),
+        ("#### 3,5", "35", 0.0),
+        ("#### 1,2,3", "1", 0.0),
     ],
 )
 def test_final_number_compares_the_numbers_behind_the_last_marker(completion, answer, reward):
@@ -83,6 +92,27 @@ def test_final_number_refuses_an_answer_without_a_number():
         (r"\boxed{\{1, 2\}}", r"$\{2, 1\}$", 1.0),
         (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0.0),
         ("I do not know.", "7", 0.0),
+        (r"\boxed{41}? No, \boxed{42}", "42", 1.0),
+        (r"\boxed{41}? No, \boxed{42}", "41", 0.0),
+        (r"\boxed{50\%}", "0.5", 1.0),
+        (r"\boxed{50}\%", "0.5", 1.0),
+        (r"so $50\%$.", "0.5", 1.0),
+        ("0.5", r"50\%", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"It costs \$18.90.", r"\$18.9", 1.0),
+        (r"$\frac{1}{2^{99}}$", "1/2^99", 1.0),
+        (r"$\frac{1}{2^{99}}$", "1/2^98", 0.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("0.333333", "1/3", 1.0),
+        ("3.14159265", r"$\pi$", 1.0),
+        (r"\boxed{1e3}", "1000", 1.0),
+        ("so 1e3", "1", 0.0),
+        ("x is +5", "5", 1.0),
+        ("x is \N{MINUS SIGN}5", "-5", 1.0),
+        ("10\N{EN DASH}20", "20", 1.0),
+        (r"\boxed{1\,000}", "1000", 1.0),
+        (r"\boxed{1\,000}", "0", 0.0),
+        (r"$1,\!000$", "1000", 1.0),
     ],
 )
 def test_math_compares_symbolically(completion, answer, reward):
@@ -107,6 +137,8 @@ def test_math_refuses_an_answer_that_is_none():
         ('{"age": "7"}', 0.0),
         ("age: 7", 0.0),
         ("[" * 100_000, 0.0),
+        ('```python\nx = {}\n```\n~~~json\n{"age": 7}\n~~~\n', 1.0),
+        ('{"age": 7, "height": NaN}', 0.0),
     ],
 )
 def test_json_is_checked_against_its_schema(completion, reward):
@@ -200,6 +232,7 @@ def program_reward(completion: str, *tests: dict[str, Any], **options: Any) -> f
     return asyncio.run(rewards.code(completion, list(tests), **{"time_limit": 2.0, **options}))
 
 
+ADDED: dict[str, Any] = {"call": "add", "args": [1, 2]}
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
 
 
@@ -226,6 +259,16 @@ SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
         ("x = bytearray(2**30)\nprint(3)", SUMS[:1], 0.0),
         ("import socket; socket.socket()\nprint(3)", SUMS[:1], 0.0),
         ("no program", SUMS[:1], 0.0),
+        (f"For\n```text\n1 2\n```\nI write\n```python3\n{READS}```\nwhich prints\n```\n3\n```", SUMS, 1.0),
+        (f"1. Write\n   ```py\n{indent(READS, '   ')}   ```\n", SUMS, 1.0),
+        (f"~~~~Python\n{READS}", SUMS, 1.0),
+        ("def add(a: int, b: int): return add.__annotations__['a'] is int", [ADDED | {"output": True}], 1.0),
+        ("def add(a, b): return True", [ADDED | {"output": 1}], 0.0),
+        ("def add(a, b): return {'x': [1.0, 0]}", [ADDED | {"output": {"x": [1, False]}}], 0.0),
+        ("def add(a, b): return 3.0", [ADDED | {"output": 3}], 1.0),
+        (r"print('a\x0bb')", [{"input": "", "output": "a\nb"}], 0.0),
+        ("print('a \\r\\nb')", [{"input": "", "output": "a\nb"}], 1.0),
+        ("print(3)", [{"input": "", "output": "3", "call": None, "args": None, "test": None}], 1.0),
     ],
 )
 def test_programs_are_tested_in_the_sandbox(completion, tests, reward):
@@ -237,7 +280,25 @@ def test_a_fraction_of_the_tests_can_count():
     assert program_reward("print(3)", *SUMS, score="fraction") == 0.5
 
 
-@pytest.mark.parametrize("tests", [[], [{"input": "1"}], [{"stdin": "1", "output": "2"}]])
-def test_tests_of_another_form_refuse_the_sample(tests):
-    with pytest.raises(ValueError, match=r"no tests|must have one of these sets"):
-        program_reward("print(3)", *tests)
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ({"input": "1"}, "must have one of these sets"),
+        ({"stdin": "1", "output": "2"}, "must have one of these sets"),
+        ({"input": "1", "output": 2}, "output of a test is 2. It must be text"),
+        ({"input": ["1"], "output": "2"}, "input of a test is .* It must be text"),
+        ({"call": "add", "args": "12", "output": 3}, "args of a test is '12'. It must be a list"),
+        ({"call": "add(1, 2)", "args": [], "output": 3}, "It must be a function, or CLASS.METHOD"),
+        ({"test": "assert add(1, 2) = 3"}, "a test is no Python"),
+        ({"test": "# add(1, 2) is 3"}, "a test has no statement"),
+        ("assert add(1, 2) == 3", "They must be a list of tests"),
+    ],
+)
+def test_tests_of_another_form_refuse_the_sample(test, message):
+    with pytest.raises(ValueError, match=message):
+        program_reward("print(3)", test)
+
+
+def test_a_row_without_tests_is_refused():
+    with pytest.raises(ValueError, match="the row has no tests"):
+        program_reward("print(3)")

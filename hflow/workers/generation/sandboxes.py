@@ -113,7 +113,9 @@ class Sandboxes:
             return await self._call(server.connect(), limits, request)
         except _ServerEndedError as error:
             name = getattr(tool, "__name__", "a tool")
-            raise EpisodeError(f"the sandbox of {name} failed twice, so the call has no result: {error}") from None
+            raise EpisodeError(
+                f"the sandbox of {name} failed twice, so the call has no result: {error}"
+            ) from None
         finally:
             server.close()
 
