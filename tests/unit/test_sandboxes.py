@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from hflow import sandbox
 from hflow.errors import EpisodeError, RunError
 from hflow.types.sandbox import ToolFailed, sandbox_of
+from hflow.workers.generation import confinement
 from hflow.workers.generation import sandboxes as sandboxes_module
 from hflow.workers.generation.sandboxes import Sandboxes
 
@@ -210,6 +212,17 @@ HARMS = {
     "code": "open('{code}', 'a')",
     "mount": "import ctypes, os; ctypes.CDLL(None).unshare(0x10000000) == 0 or os.open('/refused', 0)",
     "limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "queue": """
+import ctypes, signal, struct
+info = struct.pack("=iii116x", 0, 0, -1)  # as sigqueue does; signal 0 asks whether it may be sent
+number = {{"x86_64": 129, "aarch64": 138}}[__import__("platform").machine()]
+ctypes.CDLL(None).syscall(number, {worker}, 0, info) == 0 or open("/refused")
+""",
+    "owner": "import fcntl; fcntl.fcntl(open('x', 'w'), fcntl.F_SETOWN, {worker})",
+    "times": "import os; os.utime('{secret}', (0, 0))",
+    "observe": "import ctypes; ctypes.CDLL(None).inotify_init1(0) >= 0 or open('/refused')",
+    "hidden memory": "import os; os.memfd_create('x')",
+    "many pipes": "import os; result = [os.pipe() for _ in range(1024)]",
     "other limits": "import resource; resource.prlimit({worker}, resource.RLIMIT_NOFILE, (8, 8))",
 }
 
@@ -235,10 +248,50 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
         return said
 
     said = run(outcomes)
-    refusals = ("PermissionError: ", "FileNotFoundError: ", "gaierror: ", "ValueError: not allowed to raise")
+    assert secret.stat().st_mtime > 0
+    refusals = (
+        "OSError: [Errno 24]",
+        "PermissionError: ",
+        "FileNotFoundError: ",
+        "gaierror: ",
+        "ValueError: not allowed to raise",
+    )
     assert {name: text for name, text in said.items() if not text.startswith(refusals)} == {}
     assert secret.read_text() == "42"
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+SIGNALS = """
+import os, signal, sys
+from hflow.workers.generation import confinement
+landlock_version = confinement._landlock_version
+confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
+confinement.confine(1024, os.getcwd(), [], processes=True, landlock=True)
+child = os.fork()
+if child == 0:
+    os.close(1)
+    os.close(2)
+    signal.alarm(2)
+    signal.pause()
+for process in (int(sys.argv[1]), child):
+    try:
+        os.kill(process, signal.SIGKILL if process == child else 0)
+        print("sent")
+    except PermissionError:
+        print("refused")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("version", "to_child"), [(1, "refused"), (5, "refused"), (6, "sent")])
+def test_no_kernel_lets_a_call_signal_what_it_has_not_started(
+    tmp_path: Path, version: int, to_child: str
+) -> None:
+    if version > confinement._landlock_version():
+        pytest.skip(f"the kernel's Landlock is older than version {version}")
+    command = [sys.executable, "-u", "-c", SIGNALS, str(os.getpid()), str(version)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.stdout.split(), done.returncode) == (["refused", to_child], -signal.SIGKILL), done.stderr
 
 
 def test_a_call_has_a_directory_of_its_own() -> None:

@@ -3,9 +3,10 @@
 Three mechanisms of the kernel that need no privileges, and also work in containers:
 
 - Landlock lets the process reach only files that are listed, and processes that it started.
-- A seccomp filter refuses system calls: all sockets, new processes, debugging, mounts, file modes, and what
-  is rarely used and often has a hole, such as io_uring and bpf.
-- Resource limits bound memory and the size of files.
+- A seccomp filter refuses system calls: all sockets, new processes, signals, debugging, mounts, modes and
+  times of files, their observation, files in memory, and what is rarely used and often has a hole, such as
+  io_uring and bpf.
+- Resource limits bound memory, the size of files and how many are open, as pipes hold memory too.
 
 The filter refuses calls by number. A new system call for sockets would not be known to it, but needs a new
 kind of file descriptor, which Landlock does not grant either.
@@ -29,6 +30,7 @@ from pathlib import Path
 from hflow.errors import RunError
 
 MIB = 2**20
+MAX_OPEN_FILES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +51,7 @@ def confine(memory_mb: int, scratch: str, readable: Iterable[str], processes: bo
     _drop_capabilities()
     if landlock:
         _restrict_files(scratch, [*_system_paths(), *readable])
-    _refuse_calls(processes)
+    _refuse_calls(processes, scoped=landlock and _landlock_version() >= _SCOPED)
 
 
 def check_machine() -> None:
@@ -81,6 +83,7 @@ def _limit_resources(memory_mb: int) -> None:
         resource.RLIMIT_AS: used + memory_mb * MIB,
         resource.RLIMIT_FSIZE: memory_mb * MIB,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
     }
     for kind, most in limits.items():
         hard = resource.getrlimit(kind)[1]
@@ -107,6 +110,8 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14  # truncate
 _FILE_RIGHTS_BY_VERSION = (0, 2**13 - 1, 2**14 - 1, 2**15 - 1, 2**15 - 1, 2**16 - 1)
 """Landlock's version -> all rights on files that it knows."""
+_SCOPED = 6
+"""The version (Linux 6.12) since which Landlock keeps signals within what the process has started."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -119,8 +124,8 @@ def _restrict_files(scratch: str, readable: Iterable[str]) -> None:
     version = _landlock_version()
     handled = _FILE_RIGHTS_BY_VERSION[min(version, len(_FILE_RIGHTS_BY_VERSION) - 1)]
     network = 0b11 if version >= 4 else 0  # bind and connect
-    scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals
-    num_fields = 3 if version >= 6 else 2 if version >= 4 else 1
+    scoped = 0b11 if version >= _SCOPED else 0  # abstract sockets and signals
+    num_fields = 3 if version >= _SCOPED else 2 if version >= 4 else 1
     attributes = struct.pack("=3Q", handled, network, scoped)[: 8 * num_fields]
     rules = _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(rules, "landlock_create_ruleset")
@@ -168,11 +173,13 @@ class _Architecture:
     audit: int
     refused: tuple[int, ...]
     kill: tuple[int, ...]
-    """`kill`, `tkill` and `tgkill`."""
+    """`kill`, `tkill`, `tgkill`, `rt_sigqueueinfo` and `rt_tgsigqueueinfo`."""
     start: tuple[int, ...]
     """`fork`, `vfork`, `execve` and `execveat`."""
     clone: int
     prlimit: int
+    owner: tuple[tuple[int, int, int], ...]
+    """`fcntl` and `ioctl`, each with the two commands that name a process which a file then signals."""
 
 
 _COMMON = (
@@ -181,6 +188,7 @@ _COMMON = (
     *(428, 429, 430, 431, 432, 433, 442),  # mount interface of new kernels
     *(452, 463, 466),  # fchmodat2, setxattrat, removexattrat
     *(467, 468, 469),  # open_tree_attr, file_getattr, file_setattr
+    *(440, 448, 447),  # process_madvise, process_mrelease, memfd_secret
 )
 """Numbers that all architectures share."""
 _X86_64 = _Architecture(
@@ -195,11 +203,16 @@ _X86_64 = _Architecture(
         *(321, 298, 250, 248, 249, 323, 304, 303),  # bpf, perf_event_open, keys, userfaultfd, file handles
         *(246, 320, 175, 313, 176, 169, 167, 168, 172, 173),  # kexec, modules, reboot, swap, ioperm, iopl
         *(141, 142, 144, 203, 251, 314),  # priorities and processors of other processes
+        *(256, 279),  # migrate_pages, move_pages
+        *(132, 235, 261, 280),  # times of files: utime, utimes, futimesat, utimensat
+        *(253, 254, 294, 300, 301),  # inotify and fanotify
+        319,  # memfd_create: its memory is in no limit
     ),
-    kill=(62, 200, 234),
+    kill=(62, 200, 234, 129, 297),
     start=(57, 58, 59, 322),
     clone=56,
     prlimit=302,
+    owner=((72, 8, 15), (16, 0x8901, 0x8902)),
 )
 _ARM_64 = _Architecture(
     0xC00000B7,
@@ -213,11 +226,16 @@ _ARM_64 = _Architecture(
         *(280, 241, 219, 217, 218, 282, 265, 264),
         *(104, 294, 105, 273, 106, 142, 224, 225),
         *(140, 118, 119, 122, 30, 274),
+        *(238, 239),
+        88,
+        *(26, 27, 262, 263),
+        279,
     ),
-    kill=(129, 130, 131),
+    kill=(129, 130, 131, 138, 240),
     start=(221, 281),
     clone=220,
     prlimit=261,
+    owner=((25, 8, 15), (29, 0x8901, 0x8902)),
 )
 _ARCHITECTURES: Mapping[str, _Architecture] = {"x86_64": _X86_64, "aarch64": _ARM_64}
 _CLONE3 = 435
@@ -225,13 +243,18 @@ _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _ARGUMENT_0 = 0, 4, 16
-"""Offsets in `struct seccomp_data`; of the first argument, the lower half."""
+_NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+"""Offsets in `struct seccomp_data`; of the arguments, the lower halves."""
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def _refuse_calls(processes: bool) -> None:
-    """Install the filter. Programs in it are lists of (code, jump if true, jump if false, value)."""
+def _refuse_calls(processes: bool, scoped: bool) -> None:
+    """Install the filter. Programs in it are lists of (code, jump if true, jump if false, value).
+
+    Args:
+        processes: whether new processes are allowed.
+        scoped: whether Landlock refuses signals to processes that this one has not started.
+    """
     machine = _ARCHITECTURES[platform.machine()]
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)
@@ -260,6 +283,7 @@ def _refuse_calls(processes: bool) -> None:
             allow,
             refuse,
         ]
+    if not (processes and scoped):
         for number in machine.kill:  # only itself, as `abort` does
             program += [
                 (_EQUAL, 0, 4, number),
@@ -268,6 +292,15 @@ def _refuse_calls(processes: bool) -> None:
                 allow,
                 refuse,
             ]
+    for number, *commands in machine.owner:
+        program += [
+            (_EQUAL, 0, 5, number),
+            (_LOAD, 0, 0, _ARGUMENT_1),
+            (_EQUAL, 1, 0, commands[0]),
+            (_EQUAL, 0, 1, commands[1]),
+            refuse,
+            allow,
+        ]
     for number in (*machine.refused, *(() if processes else machine.start)):
         program += [(_EQUAL, 0, 1, number), refuse]
     program.append(allow)
