@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -25,8 +24,7 @@ from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import source_model
 from hflow.planner.diff import and_more
 from hflow.planner.graph_queries import saved_models
-from hflow.recipe_files import MODULE_PREFIX
-from hflow.validation import MAX_PATH_BYTES
+from hflow.recipe_files import imported_files
 
 FORMAT = 1
 INPUT_BYTES = 256 << 20
@@ -138,7 +136,7 @@ def run_inputs(
     """
     paths = {f"data.{name}": list(files) for name, files in row_files.items()}
     paths |= {f"models.{spec.name}": list(_model_files(compiled, spec)) for spec in compiled.graph.models}
-    paths[RECIPE] = list(_recipe_files(compiled.recipe.resolve()))
+    paths[RECIPE] = [compiled.recipe, *imported_files(compiled.recipe.resolve().parent)]
     inputs = {}
     for key, files in paths.items():
         before = None if known is None else known.inputs.get(key)
@@ -249,21 +247,6 @@ def _model_files(compiled: Compiled, spec: Model) -> Iterator[Path]:
             is_read = not is_saved if is_weight else path.name.endswith(TEXT_SUFFIXES)
             if is_read and path.is_file():
                 yield path
-    template = own.chat_template or source.chat_template
-    if template is not None and len(template) <= MAX_PATH_BYTES and Path(template).is_file():
-        yield Path(template)
-
-
-def _recipe_files(recipe: Path) -> Iterator[Path]:
-    """Yield the recipe's file, and the modules in its directory that are imported."""
-    yield recipe
-    directory, own = recipe.parent, Path(__file__).resolve().parents[1]
-    beside = [module for name, module in sys.modules.items() if not name.startswith(MODULE_PREFIX)]
-    files = {Path(file).resolve() for module in beside if (file := getattr(module, "__file__", None))}
-    for path in sorted(path for path in files if path.suffix == ".py" and path != recipe):
-        is_beside = path.is_relative_to(directory) and "site-packages" not in path.parts
-        if is_beside and not path.is_relative_to(own) and path.is_file():
-            yield path
 
 
 def _common(side: RunInput, other: RunInput) -> RunInput:

@@ -12,6 +12,7 @@ from hflow.launch.run_inputs import (
     BLOCK_BYTES,
     FORMAT,
     RunInputs,
+    changed_inputs,
     describe_change,
     fingerprint,
     read_inputs,
@@ -75,6 +76,21 @@ def test_weights_beside_which_adapters_train_are_compared(lora: tuple[str, ...])
     assert names["models.critic"] == tokenizer
     assert names["models.ref"] == tokenizer | model
     assert names["recipe"] == {"ppo.py"}
+
+
+def test_another_module_beside_the_recipe_is_warned_of(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.py"
+    recipe.write_text("import score_of_answers\n" + (ROOT / "recipes/sft.py").read_text())
+    helper = tmp_path / "score_of_answers.py"
+    helper.write_text("BEST = 1\n")
+    data = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "+data@data.heldout=addition"]
+    compiled = compile_recipe(recipe, data)
+    before = run_inputs(compiled, {})
+    assert [Path(file.path).name for file in before.inputs["recipe"].files] == ["own.py", helper.name]
+    helper.write_text("BEST = 100\n")
+    (change,) = changed_inputs(before, run_inputs(compiled, {}), compiled.config, compiled)
+    assert change.change == f"{helper} has other content (9 -> 11 bytes)"
+    assert not change.is_refused
 
 
 def test_workers_that_start_later_read_the_files_that_the_run_began_with(tmp_path: Path) -> None:
