@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from hflow.backends.interface import MERGED
 from hflow.errors import ConfigError
 from hflow.json_text import read_json_object
+from hflow.launch.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
+from hflow.runtime.execution.run_directory import RunDirectory
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -60,7 +63,7 @@ def merge_adapter(directory: Path, out: Path) -> None:
         out: made if necessary.
 
     Raises:
-        ConfigError: if peft is missing, or the base is not where it was.
+        ConfigError: if peft is missing, or the base is not where it was, or not what it was.
     """
     if find_spec("peft") is None:
         raise ConfigError(f"{directory} holds an adapter; install peft to read it: pip install 'hflow[lora]'")
@@ -70,6 +73,7 @@ def merge_adapter(directory: Path, out: Path) -> None:
             f"{directory} holds an adapter of the model in {base}, which has no checkpoint; put it there, or "
             f"change base_model_name_or_path in {ADAPTER_CONFIG}"
         )
+    _check_base(directory, Path(base))
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -82,3 +86,20 @@ def merge_adapter(directory: Path, out: Path) -> None:
     for file in directory.iterdir():
         if file.is_file() and not file.name.startswith("adapter_"):  # of the tokenizer
             shutil.copy2(file, out)
+
+
+def _check_base(directory: Path, base: Path) -> None:
+    """Refuse to add an adapter of a run's checkpoint to other weights than those that it was trained on."""
+    run = directory.resolve().parents[2:3]
+    known = read_inputs(RunDirectory(run[0]).inputs) if run else None
+    before = None if known is None else known.inputs.get(f"models.{directory.name}")
+    if before is None:
+        return
+    weights = tuple(file for file in before.files if file.path.endswith(WEIGHT_SUFFIXES))
+    paths = [base / Path(file.path).name for file in weights]
+    now = fingerprint((path for path in paths if path.is_file()), before.num_blocks)
+    if change := describe_change(replace(before, files=weights), now):
+        raise ConfigError(
+            f"{directory} holds an adapter of other weights than {base} has now: {change}. Put them back, or "
+            f"change base_model_name_or_path in {ADAPTER_CONFIG} to where they are."
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import ROOT, largest_difference, run, steps_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hflow.backends.interface import ENGINE_GAP_MAX, ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
@@ -17,6 +17,7 @@ from hflow.errors import BackendError, ConfigError
 from hflow.launch import run_recipe
 from hflow.launch.compile import compile_recipe
 from hflow.launch.export_model import export_model
+from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.served_checkpoint import find_checkpoint
 from hflow.launch.worker_setup import make_setup
 from hflow.report.summary import RunSummary
@@ -106,6 +107,18 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     saved = summary.directory / "checkpoints/latest/actor"
     with pytest.raises(ConfigError, match=r"which holds an adapter; merge it by hflow export"):
         run(RECIPE, tmp_path / "refused", *COMMON, f"models.actor.path={saved}")
+    other = tmp_path / "other"
+    shutil.copytree(base.partition("=")[2], other)
+    save_file({name: 2 * tensor for name, tensor in before.items()}, other / "model.safetensors")
+    moved_base = tmp_path / "run/checkpoints/step-3/actor"
+    shutil.copytree(saved, moved_base, symlinks=True)
+    shutil.copy(summary.directory / "inputs.json", tmp_path / "run")
+    config = json.loads((moved_base / "adapter_config.json").read_text())
+    (moved_base / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(other)})
+    )
+    with pytest.raises(ConfigError, match="adapter of other weights .*/other/model.safetensors has other"):
+        model_directory(moved_base)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
         find_checkpoint(str(tmp_path), [], None)

@@ -8,16 +8,15 @@ import pytest
 
 from hflow.errors import ConfigError
 from hflow.launch.compile import compile_recipe
-from hflow.launch.run_inputs import (
+from hflow.launch.fingerprints import (
     BLOCK_BYTES,
     FORMAT,
     RunInputs,
-    changed_inputs,
     describe_change,
     fingerprint,
     read_inputs,
-    run_inputs,
 )
+from hflow.launch.run_inputs import changed_inputs, run_inputs
 from hflow.launch.worker_setup import make_setup
 
 ROOT = Path(__file__).parents[2]

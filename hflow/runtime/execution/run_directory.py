@@ -156,7 +156,7 @@ class RunDirectory:
 
     @property
     def inputs(self) -> Path:
-        """Fingerprints of the files that the run reads, see `launch.run_inputs`."""
+        """Fingerprints of the files that the run reads, see `launch.fingerprints`."""
         return self.path / "inputs.json"
 
     @property
