@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     (moved_base / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(other)})
     )
-    with pytest.raises(ConfigError, match="adapter of other weights .*/other/model.safetensors has other"):
+    with pytest.raises(ConfigError, match=r"adapter of other weights .*/other/model\.safetensors has other"):
         model_directory(moved_base)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
