@@ -29,8 +29,15 @@ from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.sample_text_files import read_samples
-from hflow.runtime.execution.saved_run import read_saved_run
+from hflow.runtime.execution.saved_run import SavedRun, read_saved_run
 from hflow.runtime.ledger.audit import audit
+from hflow.runtime.state.snapshot import (
+    EvaluationSnapshot,
+    GroupSnapshot,
+    MemberSnapshot,
+    RunSnapshot,
+    StreamSnapshot,
+)
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = "tests/integration/recipes/resumed.py"
@@ -140,6 +147,32 @@ def test_learning_rates_fall_until_the_end_if_other_steps_follow(undisturbed: Ru
     assert rates[5] == (pytest.approx(1e-3 * 1 / 8), pytest.approx(1e-3 * 1 / 8))
     again = resume_run(str(interrupted(resumed, tmp_path / "again", 4)), live=False)
     assert results(again) == results(resumed)
+
+
+@pytest.mark.parametrize("num_rows", [4, 10])
+def test_an_evaluation_with_other_rows_reads_all_of_them(
+    undisturbed: RunSummary, tmp_path: Path, num_rows: int
+):
+    copy = interrupted(undisturbed, tmp_path, 3)
+    resumed = resume_run(str(copy), [f"data.heldout.limit={num_rows}"], live=False)
+    samples = launch.samples(str(copy)).to_json()
+    for step in (4, 5):
+        read = [row["row"] for row in samples if (row["end"], row["step"]) == ("evaluated", step)]
+        assert sorted(read) == list(range(num_rows))
+    assert audit(resumed.directory / "ledger.sqlite") == []
+
+
+def test_an_evaluation_under_way_begins_again_with_other_rows():
+    groups = tuple(GroupSnapshot(n, (MemberSnapshot(n, 2, ("eval",)),)) for n in (5, 6))
+    streams = (StreamSnapshot("gen", 4, ()), StreamSnapshot("eval", 7, groups))
+    evaluation = EvaluationSnapshot(first_group=3, active=2, last=2, formed=(0,), num_groups=None)
+    snapshot = RunSnapshot(2, 0, streams, (("eval", evaluation),), ())
+    saved = SavedRun(snapshot, 9, {}, (), (("eval", 5, "worker-0"), ("eval", 6, "worker-0")))
+    assert saved.with_rows({"gen": 1, "eval": 4}) == saved
+    fewer = saved.with_rows({"gen": 1, "eval": 3})
+    assert fewer.snapshot.evaluations == (("eval", EvaluationSnapshot(7, None, 1, (0,), None)),)
+    assert fewer.snapshot.streams == (streams[0], StreamSnapshot("eval", 7, ()))
+    assert fewer.files == ()
 
 
 @pytest.mark.parametrize("name", ["actor/model.safetensors", "state.json", "critic/shards/shards.json"])

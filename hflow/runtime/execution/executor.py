@@ -100,6 +100,9 @@ class Executor:
         self._workers = workers
         self._observer = observer
         self._ledger = ledger
+        if point is not None:
+            num_rows = {stream: order.num_rows for stream, order in rows.items()}
+            point = replace(point, saved=point.saved.with_rows(num_rows))
         self._point = point
         self._save_seconds = save_seconds
         snapshot = point.saved.snapshot if point else None

@@ -14,7 +14,7 @@ from hflow.errors import RunError
 from hflow.planner.graph_queries import scheduled_updates
 from hflow.planner.ir import Plan
 from hflow.runtime.execution.checkpoint import other_version_fix
-from hflow.runtime.state.snapshot import RunSnapshot, StreamSnapshot
+from hflow.runtime.state.snapshot import EvaluationSnapshot, RunSnapshot, StreamSnapshot
 from hflow.workers.interface import SampleReady
 
 STATE_FILE = "state.json"
@@ -58,6 +58,25 @@ class SavedRun:
             samples=tuple(s for s in self.samples if (s.stream, s.sample) in kept),
             files=tuple(row for row in self.files if row[:2] in kept),
         )
+
+    def with_rows(self, num_rows: Mapping[str, int]) -> SavedRun:
+        """Return the same for datasets of evaluations that may have other numbers of rows than before.
+
+        Of one that has, the last evaluation begins again if it was not complete.
+
+        Args:
+            num_rows: root stream -> rows of its dataset.
+        """
+        saved, evaluations = self, []
+        for name, evaluation in self.snapshot.evaluations:
+            (stream,) = (stream for stream in self.snapshot.streams if stream.stream == name)
+            if _has_other_rows(evaluation, stream, num_rows[name]):
+                saved = saved.without((name, member.sample) for g in stream.groups for member in g.members)
+                last = evaluation.last if evaluation.active is None else evaluation.active - 1
+                first = stream.next_group
+                evaluation = replace(evaluation, first_group=first, active=None, last=last, num_groups=None)
+            evaluations.append((name, evaluation))
+        return replace(saved, snapshot=replace(saved.snapshot, evaluations=tuple(evaluations)))
 
     def write(self, directory: Path) -> None:
         """Write it into the directory of a checkpoint."""
@@ -117,6 +136,13 @@ def _unknown_key(given: Any, known: Any) -> str | None:
 
 
 _ADAPTER = TypeAdapter(SavedRun)
+
+
+def _has_other_rows(evaluation: EvaluationSnapshot, stream: StreamSnapshot, num_rows: int) -> bool:
+    """Return whether the dataset of an evaluation had another number of rows when it was saved."""
+    if evaluation.num_groups is not None:
+        return evaluation.num_groups != num_rows
+    return any(group.number - evaluation.first_group >= num_rows for group in stream.groups)
 
 
 def _without(stream: StreamSnapshot, lost: frozenset[tuple[str, int]]) -> StreamSnapshot:
