@@ -237,7 +237,7 @@ def test_samples_of_another_group_size_have_other_ids():
     assert the(found, "node", "actor_gen group").effect is Effect.REFUSE
     assert found.verdict == "cannot resume: node actor_gen group: 4 -> 8"
     evaluated = changed(grpo(), "eval_gen", group=2)
-    assert the(diff(rows(), rows(evaluated)), "node", "eval_gen group").effect is Effect.NEW
+    assert the(diff(rows(), rows(evaluated)), "node", "eval_gen group").effect is Effect.REFUSE
 
 
 def test_knobs_options_and_bodies_give_other_numbers():

@@ -139,11 +139,11 @@ def _shape(difference: Difference, trained: TrainedNames) -> Effect:
 
 def _node(difference: Difference, trained: TrainedNames) -> Effect:
     """Refuse other group sizes, as the ids of samples depend on them, and experts that saved samples lack."""
-    if difference.subject in trained.sources:
-        if difference.attribute == "group":
-            return Effect.REFUSE
-        if difference.attribute == ".routing_replay" and not difference.is_unmatched:
-            return Effect.REFUSE
+    if difference.attribute == "group":
+        return Effect.REFUSE
+    is_replay = difference.attribute == ".routing_replay" and not difference.is_unmatched
+    if difference.subject in trained.sources and is_replay:
+        return Effect.REFUSE
     return _NODE.get(difference.attribute, Effect.NEW)
 
 
