@@ -183,4 +183,5 @@ class Evaluation(StreamState):
 
     def _on_complete(self, group: Group) -> None:
         self._accepted_groups.append(group)
-        self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
+        if not group.was_accepted:
+            self._emit(Accept(self.stream.name, group.number, tuple(group.members)))

@@ -71,9 +71,23 @@ class Member:
 
 
 class Group:
-    """The members and countdowns of one group."""
+    """The members and countdowns of one group.
 
-    __slots__ = ("_dependencies", "_emit", "countdowns", "done", "members", "number", "running", "tasks_left")
+    Attributes:
+        was_accepted: whether an earlier part of the run had accepted it.
+    """
+
+    __slots__ = (
+        "_dependencies",
+        "_emit",
+        "countdowns",
+        "done",
+        "members",
+        "number",
+        "running",
+        "tasks_left",
+        "was_accepted",
+    )
 
     def __init__(self, number: int, dependencies: SampleDependencies, emit: Emit) -> None:
         self._dependencies = dependencies
@@ -85,6 +99,7 @@ class Group:
         self.running: set[str] = set()
         self.done: set[str] = set()
         self.tasks_left = dependencies.num_tasks
+        self.was_accepted = False
 
     @property
     def has_running_nodes(self) -> bool:
@@ -120,18 +135,25 @@ class Group:
         return GroupSnapshot(self.number, members, tuple(sorted(self.done)), is_accepted)
 
     def restore(self, snapshot: GroupSnapshot) -> None:
-        """Do again, in a new group, what was done in a snapshot's; run the nodes that are not done."""
+        """Do again, in a new group, what was done in a snapshot's; run the nodes that are not done.
+
+        These may be nodes that the recipe did not have then. Those that it has no more are ignored.
+        """
+        levels, source = self._dependencies.levels, self._dependencies.source
+        self.was_accepted = snapshot.is_accepted
         emit, self._emit = self._emit, lambda instruction: None
         remaining = {member.sample: member for member in snapshot.members}
         for sample in self.members.keys() - remaining.keys():
             self.forget(self.members.pop(sample))
         for sample, past in remaining.items():
             member = self.members[sample]
-            member.oldest, member.generating = past.oldest, self._dependencies.source not in past.done
+            member.oldest, member.generating = past.oldest, source not in past.done
             for name in past.done:
-                self.finish_sample_task(sample, name)
+                if name == source or levels.get(name) is Level.SAMPLE:
+                    self.finish_sample_task(sample, name)
         for name in snapshot.done:
-            self.finish_group_task(name)
+            if levels.get(name) is Level.GROUP:
+                self.finish_group_task(name)
         self._emit = emit
         for sample, member in self.members.items():
             member.running -= member.done

@@ -139,12 +139,12 @@ class StreamState:
         return StreamSnapshot(self.stream.name, self.next_group, tuple(in_order))
 
     def _reopen(self, groups: Iterable[GroupSnapshot]) -> list[Group]:
-        """Open groups of a snapshot again, and return those that were accepted."""
+        """Open groups of a snapshot again, and return those that were accepted and lack no node."""
         accepted = []
         for snapshot in groups:
             group = Group(snapshot.number, self.dependencies, self._emit)
             group.restore(snapshot)
-            if snapshot.is_accepted:
+            if snapshot.is_accepted and group.tasks_left == 0:
                 accepted.append(group)
                 continue
             self.groups[group.number] = group

@@ -217,7 +217,8 @@ class TrainedStream(StreamState):
         self.queue[group.number] = group
         self.num_accepted += 1
         self.num_failed = 0
-        self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
+        if not group.was_accepted:
+            self._emit(Accept(self.stream.name, group.number, tuple(group.members)))
         self._drop_beyond_queue()
 
     def _drop_beyond_queue(self) -> None:
