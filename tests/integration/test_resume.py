@@ -226,31 +226,41 @@ def bonus(completion: str) -> float:
 recipe = Recipe("""
 
 
-@pytest.mark.parametrize("is_added", [True, False], ids=["added", "removed"])
-def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, is_added: bool):
-    without = (ROOT / "recipes/grpo_async.py").read_text()
-    bonus = without.replace("\nrecipe = Recipe(", BONUS).replace(
-        "  score,\n", "  score,\n        bonus,\n", 1
-    )
+@pytest.mark.parametrize("change", ["added", "removed", "other field"])
+def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, change: str):
+    plain = (ROOT / "recipes/grpo_async.py").read_text()
+    bonus = plain.replace("\nrecipe = Recipe(", BONUS).replace("  score,\n", "  score,\n        bonus,\n", 1)
+    points = plain.replace('returns="reward"', 'returns="points"')
+    points = points.replace(" nodes.group_adv", ' use(nodes.group_advantage, reads={"reward": "points"}), #')
+    before, after, field = {
+        "added": (plain, bonus, "bonus"),
+        "removed": (bonus, plain, "reward"),
+        "other field": (plain, points, "points"),
+    }[change]
     recipe = tmp_path / "grpo_async.py"
     shutil.copy(ROOT / "recipes/grpo_async.yaml", tmp_path)
-    recipe.write_text(without if is_added else bonus)
+    recipe.write_text(before)
     compiled = compile_recipe(recipe, OF_FORMAT_1)
     own = RunDirectory.create(tmp_path, "grpo_async", to_yaml(compiled.config), plan_file_text(compiled))
     checkpoint = own.checkpoints / "step-2"
     shutil.copytree(FORMAT_1, checkpoint)
-    if not is_added:
-        replaced_everywhere(checkpoint / "state.json", '"score"', '"score", "bonus"')
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"]["state.json"] = file_checksum(checkpoint / "state.json")
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    state, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
+    if change == "removed":
+        state.write_text(state.read_text().replace('"score"', '"score", "bonus"'))
+    values = json.loads(state.read_text()) | {"outputs": {"score": ["actor_gen/reward"]}}
+    state.write_text(json.dumps(values))
+    listed = json.loads(manifest.read_text())
+    listed["files"]["state.json"] = file_checksum(state)
+    manifest.write_text(json.dumps(listed))
     saved = read_saved_run(checkpoint).snapshot.streams[0]
     assert [group.is_accepted for group in saved.groups] == [True, True]
-    recipe.write_text(bonus if is_added else without)
+    recipe.write_text(after)
     resumed = resume_run(str(own.path), live=False)
     assert (resumed.reason, resumed.steps, resumed.samples["trained"]) == ("done", 3, 16)
     (row,) = (row for row in results(resumed).values() if "actor_train/num_tokens" in row)
-    assert row.get("actor_gen/bonus") == (1.0 if is_added else None)
+    fields = {"reward", "bonus", "points"}
+    assert {name for name in fields if f"actor_gen/{name}" in row} >= {field}
+    assert change != "removed" or "actor_gen/bonus" not in row
 
 
 @pytest.mark.parametrize(
@@ -307,10 +317,6 @@ def moved(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(workplace, tmp_path / "moved", symlinks=True)
     monkeypatch.chdir(tmp_path / "moved")
     return tmp_path / "moved"
-
-
-def replaced_everywhere(path: Path, old: str, new: str) -> None:
-    path.write_text(path.read_text().replace(old, new))
 
 
 def replaced(path: Path, old: str, new: str) -> None:

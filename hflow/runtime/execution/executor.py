@@ -25,7 +25,7 @@ from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.engine_control import EngineControl
 from hflow.runtime.execution.engine_recovery import EngineRecovery
-from hflow.runtime.execution.node_execution import NodeExecution
+from hflow.runtime.execution.node_execution import NodeExecution, streamed_outputs
 from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_saving import RunSaving
@@ -102,7 +102,8 @@ class Executor:
         self._ledger = ledger
         if point is not None:
             num_rows = {stream: order.num_rows for stream, order in rows.items()}
-            point = replace(point, saved=point.saved.with_rows(num_rows))
+            saved = point.saved.with_rows(num_rows).with_outputs(streamed_outputs(plan))
+            point = replace(point, saved=saved)
         self._point = point
         self._save_seconds = save_seconds
         snapshot = point.saved.snapshot if point else None

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hflow.graph.ir import Level
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.minibatches import shards
 from hflow.planner.data.redistribute import Shards, redistribute
@@ -135,6 +136,12 @@ def output_fields(plan: Plan, node: str) -> tuple[str, ...]:
     """Return the fields that a node makes, as `stream/field`."""
     graph_node = plan.graph.node(node)
     return tuple(f"{graph_node.stream}/{returned.field}" for returned in graph_node.spec.returns)
+
+
+def streamed_outputs(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return the fields of each node that runs on samples or groups, as they arrive."""
+    nodes = (node.name for node in plan.schedule.nodes if node.level is not Level.BATCH)
+    return {name: output_fields(plan, name) for name in nodes}
 
 
 def node_tasks(

@@ -22,7 +22,7 @@ from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.graph_queries import saved_models, scheduled_updates
 from hflow.planner.ir import Plan
 from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.node_execution import NodeExecution
+from hflow.runtime.execution.node_execution import NodeExecution, streamed_outputs
 from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.saved_run import SAMPLES, ResumePoint, SavedRun
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
@@ -145,6 +145,7 @@ class RunSaving:
                 model: num + self._extra_updates.get(model, 0)
                 for model, num in scheduled_updates(self._plan, snapshot.steps).items()
             },
+            streamed_outputs(self._plan),
         )
         self._release.hold()
         self.saved_at = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ class SavedRun:
     """(root stream, sample, name of the file that has its data or its journal)."""
     updates: Mapping[str, int] = field(default_factory=dict)
     """Trained model -> optimizer steps that were scheduled before the checkpoint, by the plans that ran."""
+
+    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Node on samples or groups -> the fields that it made, as `stream/field`."""
+
+    def with_outputs(self, outputs: Mapping[str, tuple[str, ...]]) -> SavedRun:
+        """Return the same where nodes that make other fields now are not done, so that they run again."""
+        other = {name for name, fields in self.outputs.items() if outputs.get(name, fields) != fields}
+        streams = tuple(_with_undone(stream, other) for stream in self.snapshot.streams)
+        return replace(self, snapshot=replace(self.snapshot, streams=streams))
 
     def extra_updates(self, plan: Plan) -> dict[str, int]:
         """Return trained model -> optimizer steps before the checkpoint beyond those of this plan.
@@ -143,6 +152,21 @@ def _has_other_rows(evaluation: EvaluationSnapshot, stream: StreamSnapshot, num_
     if evaluation.num_groups is not None:
         return evaluation.num_groups != num_rows
     return any(group.number - evaluation.first_group >= num_rows for group in stream.groups)
+
+
+def _with_undone(stream: StreamSnapshot, nodes: Set[str]) -> StreamSnapshot:
+    def left(done: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in done if name not in nodes)
+
+    groups = tuple(
+        replace(
+            group,
+            members=tuple(replace(member, done=left(member.done)) for member in group.members),
+            done=left(group.done),
+        )
+        for group in stream.groups
+    )
+    return replace(stream, groups=groups)
 
 
 def _without(stream: StreamSnapshot, lost: frozenset[tuple[str, int]]) -> StreamSnapshot:
