@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, run
+from runs import ROOT, TINY, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hflow.cli import main
+from hflow.config import load_config
+from hflow.dsl import load_recipe
 from hflow.errors import ConfigError, HflowError, PlanError, RunError
 from hflow.launch import simulate
-from hflow.launch.evaluate_checkpoint import EvaluationReport, evaluate_checkpoint
+from hflow.launch.evaluate_checkpoint import EvaluationReport, _with_saved_models, evaluate_checkpoint
 from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.export_model import export_model
 from hflow.runtime.execution.run_directory import read_metrics
@@ -151,6 +153,15 @@ def test_an_export_names_every_stop_token(trained: Path, tmp_path: Path) -> None
     (saved / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 5]}))
     export_model(str(saved), tmp_path / "more")
     assert GenerationConfig.from_pretrained(tmp_path / "more").eos_token_id == [2, 5]
+
+
+def test_a_model_that_started_from_a_saved_one_keeps_its_chat_template() -> None:
+    recipe = ROOT / "recipes/ppo.py"
+    config = load_config(recipe, ["models.actor.chat_template='{{ messages }}'"])
+    models = _with_saved_models(config, config, load_recipe(recipe).spec(), {"actor": Path("saved")}).models
+    first = config.models["actor"]
+    assert models["actor"].path == "saved"
+    assert (models["ref"].path, models["ref"].chat_template) == (first.path, "{{ messages }}")
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path) -> None:
