@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hflow.data.messages import check_prompt, normal_messages, normal_tools
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
@@ -59,12 +60,13 @@ class CharacterTokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
         """Return a trajectory of messages without a template. The messages of assistants are learned."""
+        messages = normal_messages(messages)
         trajectory = Trajectory((), (), (), (), messages=tuple(messages))
         for message in messages:
-            learned = message.get("role") == "assistant"
-            ids = [*self.encode(str(message.get("content", ""))), *([END] if learned else [])]
+            learned = message["role"] == "assistant"
+            ids = [*self.encode(message["content"]), *([END] if learned else [])]
             trajectory = _append_tokens(trajectory, ids, learned, version=-1)
-        replies = [str(message["content"]) for message in messages if message.get("role") == "assistant"]
+        replies = [message["content"] for message in messages if message["role"] == "assistant"]
         return replace(trajectory, completion=replies[-1] if replies else "", num_turns=len(replies))
 
 
@@ -122,14 +124,15 @@ class ScriptedEngine:
 
         Raises:
             ValueError: if no reply is left.
+            DataError: when the messages are no prompt, or a tool has no schema.
         """
         before = self._before_completion(prompt)
         if tools is not None:
-            before = replace(before, tools=tuple(tools))
-            names = (
-                tool["function"]["name"] if isinstance(tool, Mapping) else tool.__name__ for tool in tools
+            before = replace(before, tools=normal_tools(tools))
+            self._offered.update(
+                tool["function"]["name"] if isinstance(tool, Mapping) else tool.__name__
+                for tool in before.tools
             )
-            self._offered.update(names)
         self.prompts.append(self._tokenizer.decode(before.input_ids))
         if not self._replies:
             raise ValueError(f"the scripted engine has no reply for completion {len(self.prompts)}. Add one")
@@ -204,11 +207,15 @@ class ScriptedEngine:
                 tuple(self._tokenizer.encode(prompt)), (), messages=({"role": "user", "content": prompt},)
             )
         if not isinstance(prompt, Trajectory):
-            text = "".join(str(message.get("content", "")) for message in prompt)
-            return Trajectory.learned(tuple(self._tokenizer.encode(text)), (), messages=tuple(prompt))
-        added = "".join(str(message["content"]) for message in prompt.pending)
+            messages = normal_messages(prompt)
+            check_prompt(messages)
+            text = "".join(message["content"] for message in messages)
+            return Trajectory.learned(tuple(self._tokenizer.encode(text)), (), messages=tuple(messages))
+        pending = normal_messages(prompt.pending) if prompt.pending else []
+        check_prompt(pending)
+        added = "".join(message["content"] for message in pending)
         longer = _append_tokens(prompt, self._tokenizer.encode(added), learned=False, version=-1)
-        return replace(longer, messages=(*prompt.messages, *prompt.pending), pending=(), tool_calls=())
+        return replace(longer, messages=(*prompt.messages, *pending), pending=(), tool_calls=())
 
     def _complete_text(self, before: Trajectory, text: str, max_tokens: int | None) -> Trajectory:
         ids = [*self._tokenizer.encode(text), END]

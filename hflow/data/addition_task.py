@@ -47,7 +47,11 @@ class Addition:
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the split."""
         row = self._row(*divmod(int(self._pairs[index]), 100))
-        return self._schema.row(row, f"the addition data, row {index}")
+        return self._schema.row(row, self.where(index))
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        return f"the addition data, row {index}"
 
     def _row(self, first: int, second: int) -> dict[str, Any]:
         return {"prompt": f"{first:02d}+{second:02d}=", "answer": f"{first + second:03d}"}

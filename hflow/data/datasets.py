@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from hflow.data.addition_task import Addition, AdditionChat, AdditionPairs
 from hflow.data.hf_datasets import HUB, is_saved, open_hub, open_saved
 from hflow.data.row_files import JsonLines, Parquet
-from hflow.data.row_schema import RowSchema
+from hflow.data.row_schema import Check, RowSchema
 from hflow.errors import DataError, nearest
 from hflow.types import Unit
 
@@ -64,6 +64,10 @@ class RowSource(Protocol):
         """
         ...
 
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors: its file and number."""
+        ...
+
 
 class JoinedRows:
     """The rows of several sources, one source after the other.
@@ -87,11 +91,23 @@ class JoinedRows:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index`, counted over all sources."""
+        source, index = self._find(index)
+        return source.row(index)
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        source, index = self._find(index)
+        return source.where(index)
+
+    def _find(self, index: int) -> tuple[RowSource, int]:
+        """Return the source of a row, and its number there."""
         source = bisect_right(self._starts, index) - 1
-        return self._sources[source].row(index - self._starts[source])
+        return self._sources[source], index - self._starts[source]
 
 
-def open_dataset(settings: DataSettings, columns: Mapping[str, Unit]) -> RowSource:
+def open_dataset(
+    settings: DataSettings, columns: Mapping[str, Unit], checks: Mapping[str, Check] | None = None
+) -> RowSource:
     """Open a dataset and check its first row, so that a wrong file fails at once.
 
     With several sources it is a `JoinedRows` of them.
@@ -99,16 +115,17 @@ def open_dataset(settings: DataSettings, columns: Mapping[str, Unit]) -> RowSour
     Args:
         settings: where the rows are.
         columns: the columns that the recipe declares.
+        checks: what the readers of a column of messages need.
 
     Raises:
         DataError: if the dataset does not exist, is empty or lacks a declared column; names file, row and
             column.
     """
     if settings.sources:
-        return JoinedRows([open_dataset(source, columns) for source in settings.sources])
+        return JoinedRows([open_dataset(source, columns, checks) for source in settings.sources])
     if (settings.path is None) == (settings.generator is None):
         raise DataError("a dataset needs either a path or a generator; set one of them")
-    schema = RowSchema(columns, settings.names, settings.key)
+    schema = RowSchema(columns, settings.names, settings.key, checks or {})
     is_read = settings.path is not None
     source = _open_paths(settings, schema) if is_read else _open_generator(settings, schema)
     if settings.limit is not None:
@@ -121,14 +138,16 @@ def open_dataset(settings: DataSettings, columns: Mapping[str, Unit]) -> RowSour
     return source
 
 
-def check_columns(settings: DataSettings, columns: Mapping[str, Unit]) -> None:
+def check_columns(
+    settings: DataSettings, columns: Mapping[str, Unit], checks: Mapping[str, Check] | None = None
+) -> None:
     """Check the first row of each file that is on this machine, without opening the whole dataset.
 
     Raises:
         DataError: for a file without the declared columns, as `open_dataset` raises.
     """
     for source in settings.sources or (settings,):
-        schema = RowSchema(columns, source.names, source.key)
+        schema = RowSchema(columns, source.names, source.key, checks or {})
         paths = (source.path,) if isinstance(source.path, str) else source.path or ()
         for pattern in paths:
             names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
@@ -223,6 +242,10 @@ class _FirstRows:
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the source."""
         return self._source.row(index)
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        return self._source.where(index)
 
 
 _FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {

@@ -41,6 +41,7 @@ class HuggingFaceRows:
     def __init__(self, dataset: Any, schema: RowSchema, where: str) -> None:
         schema.check(dataset.column_names, where)
         self._rows = dataset.select_columns(schema.source_columns).with_format(None)
+        self._types = dataset.features.arrow_schema
         self._schema = schema
         self._where = where
 
@@ -58,7 +59,14 @@ class HuggingFaceRows:
         Raises:
             DataError: if a value does not have its column's declared type.
         """
-        return self._schema.row(self._rows[index], f"{self._where} row {index}")
+        from hflow.data.arrow_values import json_value
+
+        row = {name: json_value(x, self._types.field(name).type) for name, x in self._rows[index].items()}
+        return self._schema.row(row, self.where(index))
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        return f"{self._where} row {index}"
 
 
 def open_saved(directory: str, split: str, schema: RowSchema) -> HuggingFaceRows:

@@ -1,30 +1,108 @@
-"""Messages of a conversation as values of a sample: what they must be, and a text as one of them."""
+"""Conversations in the one form that chat templates get, for datasets, bodies and the endpoint alike.
+
+`normal_messages` and `normal_tools` make this form, or say what is wrong. In it,
+
+- a role is one of `system`, `user`, `assistant` and `tool`: `developer` is the newer name of `system`;
+- the content is a text;
+- a tool call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with an `id` if it has
+  one. Arguments that were given as JSON text are an object, as templates write JSON themselves;
+- keys that are null or an empty list are left out.
+
+Messages that are in this form already stay as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hflow.errors import DataError, nearest, shorten
+from hflow.json_text import find_json_problem, parse_json
 from hflow.types import Unit
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
-def messages_problem(value: Any) -> str | None:
-    """Return what is wrong with a value that should be messages; None: nothing.
+_NAMES_OF_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+"""What other formats and templates call a role -> its name here."""
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "audio": "leave it out, or write its text as the content",
+    "function_call": "write it as tool_calls",
+    "weight": "every message of the assistant is learned; leave it out, or end the conversation before it",
+}
+"""Keys that would change what a conversation means, but that no template reads."""
+_MAX_SHOWN = 80
+"""Characters of a wrong value in an error."""
 
-    Messages are a list of at least one dict. Each has a `role` and a `content`, which are strings; a message
-    with `tool_calls` needs no content.
+
+def normal_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
+    """Return a conversation in its one form.
+
+    Args:
+        messages: a list of at least one message.
+        name: what it is called in errors.
+
+    Raises:
+        DataError: for what cannot be put into a chat template, or would mean something else there.
     """
-    if not isinstance(value, list):
-        return f"is {value!r:.40}, not a list of messages"
-    if not value:
-        return "is an empty list, and a conversation has at least one message"
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            return f"has {message!r:.40} as message {i}, not an object with role and content"
-        for name in ("role", "content"):
-            is_optional = name == "content" and bool(message.get("tool_calls"))
-            if not isinstance(message.get(name), str) and not (is_optional and message.get(name) is None):
-                return f"has the message {message!r:.60}, whose {name} is no string"
-    return None
+    if not isinstance(messages, list | tuple):
+        raise DataError(f"{name} must be a list with at least one message, but it is {_shown(messages)}")
+    if not messages:
+        raise DataError(f"{name} must be a list with at least one message, but it is empty")
+    return [_normal_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
+
+
+def check_prompt(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> None:
+    """Check that the assistant's turn is next.
+
+    Raises:
+        DataError: if the conversation ends with a message of the assistant.
+    """
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{name}: the last message is the assistant's, and continuing it is not supported; end with a "
+            "message of the user or of a tool"
+        )
+
+
+def check_learned(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> None:
+    """Check that there is something to learn.
+
+    Raises:
+        DataError: if no message is the assistant's.
+    """
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(
+            f"{name}: no message is the assistant's, so there is nothing to learn; add its answer, or remove "
+            "the conversation"
+        )
+
+
+def normal_tools(tools: Any, name: str = "tools") -> tuple[Any, ...]:
+    """Return JSON schemas of functions in the form of OpenAI's API. Python functions stay as they are.
+
+    Args:
+        tools: a list of functions and schemas. A schema may be an object that has it as `function`.
+        name: what it is called in errors.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if not isinstance(tools, list | tuple):
+        raise DataError(f"{name} must be a list of functions, but it is {_shown(tools)}")
+    return tuple(
+        tool if callable(tool) else _normal_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)
+    )
 
 
 def read_as(value: Any, unit: Unit, wanted: Unit) -> Any:
@@ -32,3 +110,105 @@ def read_as(value: Any, unit: Unit, wanted: Unit) -> Any:
     if unit is Unit.TEXT and wanted is Unit.MESSAGES:
         return [{"role": "user", "content": value}]
     return value
+
+
+def _normal_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{name} must be an object with role and content, but it is {_shown(message)}")
+    given = {key: value for key, value in message.items() if value is not None and value != []}
+    role = _role(given, name)
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": ""}
+    for key, value in given.items():
+        if key == "tool_calls":
+            if role != "assistant" or not isinstance(value, list | tuple):
+                raise DataError(f"{name}.tool_calls is not supported: they are a list of the assistant's")
+            found[key] = [_normal_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(value)]
+        elif key == "content":
+            found[key] = _content(value, name)
+        elif key in _WITHOUT_EFFECT:
+            if (key, value) != ("weight", 1):
+                raise DataError(f"{name}.{key} is not supported; {_WITHOUT_EFFECT[key]}")
+        elif key != "role":
+            found[key] = str(value) if key in ("name", "tool_call_id") else value
+    if "content" not in given and "tool_calls" not in given:
+        raise DataError(f"{name}.content must be text, and it is missing; write it, if only as an empty text")
+    if problem := find_json_problem(found):
+        raise DataError(f"{name} {problem}")
+    return found
+
+
+def _role(message: Mapping[str, Any], name: str) -> str:
+    if "role" not in message and {"from", "value"} <= message.keys():
+        raise DataError(
+            f"{name} has the keys from and value of ShareGPT's format; write them as role (user for human, "
+            "assistant for gpt) and content"
+        )
+    role = message.get("role")
+    if role in ROLES:
+        return str(role)
+    known = str(role).strip().lower()
+    meant = known if known in ROLES else _NAMES_OF_ROLES.get(known)
+    fix = f"; did you mean {meant!r}?" if meant else nearest(str(role), ROLES)
+    raise DataError(f"{name}.role must be one of {', '.join(ROLES)}, but it is {_shown(role)}{fix}")
+
+
+def _content(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise DataError(f"{name}.content must be text, but it has {_shown(part)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _normal_call(call: Any, name: str) -> dict[str, Any]:
+    given = call if isinstance(call, Mapping) else {}
+    function = given.get("function", given)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{name} must be a function call with name and arguments, but it is {_shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            raise DataError(f"{name}.function.arguments is text, but not JSON: {error}") from error
+    elif arguments is None:  # Parquet has no empty objects
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{name}.function.arguments must be a JSON object, or one as text")
+    found: dict[str, Any] = {} if given.get("id") is None else {"id": str(given["id"])}
+    return {
+        **found,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }
+
+
+def _normal_tool(tool: Any, name: str) -> dict[str, Any]:
+    given = tool if isinstance(tool, Mapping) else {}
+    function = given.get("function", given)
+    is_function = isinstance(function, Mapping) and given.get("type") in (None, "function")
+    parameters = function.get("parameters") if is_function else None
+    if not (is_function and isinstance(function.get("name"), str) and isinstance(parameters, Mapping | None)):
+        raise DataError(
+            f"{name} must be a function with a name: "
+            '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            f", but it is {_shown(tool)}"
+        )
+    for key, schema in ((parameters or {}).get("properties") or {}).items():
+        if schema is None:
+            raise DataError(
+                f"{name} describes the parameter {key!r} as null, which libraries write for parameters of "
+                "other rows; leave it out"
+            )
+    if problem := find_json_problem(tool):
+        raise DataError(f"{name} {problem}")
+    kept = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _shown(value: Any) -> str:
+    return shorten(repr(value), _MAX_SHOWN)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hflow.data.messages import messages_problem
+from hflow.data.messages import normal_messages
 from hflow.errors import DataError, nearest, shorten
+from hflow.json_text import find_json_problem
 from hflow.types import Unit
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Halves of characters, which JSON can name, but no text has."""
+Check = Callable[[Sequence[Mapping[str, Any]], str], None]
+"""Raises a `DataError` for a conversation that is not what its reader needs. Called with its name, too."""
 _LISTED_CHARACTERS = 300
 """The most characters of a list of columns in an error."""
 
@@ -27,6 +27,8 @@ class RowSchema:
     """Declared column -> the source's name for it, where that differs."""
     key: str = "data.NAME"
     """Key of the source in the configuration, for errors."""
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    """Declared column of messages -> what its readers need."""
 
     def __post_init__(self) -> None:
         """Check that the recipe declares what `names` maps.
@@ -54,6 +56,14 @@ class RowSchema:
         """
         known = list(known)
         missing = [name for name in self.units if self._source_name(name) not in known]
+        for name in missing:
+            column, _, inner = self._source_name(name).partition(".")
+            if inner and column in known:
+                raise DataError(
+                    f"{where}: {self.key}.map.{name} is {self._source_name(name)!r}, but rows are mapped by "
+                    f"whole columns, such as {column!r}. Write {inner!r} as a column of its own, or declare "
+                    f"{column!r} as Json and read {inner!r} in a body"
+                )
         if len(missing) == 1:
             name, source = missing[0], self._source_name(missing[0])
             near = nearest(source, known)
@@ -82,11 +92,10 @@ class RowSchema:
         self.check(row, where)
         values = {name: row[self._source_name(name)] for name in self.units}
         for name, unit in self.units.items():
-            if unit is Unit.MESSAGES and (problem := messages_problem(values[name])):
-                raise DataError(
-                    f"{where}: column {self._source_name(name)!r} {problem}; write each message as "
-                    '{"role": "user", "content": "..."}, or declare the column as Text or Json'
-                )
+            if unit is Unit.MESSAGES:
+                values[name] = self._messages(name, values[name], where)
+            elif problem := find_json_problem(values[name]):
+                raise DataError(f"{where}: column {self._source_name(name)!r} {problem}; change the value")
             if not _fits(values[name], unit):
                 fix = "write it as a string, or declare the column as Json"
                 raise DataError(
@@ -94,6 +103,18 @@ class RowSchema:
                     f"declares {_EXPECTED[unit]}; {fix if unit is Unit.TEXT else 'change one of them'}"
                 )
         return values
+
+    def _messages(self, name: str, value: Any, where: str) -> list[dict[str, Any]]:
+        path = f"{where}: {self._source_name(name)}"
+        if isinstance(value, str):
+            raise DataError(
+                f"{path} must be a list of messages, but it is {value!r:.40}; write each message as "
+                '{"role": "user", "content": "..."}, or declare the column as Text or Json'
+            )
+        messages = normal_messages(value, path)
+        if name in self.checks:
+            self.checks[name](messages, path)
+        return messages
 
     def _source_name(self, name: str) -> str:
         return self.names.get(name, name)
@@ -115,7 +136,7 @@ _EXPECTED = {
 def _fits(value: Any, unit: Unit) -> bool:
     match unit:
         case Unit.TEXT:
-            return isinstance(value, str) and _SURROGATE.search(value) is None
+            return isinstance(value, str)
         case Unit.SEQUENCE | Unit.GROUP:
             return _is_number(value)
         case Unit.TOKEN:

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hflow.data.chat import ChatTemplate
+from hflow.data.messages import normal_messages
 from hflow.data.unknown_tokens import check_known
 from hflow.data.vocabulary import character_vocabulary
 from hflow.errors import DataError, RecipeError
@@ -175,8 +176,9 @@ class TextTokenizer:
             DataError: if there is no chat template, it rejects the messages, or the vocabulary lacks a
                 character.
         """
+        messages = normal_messages(messages)
         ids, mask = self.template().encode_conversation(messages)
-        replies = [str(m.get("content", "")) for m in messages if m.get("role") == "assistant"]
+        replies = [m["content"] for m in messages if m["role"] == "assistant"]
         return Trajectory(
             input_ids=tuple(ids),
             loss_mask=tuple(mask),

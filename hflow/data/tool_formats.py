@@ -6,7 +6,6 @@ invalid (broken JSON, an unknown tool) stays text too, and is counted.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import ClassVar, Protocol
 
 from hflow.data.tool_schemas import Tool, parameter_names, tool_name
 from hflow.errors import RecipeError
+from hflow.json_text import find_json_problem, parse_json
 from hflow.types import ToolCall
 
 
@@ -161,10 +161,10 @@ def _are_marks(option: str) -> bool:
 
 def _json_call(text: str, names: Sequence[str]) -> ToolCall | None:
     try:
-        block = json.loads(text)
-    except (ValueError, RecursionError):
+        block = parse_json(text)
+    except ValueError:
         return None
-    if not isinstance(block, dict) or block.get("name") not in names:
+    if find_json_problem(block) or not isinstance(block, dict) or block.get("name") not in names:
         return None
     arguments = block.get("arguments", {})
     return ToolCall(block["name"], arguments) if isinstance(arguments, dict) else None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hflow.data.batch import Batch, Column, number_array
-from hflow.data.messages import messages_problem
-from hflow.errors import RecipeError, RunError
+from hflow.data.messages import normal_messages
+from hflow.errors import DataError, RecipeError, RunError
 from hflow.types import Sequences, Unit
 
 
@@ -114,8 +114,11 @@ def column_of_rows(node: str, field: str, unit: Unit, rows: Any, batch: Batch) -
     if unit is Unit.TEXT and not all(isinstance(row, str) for row in rows):
         invalid = next(row for row in rows if not isinstance(row, str))
         raise RunError(f"node {node!r}: {field!r} must be a string, the body returned {invalid!r:.60}")
-    if unit is Unit.MESSAGES and (problem := next(filter(None, map(messages_problem, rows)), None)):
-        raise RunError(f"node {node!r}: {field!r} {problem}")
+    if unit is Unit.MESSAGES:
+        try:
+            rows = [normal_messages(row, field) for row in rows]
+        except DataError as error:
+            raise RunError(f"node {node!r}: {error}") from error
     if unit.is_object:
         return Column(unit, rows)
     if unit is not Unit.TOKEN:

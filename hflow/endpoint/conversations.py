@@ -15,8 +15,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hflow.data.messages import normal_messages
 from hflow.endpoint.replies import Reply, generated_ids, reply_of
-from hflow.endpoint.requests import CompletionRequest, Message, RequestRefused, template_message
+from hflow.endpoint.requests import CompletionRequest, Message, RequestRefused
 from hflow.endpoint.server import REFUSALS, EndpointServer
 from hflow.errors import EpisodeError
 from hflow.types import Trajectory
@@ -109,7 +110,7 @@ class EpisodeEndpoint:
         conversation, before = self._begin(request)
         try:
             after = await conversation.engine.complete(
-                first_prompt(request) if before is None else before,
+                request.prompt if before is None else before,
                 tools=request.tools,
                 max_tokens=request.max_tokens,
                 stop=request.stop,
@@ -161,7 +162,7 @@ class EpisodeEndpoint:
         conversation.is_busy = True
         if conversation.trajectory is None:
             return conversation, None
-        pending = tuple(map(template_message, messages[len(conversation.messages) :]))
+        pending = messages[len(conversation.messages) :]
         return conversation, dataclasses.replace(conversation.trajectory, pending=pending)
 
     def _longest_match(
@@ -248,16 +249,10 @@ class _Conversation:
         )
         self.trajectory = after
         if isinstance(request.prompt, tuple):
-            self.messages = (*request.prompt, reply.message)
+            self.messages = (*request.prompt, *normal_messages([reply.message]))
             self.turns.append(_Turn(len(self.messages), len(after.messages), len(after.input_ids)))
         self.has_reply, self.is_busy = True, False
         return reply
-
-
-def first_prompt(request: CompletionRequest) -> str | list[dict[str, Any]]:
-    """Return the prompt of a conversation that begins with this request."""
-    prompt = request.prompt
-    return prompt if isinstance(prompt, str) else [template_message(message) for message in prompt]
 
 
 def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.errors import nearest, shorten
-from hflow.json_text import parse_json
+from hflow.data.messages import check_prompt, normal_messages, normal_tools
+from hflow.errors import DataError, nearest, shorten
+from hflow.json_text import find_json_problem
 from hflow.types.sampling import find_sampling_problem
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what the role needs: `tool_calls` of an assistant, `tool_call_id` of a tool."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""A client may expect that others have an effect. Those of datasets are for the chat template."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -49,9 +50,6 @@ _CHAT = (*_COMMON, "logprobs", "max_completion_tokens", "messages", "tool_choice
 _TEXT = (*_COMMON, "logprobs", "prompt")
 _MAX_NUMBER = 2**63 - 1
 """The largest number of an option, such as a seed."""
-_MAX_DEPTH = 100
-"""Levels of a request: the schemas of tools have a few."""
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 80
 """Characters of a wrong value in a message."""
 
@@ -104,16 +102,14 @@ def parse_chat(body: Any) -> CompletionRequest:
         RequestRefused: for an option that is unknown, not supported or wrong.
     """
     options = _options(body, _CHAT)
-    messages = options.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestRefused("messages must be a list with at least one message", param="messages")
-    prompt = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
-    if prompt[-1]["role"] == "assistant":
-        raise RequestRefused(
-            "the last message is the assistant's, and continuing it is not supported; end with a message of "
-            "the user or of a tool",
-            param="messages",
-        )
+    messages = options.get("messages", [])
+    with _refused("messages"):
+        prompt = tuple(normal_messages(messages))
+        check_prompt(prompt)
+    for i, message in enumerate(prompt):
+        if unknown := [key for key in message if key not in _MESSAGE_KEYS]:
+            shown = shorten(unknown[0], _MAX_SHOWN)
+            raise RequestRefused(f"messages[{i}].{shown} is not supported; leave it out", param="messages")
     if None not in (options.get("max_tokens"), options.get("max_completion_tokens")):
         raise RequestRefused("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
     return CompletionRequest(
@@ -147,22 +143,21 @@ def parse_text(body: Any) -> CompletionRequest:
     return CompletionRequest(prompt=prompt, with_logprobs=with_logprobs, **_common(options, "max_tokens"))
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: the arguments of tool calls are objects, not text."""
-    if "tool_calls" not in message:
-        return dict(message)
-    calls = []
-    for call in message["tool_calls"]:
-        function = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
+@contextmanager
+def _refused(param: str) -> Iterator[None]:
+    """Answer with an error for what no dataset may have either."""
+    try:
+        yield
+    except DataError as error:
+        raise RequestRefused(str(error), param=param) from error
 
 
 def _options(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
     """Return the options that are set, after refusing those that cannot be honoured."""
     if not isinstance(body, dict):
         raise RequestRefused("the body of the request must be a JSON object")
-    _check_values(body)
+    if problem := find_json_problem(body):
+        raise RequestRefused(f"the request {problem}")
     options = {name: value for name, value in body.items() if value is not None}
     for name, value in options.items():
         if name in known or name in _LABELS:
@@ -177,23 +172,6 @@ def _options(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
             fix = f"set it to {only}, or leave it out" if only else "leave it out"
             raise RequestRefused(f"{name}={_shown_json(value)} is not supported; {fix}", param=name)
     return options
-
-
-def _check_values(value: Any) -> None:
-    """Refuse what JSON can hold, but not every template and tokenizer can read."""
-    values = [value]
-    for _ in range(_MAX_DEPTH):
-        for text in values:
-            if isinstance(text, str) and not text.isascii() and _LONE_SURROGATE.search(text):
-                raise RequestRefused("the request has half of a surrogate pair, which is no text")
-        values = [
-            item
-            for outer in values
-            if isinstance(outer, dict | list)
-            for item in (outer if isinstance(outer, list) else itertools.chain(outer, outer.values()))
-        ]
-    if values:
-        raise RequestRefused(f"the request is nested more than {_MAX_DEPTH} levels deep")
 
 
 def _common(options: Mapping[str, Any], max_tokens: str) -> dict[str, Any]:
@@ -267,21 +245,10 @@ def _stop(options: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def _tools(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the tools that the model may call: none with `tool_choice="none"`."""
-    tools = _value(options, "tools", list, [])
+    with _refused("tools"):
+        tools = normal_tools(options.get("tools", []))
     for i, tool in enumerate(tools):
-        is_function = isinstance(tool, dict) and tool.get("type") == "function"
-        function = (tool.get("function") or {}) if is_function else {}
-        if not (
-            isinstance(function, dict)
-            and isinstance(function.get("name"), str)
-            and isinstance(function.get("parameters") or {}, dict)
-        ):
-            raise RequestRefused(
-                f"tools[{i}] must be a function with a name: "
-                '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
-                param="tools",
-            )
-        if function.get("strict"):
+        if tool["function"].get("strict"):
             raise RequestRefused(
                 f"tools[{i}].function.strict is not supported, as output is not constrained; leave it out",
                 param="tools",
@@ -292,55 +259,4 @@ def _tools(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
             f"tool_choice={_shown_json(choice)} is not supported; set it to auto or none",
             param="tool_choice",
         )
-    return tuple(tools) if choice == "auto" else ()
-
-
-def _message(message: Any, name: str) -> Message:
-    """Return a message in the form in which messages are compared."""
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in ROLES:
-        raise RequestRefused(f"{name}.role must be one of {', '.join(ROLES)}", param="messages")
-    found: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": _content(message.get("content"), name),
-    }
-    for key, value in message.items():
-        if key in ("role", "content") or value is None or value == []:
-            continue
-        if key == "tool_calls" and role == "assistant" and isinstance(value, list):
-            found[key] = [_tool_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(value)]
-        elif (key == "tool_call_id" and role == "tool") or key == "name":
-            found[key] = str(value)
-        else:
-            shown = shorten(key, _MAX_SHOWN)
-            raise RequestRefused(f"{name}.{shown} is not supported; leave it out", param="messages")
-    return found
-
-
-def _content(content: Any, name: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestRefused(f"{name}.content must be text", param="messages")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    texts = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestRefused(f"{name} must be a function call with name and arguments", param="messages")
-    function_name, text = texts
-    try:
-        arguments = parse_json(str(text))
-    except ValueError:
-        arguments = None
-    _check_values(arguments)
-    if not isinstance(arguments, dict):
-        raise RequestRefused(f"{name}.function.arguments must be a JSON object as text", param="messages")
-    # Written again, as clients that parse the arguments may have changed the spaces in them.
-    function = {"name": function_name, "arguments": json.dumps(arguments)}
-    return {"id": str(call.get("id", "")), "type": "function", "function": function}
+    return tools if choice == "auto" else ()

@@ -17,9 +17,11 @@ from hflow.config.schema import SourceConfig, WeightedSourceConfig
 from hflow.data.hf_datasets import HUB
 from hflow.errors import ConfigError
 from hflow.graph.ir import DatasetSpec, Graph
+from hflow.launch.plan_request import is_library_node
 
 if TYPE_CHECKING:
     from hflow.data.datasets import DataSettings
+    from hflow.data.row_schema import Check
 
 _DATA_KEY = re.compile(r"[+~]*data[.@]")
 _PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
@@ -73,7 +75,25 @@ def check_data(config: RunConfig, graph: Graph) -> None:
         if any(not path.startswith(HUB) for _, source in sources for path in _paths(source)):
             from hflow.data.datasets import check_columns
 
-            check_columns(data_settings(config, dataset), dict(dataset.columns))
+            checks = conversation_checks(graph, dataset.name)
+            check_columns(data_settings(config, dataset), dict(dataset.columns), checks)
+
+
+def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
+    """Return what nodes of the library need of a dataset's conversations: column -> a check.
+
+    The body of any other node may change a conversation first, so it is checked when it is encoded.
+    """
+    from hflow.data.messages import check_learned, check_prompt
+
+    checks: dict[str, Check] = {}
+    for stream in graph.streams:
+        node = graph.node(stream.source)
+        if stream.dataset == dataset:
+            for name, check in (("chat_gen", check_prompt), ("chat_view", check_learned)):
+                if is_library_node(node.spec, name):
+                    checks.update({read.field: check for read in node.reads})
+    return checks
 
 
 def replaced_data_warnings(

@@ -321,7 +321,7 @@ def _shown(system: str | None) -> str:
 
 
 def is_library_node(spec: NodeSpec, name: str) -> bool:
-    """Return whether a node is a generate node of `hflow.nodes`, whatever its name in the recipe."""
+    """Return whether a node is one of `hflow.nodes.inference`, whatever its name in the recipe."""
     return (spec.body.module, spec.body.qualname) == ("hflow.nodes.inference", name)
 
 

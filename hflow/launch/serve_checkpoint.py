@@ -21,7 +21,6 @@ from hflow.backends.hf_config import max_length, read_config
 from hflow.backends.interface import EngineSetup, ModelSettings, SamplingParams
 from hflow.backends.vllm_engine.api_server import VllmApiServer
 from hflow.data.tokenizer import TextTokenizer
-from hflow.endpoint.conversations import first_prompt
 from hflow.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.endpoint.server import EndpointServer, base_url
@@ -171,7 +170,7 @@ class CheckpointResponder:
         engine = EpisodeEngine(self._driver, self._tokenizer, params, seed, effects, self._model)
         try:
             after = await engine.complete(
-                first_prompt(request), tools=request.tools, max_tokens=request.max_tokens, stop=request.stop
+                request.prompt, tools=request.tools, max_tokens=request.max_tokens, stop=request.stop
             )
         except RecipeError as error:
             raise RequestRefused(str(error), param="tools") from error

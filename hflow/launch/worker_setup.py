@@ -15,7 +15,7 @@ from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.graph.ir import Node, Read
 from hflow.launch.compile import Compiled
-from hflow.launch.data_settings import data_settings
+from hflow.launch.data_settings import conversation_checks, data_settings
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.planner import backends
 from hflow.planner.ir import Plan, Replica
@@ -103,7 +103,8 @@ def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tup
     for stream, name in dataset_of.items():
         assert name is not None, f"root stream {stream} has no dataset"
         settings = data_settings(compiled.config, datasets[name])
-        source = open_dataset(settings, dict(datasets[name].columns))
+        checks = conversation_checks(compiled.graph, name)
+        source = open_dataset(settings, dict(datasets[name].columns), checks)
         check_rows(settings, source)
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
         files[name] = source.files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hflow.dsl import encode, generate, infer
+from hflow.errors import DataError
 from hflow.types import Engine, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
 
 
@@ -28,8 +29,18 @@ async def chat_gen(engine: Engine, prompt: Messages, *, system: str | None = Non
 
 @encode()
 def chat_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
-    """Encode a conversation with the model's chat template. Only the assistant's messages are learned."""
-    return tokenizer.chat(messages)
+    """Encode a conversation with the model's chat template. Only the assistant's messages are learned.
+
+    Raises:
+        DataError: if it has none.
+    """
+    talk = tokenizer.chat(messages)
+    if not talk.num_tokens:
+        raise DataError(
+            "the chat template marks no token as the assistant's, so there is nothing to learn; add a "
+            "message of the assistant, or remove the conversation"
+        )
+    return talk
 
 
 @encode()

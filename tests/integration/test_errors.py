@@ -227,7 +227,7 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
         (2 * GOOD_ROW + '{"prompt": \n' + GOOD_ROW, "r.jsonl row 2 is not JSON"),
         (
             2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW,
-            "data.train row 2: the tokenizer has no token for 'a' (in '1+a='); add it to the alphabet",
+            "r.jsonl row 2: the tokenizer has no token for 'a' (in '1+a='); add it to the alphabet",
         ),
         (
             2 * GOOD_ROW + '{"prompt": "%s", "answer": "2"}\n' % ("1" * 99) + GOOD_ROW,
@@ -288,7 +288,7 @@ def test_sources_that_do_not_fit(fails: Cli) -> None:
 def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(2 * GOOD_ROW + '{"prompt": "1+a=", "answer": "2"}\n' + GOOD_ROW)
     line = fails(score("return 1.0"), TINY, "data.train.path=r.jsonl", "data.train.shuffle=false")
-    assert line.startswith("data.train row 2: the tokenizer has no token for 'a' (in '1+a=')")
+    assert "r.jsonl row 2: the tokenizer has no token for 'a' (in '1+a=')" in line
 
 
 # ------------------------------------------------------------------------------ refusals

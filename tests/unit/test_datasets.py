@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.data.datasets import DataSettings, open_dataset
+from hflow.data.datasets import DataSettings, check_columns, check_rows, open_dataset
+from hflow.data.messages import check_learned, check_prompt
 from hflow.data.row_order import RowOrder, WeightedOrder
+from hflow.endpoint.requests import RequestRefused, parse_chat
 from hflow.errors import DataError
 from hflow.types import Unit
 
@@ -56,32 +62,169 @@ def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     assert len(open_dataset(DataSettings(path, limit=30), COLUMNS)) == 7
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ('"hello"', r"row 0: column 'chat' is 'hello', not a list of messages; write each message as"),
-        ("[]", "is an empty list"),
-        ('["hello"]', "has 'hello' as message 0"),
-        ('[{"role": "user"}]', "whose content is no string"),
-        ('[{"from": "human", "value": "hello"}]', "whose role is no string"),
-        ('[{"role": "user", "content": "x"}, {"role": "user", "content": 3}]', "whose content is no string"),
-    ],
-)
-def test_messages_have_roles_and_contents(tmp_path: Path, value: str, message: str) -> None:
+NO_CONVERSATIONS: list[tuple[Any, str]] = [
+    ([], "chat must be a list with at least one message, but it is empty"),
+    (["hello"], "chat[0] must be an object with role and content, but it is 'hello'"),
+    ([{"role": "user"}], "chat[0].content must be text, and it is missing"),
+    ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], "chat[1].content must be text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "chat[0].content must be text, but it has"),
+    ([{"from": "human", "value": "x"}], "chat[0] has the keys from and value of ShareGPT's format; write"),
+    ([{"role": "human", "content": "x"}], "but it is 'human'; did you mean 'user'?"),
+    ([{"role": "gpt", "content": "x"}], "but it is 'gpt'; did you mean 'assistant'?"),
+    ([{"role": "User", "content": "x"}], "but it is 'User'; did you mean 'user'?"),
+    ([{"role": "critic", "content": "x"}], "chat[0].role must be one of system, developer, user, assistant"),
+    ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ([{"role": "assistant", "content": "x", "weight": 0}], "every message of the assistant is learned"),
+    ([{"role": "assistant", "function_call": {"name": "f"}}], "chat[0].function_call is not supported"),
+    ([{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}], "chat[0].tool_calls is not"),
+    ([{"role": "assistant", "tool_calls": [3]}], "chat[0].tool_calls[0] must be a function call with"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "is text, but not JSON"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("chat", "message"), NO_CONVERSATIONS)
+def test_datasets_and_the_endpoint_refuse_the_same_conversations(
+    tmp_path: Path, chat: Any, message: str
+) -> None:
+    path = jsonl(tmp_path, [json.dumps({"chat": chat})])
+    with pytest.raises(DataError) as refused:
+        open_dataset(DataSettings(path), {"chat": Unit.MESSAGES})
+    line = str(refused.value)
+    assert line.startswith(f"{path} row 0: ")
+    assert message in line
+    if "surrogate" not in message:  # of which a request may have none at all
+        with pytest.raises(RequestRefused) as answer:
+            parse_chat({"model": "m", "messages": chat})
+        assert answer.value.message == line.removeprefix(f"{path} row 0: ").replace("chat", "messages", 1)
+
+
+def test_a_text_is_no_conversation(tmp_path: Path) -> None:
+    message = r"row 0: chat must be a list of messages, but it is 'hello'; .*or declare the column as Text"
     with pytest.raises(DataError, match=message):
-        open_dataset(DataSettings(jsonl(tmp_path, [f'{{"chat": {value}}}'])), {"chat": Unit.MESSAGES})
+        open_dataset(DataSettings(jsonl(tmp_path, ['{"chat": "hello"}'])), {"chat": Unit.MESSAGES})
 
 
-def test_messages_of_every_format(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    called = [*chat, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    columns = {"chat": Unit.MESSAGES}
-    for value in (chat, called):
-        assert open_dataset(DataSettings(jsonl(tmp_path, [json.dumps({"chat": value})])), columns).row(0) == {
-            "chat": value
-        }
-    pq.write_table(pa.Table.from_pylist([{"chat": chat}]), tmp_path / "chat.parquet")
-    assert open_dataset(DataSettings(str(tmp_path / "chat.parquet")), columns).row(0) == {"chat": chat}
+CALLED = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "near": None}}}
+CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (
+        [{"role": "developer", "content": "a"}, {"role": "user", "content": "b", "name": None}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+    ),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]}],
+        [{"role": "user", "content": "1+1"}],
+    ),
+    (
+        [
+            {"role": "user", "content": "b"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "1", "function": {"name": "f", "arguments": '{"city": "Oslo", "near": null}'}},
+                    {"name": "f", "arguments": {"city": "Oslo", "near": None}},
+                    {"type": "function", "function": {"name": "g"}},
+                ],
+            },
+            {"role": "tool", "content": "2", "tool_call_id": 1},
+        ],
+        [
+            {"role": "user", "content": "b"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "1", **CALLED},
+                    CALLED,
+                    {"type": "function", "function": {"name": "g", "arguments": {}}},
+                ],
+            },
+            {"role": "tool", "content": "2", "tool_call_id": "1"},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("chat", "normal"), CONVERSATIONS)
+def test_datasets_and_the_endpoint_make_one_form(
+    tmp_path: Path, chat: list[dict[str, Any]], normal: list[dict[str, Any]]
+) -> None:
+    source = open_dataset(
+        DataSettings(jsonl(tmp_path, [json.dumps({"chat": chat})])), {"chat": Unit.MESSAGES}
+    )
+    assert source.row(0) == {"chat": normal}
+    assert parse_chat({"model": "m", "messages": chat}).prompt == tuple(normal)
+    assert parse_chat({"model": "m", "messages": normal}).prompt == tuple(normal)
+
+
+CALLS = [
+    {
+        "chat": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"city": "Oslo"}}]},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"properties": {"city": {"type": "string"}}}},
+            },
+            {
+                "type": "function",
+                "function": {"name": "g", "parameters": {"properties": {"n": {"enum": [1]}}}},
+            },
+        ],
+    },
+    {
+        "chat": [
+            {"role": "user", "content": "b"},
+            {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"n": 1}}]},
+            {"role": "tool", "content": "2", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "h"}}],
+    },
+]
+
+
+def test_rows_of_parquet_are_those_of_json(tmp_path: Path) -> None:
+    """Arrow gives each struct the keys of all others, which are null."""
+    columns = {"chat": Unit.MESSAGES, "tools": Unit.JSON}
+    written = open_dataset(DataSettings(jsonl(tmp_path, [json.dumps(row) for row in CALLS])), columns)
+    pq.write_table(pa.Table.from_pylist(CALLS), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(CALLS).save_to_disk(tmp_path / "saved")
+    for path in ("rows.parquet", "saved"):
+        source = open_dataset(DataSettings(str(tmp_path / path)), columns)
+        assert [source.row(0), source.row(1)] == [written.row(0), written.row(1)]
+
+
+def test_only_padding_is_dropped_of_arrow(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": '{"city": null}'}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    keys = pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"chat": [chat], "list": [[1, None]], "keys": keys, "none": [None]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    columns = {"chat": Unit.MESSAGES, "list": Unit.JSON, "keys": Unit.JSON, "none": Unit.JSON}
+    row = open_dataset(DataSettings(str(tmp_path / "rows.parquet")), columns).row(0)
+    assert row["chat"][1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
+    assert (row["list"], row["keys"], row["none"]) == ([1, None], {"a": 1, "b": None}, None)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_nodes_need_of_conversations(tmp_path: Path, kind: str) -> None:
+    """The second row ends with the assistant, so it is no prompt; the first has nothing to learn."""
+    asked = [{"role": "user", "content": "1+1"}]
+    rows = [{"chat": asked}, {"chat": [*asked, {"role": "assistant", "content": "2"}]}]
+    path = tmp_path / f"data.{kind}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    settings, columns = DataSettings(str(path)), {"chat": Unit.MESSAGES}
+    source = open_dataset(settings, columns, {"chat": check_prompt})
+    with pytest.raises(DataError, match=rf"data.{kind} row 1: chat: the last message is the assistant's"):
+        check_rows(settings, source)
+    with pytest.raises(DataError, match=rf"data.{kind} row 0: chat: no message is the assistant's"):
+        check_columns(settings, columns, {"chat": check_learned})
+    check_rows(settings, open_dataset(settings, columns))
 
 
 def test_files_of_a_list_and_of_a_pattern_follow_each_other(tmp_path: Path) -> None:
@@ -144,13 +287,117 @@ def test_several_sources_are_numbered_one_after_the_other(tmp_path: Path) -> Non
         ),
         ('{"prompt": null}', r"row 1: column 'prompt' is None"),
         ("[1, 2]", r"row 1 is a list"),
-        ('{"prompt": "x"', r"row 1 is not JSON"),
+        ('{"prompt": "x"', r"row 1 is not JSON \(the line ends before the value does\); write one JSON"),
+        ('{"prompt": "x}', r"the line ends before the value does"),
+        ('{"prompt" "x"}', r"row 1 is not JSON \(Expecting ':' delimiter at character 10\)"),
+        ('{"prompt": NaN}', r"row 1 is not JSON: NaN is not a JSON number; correct the row"),
+        ('{"prompt": 1e999}', r"row 1 is not JSON: 1e999 is larger than the largest float; correct the row"),
+        (
+            '{"prompt": "a", "prompt": "b"}',
+            r"row 1 is not JSON: key 'prompt' is there twice; correct the row",
+        ),
+        ('{"prompt": "\\ud800"}', r"row 1: column 'prompt' has half of a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     source = open_dataset(DataSettings(jsonl(tmp_path, ['{"prompt": "ok"}', line])), {"prompt": Unit.TEXT})
     with pytest.raises(DataError, match=message):
         source.row(1)
+
+
+@pytest.mark.parametrize("content", [json.dumps([{"prompt": "a"}], indent=1), '{\n "prompt": "a"\n}\n'])
+def test_a_json_document_over_several_lines(tmp_path: Path, content: str) -> None:
+    settings = DataSettings(jsonl(tmp_path, [content]))
+    for read in (check_columns, open_dataset):
+        with pytest.raises(DataError, match=r"row 0 is not JSON \(the line ends before .*`jq -c '.\[\]'`"):
+            read(settings, {"prompt": Unit.TEXT})
+
+
+def test_files_of_other_programs(tmp_path: Path) -> None:
+    """A byte order mark and lines of spaces are no rows, and another encoding is named."""
+    path, row = tmp_path / "data.jsonl", json.dumps({"prompt": "é"}, ensure_ascii=False)
+    text = f"\n   \n\t \r\n {row}\r\n    \n{row}\n  "
+    settings, columns = DataSettings(str(path)), {"prompt": Unit.TEXT}
+    for content in (text, text.lstrip(), " " + text):
+        path.write_bytes(content.encode("utf-8-sig"))
+        check_columns(settings, columns)
+        source = open_dataset(settings, columns)
+        assert [source.row(i) for i in range(len(source))] == [{"prompt": "é"}] * 2
+    for encoding in ("latin-1", "utf-16"):
+        path.write_bytes(row.encode(encoding))
+        for read in (check_columns, open_dataset):
+            with pytest.raises(DataError, match=r"row 0 is not UTF-8 .*; save the file as UTF-8"):
+                read(settings, columns)
+
+
+def test_numbers_of_parquet_that_are_none(tmp_path: Path) -> None:
+    values = {
+        "score": (
+            Unit.SEQUENCE,
+            math.nan,
+            "has NaN, which is no JSON value .libraries write it where a value",
+        ),
+        "size": (Unit.SEQUENCE, -math.inf, "has -inf, which is no JSON value"),
+        "ids": (Unit.TOKEN, [1.0, math.nan], "has NaN"),
+        "prompt": (Unit.TEXT, math.nan, "has NaN"),
+        "meta": (Unit.JSON, {"a": [math.nan]}, "has NaN"),
+        "day": (Unit.JSON, datetime.date(2026, 1, 1), "has a value of type date, which JSON does not have"),
+        "bytes": (Unit.TEXT, b"x", "has a value of type bytes"),
+    }
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([{name: value for name, (_, value, _) in values.items()}]), path)
+    for name, (unit, _, message) in values.items():
+        for read in (check_columns, open_dataset):
+            with pytest.raises(DataError, match=rf"data.parquet row 0: column '{name}' {message}"):
+                read(DataSettings(str(path)), {name: unit})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_inside_another_one(tmp_path: Path, kind: str) -> None:
+    rows = [{"answer": {"text": "a"}, "answer.text": "b"}, {"answer": {"text": "c"}}]
+    path, columns = tmp_path / f"data.{kind}", {"prompt": Unit.TEXT}
+    settings = DataSettings(str(path), names={"prompt": "answer.text"}, key="data.train")
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+
+    write(rows[:1])
+    check_columns(settings, columns)
+    assert open_dataset(settings, columns).row(0) == {"prompt": "b"}
+    write(rows[1:])
+    message = (
+        r"data.train.map.prompt is 'answer.text', but rows are mapped by whole columns, such as 'answer'"
+    )
+    with pytest.raises(DataError, match=message):
+        open_dataset(settings, columns)
+
+
+def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**row, "chat": [{"role": "user", "content": f"{i}"}] * (i + 1)} for i, row in enumerate(ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet", row_group_size=5)
+    columns = {**COLUMNS, "chat": Unit.MESSAGES}
+    for num_rows in (1, 2, 3, 100):
+        monkeypatch.setattr("hflow.data.row_files._BATCH_ROWS", (num_rows,))
+        source = open_dataset(DataSettings(str(tmp_path / "data.parquet")), columns)
+        found = [source.row(i) for i in range(len(source))]
+        assert found == [{name: row[name] for name in columns} for row in rows]
+
+
+@pytest.mark.long  # it reads 2.2 GB, of a file of 50 KB
+def test_nested_parquet_of_more_than_2_gib(tmp_path: Path) -> None:
+    num_rows, text = 2100, "x" * (1 << 20)
+    content = pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int32()), pa.array([text]))
+    message = pa.StructArray.from_arrays([pa.array(["user"] * num_rows), content], ["role", "content"])
+    chat = pa.ListArray.from_arrays(pa.array(range(num_rows + 1), pa.int32()), message)
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"chat": chat}), path, row_group_size=num_rows, store_schema=False)
+    with pytest.raises(pa.ArrowNotImplementedError, match="chunked array outputs"):
+        pq.read_table(path)
+    source = open_dataset(DataSettings(str(path)), {"chat": Unit.MESSAGES})
+    assert len(source) == num_rows
+    assert source.row(num_rows - 1) == {"chat": [{"role": "user", "content": text}]}
 
 
 @pytest.mark.parametrize(

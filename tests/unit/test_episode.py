@@ -14,7 +14,7 @@ from episode_kit import Gated, driving, model_settings, new_effects, until
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import ModelSettings, SamplingParams
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, RunError
+from hflow.errors import BackendError, DataError, EpisodeError, RunError
 from hflow.types import Engine, Trajectory
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights
@@ -27,7 +27,9 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[ai]{% endif %}"
 )
 TOKENIZER = TextTokenizer(TokenizerSettings(alphabet=ALPHABET))
-CHAT = TextTokenizer(TokenizerSettings(alphabet=ALPHABET + "usr", chat_template=TEMPLATE))
+CHAT = TextTokenizer(TokenizerSettings(alphabet=ALPHABET + "usrty", chat_template=TEMPLATE))
+
+ASKED = [{"role": "user", "content": "1+1"}]
 
 
 def model() -> ModelSettings:
@@ -120,6 +122,37 @@ def test_turns_encode_only_added_messages() -> None:
     assert (second.num_turns, second.pending) == (2, ())
     assert [m["role"] for m in second.messages] == ["user", "assistant", "user", "user", "assistant"]
     assert second.completion == TOKENIZER.decode(second.input_ids[start + len(added) :])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tools", "message"),
+    [
+        ([*ASKED, {"role": "assistant", "content": "2"}], None, "the last message is the assistant's"),
+        ([{"role": "human", "content": "1+1"}], None, "but it is 'human'; did you mean 'user'"),
+        (ASKED, ['{"name": "f"}'], r"tools\[0\] must be a function with a name"),
+        (ASKED, [{"name": "f", "parameters": {"properties": {"a": None}}}], "describes the parameter 'a' as"),
+    ],
+)
+def test_conversations_of_bodies_are_those_of_datasets(prompt: Any, tools: Any, message: str) -> None:
+    """A body may read them as Json, or make them."""
+
+    async def play(driver: EngineDriver) -> list[Trajectory]:
+        return [await episode(driver, 0, CHAT).complete(prompt, tools=tools)]
+
+    with pytest.raises(DataError, match=message):
+        run(play)
+
+
+def test_messages_that_an_episode_adds_are_those_of_datasets() -> None:
+    async def play(driver: EngineDriver) -> list[Trajectory]:
+        first = await episode(driver, 0, CHAT).complete([{"role": "developer", "content": "1"}, *ASKED])
+        for role in ("environment", "assistant"):
+            with pytest.raises(EpisodeError, match=r"messages\[0\].role must be|the last message is"):
+                await episode(driver, 1, CHAT).complete(first.add(role, "no"))
+        return [first]
+
+    (first,) = run(play)
+    assert first.messages[0] == {"role": "system", "content": "1"}
 
 
 def test_turns_of_a_chat_use_the_template() -> None:

@@ -5,12 +5,14 @@ import math
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from hflow import Output, Sequences, State, algo, nodes
+from hflow import Output, Sequences, State, Trajectory, algo, nodes
+from hflow.errors import DataError
 from hflow.lazy import LazyModule
 from hflow.testing import CharacterTokenizer, ScriptedEngine
 
@@ -46,6 +48,27 @@ def test_a_system_message_is_put_in_front(prompt: list, system: str | None, mess
 def test_a_written_conversation_learns_what_the_assistant_says():
     written = nodes.chat_view(CharacterTokenizer(), [USER, {"role": "assistant", "content": "2"}])
     assert written.loss_mask == (False,) * 3 + (True,) * 2
+    with pytest.raises(DataError, match="there is nothing to learn; add a message of the assistant"):
+        nodes.chat_view(CharacterTokenizer(), [USER])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tools", "message"),
+    [
+        ([USER, {"role": "assistant", "content": "2"}], None, "the last message is the assistant's"),
+        ([{"role": "human", "content": "1+1"}], None, "did you mean 'user'"),
+        (Trajectory((), (), (), ()).add("environment", "1"), None, "role must be one of"),
+        ([USER], "[]", r"tools must be a list of functions, but it is '\[\]'"),
+        (
+            [USER],
+            [{"name": "f", "parameters": {"properties": {"a": None}}}],
+            "describes the parameter 'a' as",
+        ),
+    ],
+)
+def test_the_test_double_refuses_what_an_engine_refuses(prompt: Any, tools: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        asyncio.run(ScriptedEngine(["2"]).complete(prompt, tools=tools))
 
 
 def test_gae_bootstraps_only_truncated_sequences():

@@ -56,6 +56,24 @@ def test_raw_prompts_begin_with_bos() -> None:
     assert characters().prompt("0=") == [1, 4, 15]
 
 
+def test_arguments_are_encoded_once() -> None:
+    """Templates write them as JSON, so text would become JSON in JSON."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
+        "[{{ call.function.name }}:{{ call.function.arguments | tojson }}]{% endfor %}{% endfor %}"
+    )
+    for arguments in ({"a": [1]}, '{"a": [1]}'):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        talk = [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        tokenizer = TextTokenizer(TokenizerSettings(alphabet=ALPHABET + '"{}', chat_template=template))
+        assert tokenizer.text(tokenizer.chat(talk).input_ids) == 'one[f:{"a": [1]}]'
+    with pytest.raises(DataError, match=r"messages\[0\].role must be one of .* did you mean 'user'"):
+        characters(PLAIN).chat([{"role": "human", "content": "one"}, TALK[1]])
+
+
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_the_tokenizer_says_how_texts_begin(adds_bos: bool, tmp_path: Path) -> None:
     """It may have a begin-of-text token that it does not add, and a rendered text has one of its own."""

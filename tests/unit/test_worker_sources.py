@@ -199,7 +199,9 @@ def test_a_group_of_another_size_ends_the_run() -> None:
 
 
 def test_a_row_that_the_tokenizer_cannot_read_ends_the_run(setup: WorkerSetup) -> None:
-    message = r"data.train row \d+: the tokenizer has no token for '=' \(in '.*='\); add it to the alphabet"
+    message = (
+        r"the addition data, row \d+: the tokenizer has no token for '=' \(in '.*='\); add it to the alphabet"
+    )
     with pytest.raises(DataError, match=message):
         with_workers(sft("models.actor.alphabet=0123456789+"), lambda workers: written(workers, range(2), 1))
     tokenizers = {"actor": dataclasses.replace(setup.tokenizers["actor"], alphabet="0123456789+")}

@@ -78,7 +78,7 @@ class EncodeRunner:
         try:
             result, failure = self._call(program, arguments)
         except DataError as error:
-            raise row_error(self._plan, order, error) from error
+            raise row_error(row, error) from error
         if failure:
             return [Failed(source, sample, "failed", failure) for sample in order.samples]
         members = writer.split_group(result, len(order.samples))
@@ -103,7 +103,7 @@ class EncodeRunner:
             return Failed(order.node, order.key, "failed", failure)
         writer = self._writers[order.node]
         (member,) = writer.split_group(result, 1)
-        writer.write(sample, int(inputs.groups[0]), member, {}, parent=parent)
+        writer.write(sample, int(inputs.groups[0]), member, DatasetRow(), parent=parent)
         return ComputeReady(order.node, order.key)
 
     def _call(self, program: NodeProgram, arguments: Mapping[str, Any]) -> tuple[Any, str]:

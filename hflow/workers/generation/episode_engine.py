@@ -16,6 +16,7 @@ from time import time
 from typing import Any, TypeVar
 
 from hflow.backends.interface import GenerationResult, SamplingParams, extended
+from hflow.data.messages import check_prompt, normal_messages, normal_tools
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import ToolFormat, tool_format
 from hflow.data.tool_schemas import Tool, tool_schema
@@ -90,7 +91,8 @@ class EpisodeEngine:
             EpisodeError: when a message cannot be encoded, or the journal has another effect.
             BackendError: when the engine refuses the prompt.
             RunError: when the engine has failed.
-            DataError: when the tokenizer cannot encode the prompt.
+            DataError: when the messages are no prompt, a tool has no schema, or the tokenizer cannot encode
+                the prompt.
         """
         offered = _offered_tools(prompt, tools)
         if offered:
@@ -205,7 +207,9 @@ class EpisodeEngine:
         if isinstance(prompt, Trajectory):
             start = self._append_pending(prompt, tools)
         else:
-            messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = tuple(normal_messages(said))
+            check_prompt(messages)
             if isinstance(prompt, str) and not self._has_template_tools(tools):
                 ids = self._tokenizer.prompt(prompt)
             else:
@@ -219,11 +223,14 @@ class EpisodeEngine:
             return trajectory
         template = self._tokenizer.chat_template
         try:
+            pending = tuple(normal_messages(trajectory.pending))
+            check_prompt(pending)
+            trajectory = dataclasses.replace(trajectory, pending=pending)
             if template is not None:
                 end = self._tokenizer.turn_end(trajectory.input_ids, self._params.stop)
-                ids = template.continuation(trajectory.pending, end, self._template_schemas(tools))
+                ids = template.continuation(pending, end, self._template_schemas(tools))
             else:
-                ids = self._tokenizer.encode("".join(str(m.get("content", "")) for m in trajectory.pending))
+                ids = self._tokenizer.encode("".join(m["content"] for m in pending))
         except DataError as error:  # the episode added the message, so no dataset row is at fault
             raise EpisodeError(f"a message that the episode added cannot be encoded: {error}") from error
         return append_messages(trajectory, ids)
@@ -304,5 +311,5 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 def _offered_tools(prompt: Prompt, tools: Sequence[Tool] | None) -> tuple[Tool, ...]:
     """Return the tools that the model may call now: the given ones, else the trajectory's."""
     if tools is not None:
-        return tuple(tools)
+        return normal_tools(tools)
     return prompt.tools if isinstance(prompt, Trajectory) else ()

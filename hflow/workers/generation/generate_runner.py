@@ -41,7 +41,7 @@ class EpisodeStart:
     group: int
     inputs: Mapping[str, Any]
     """Fields that the body receives, by parameter."""
-    row: DatasetRow = field(default_factory=dict)
+    row: DatasetRow = field(default_factory=DatasetRow)
     """The dataset row; empty for a sample that derives from one of another stream."""
     order: GroupOrder | None = None
     """The order to which the sample belongs; None for a sample that derives from one of another stream."""
@@ -122,7 +122,7 @@ class GenerateRunner:
             for driver in self._drivers.values():
                 driver.raise_if_failed()
             if isinstance(error, DataError) and start.order is not None:
-                raise row_error(self._plan, start.order, error) from error
+                raise row_error(start.row, error) from error
             if isinstance(error, HflowError) and not isinstance(error, _SAMPLE_ERRORS):
                 raise
             return Failed(program.name, sample, "failed", error_with_location(error, program.body))

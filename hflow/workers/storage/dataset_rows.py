@@ -10,10 +10,17 @@ from hflow.data.messages import read_as
 from hflow.errors import DataError
 from hflow.planner.ir import Plan
 from hflow.types import Unit
-from hflow.workers.interface import GroupOrder, NodeProgram
+from hflow.workers.interface import NodeProgram
 
-DatasetRow = Mapping[str, tuple[Unit, Any]]
-"""Dataset column -> its unit and value."""
+
+class DatasetRow(dict[str, tuple[Unit, Any]]):
+    """Dataset column -> its unit and value.
+
+    Attributes:
+        where: the row's file and number, for errors.
+    """
+
+    where: str = ""
 
 
 class DatasetReader:
@@ -34,7 +41,10 @@ class DatasetReader:
         """
         name = self._dataset_of[stream]
         units = self._units[name]
-        return {column: (units[column], value) for column, value in self._datasets[name].row(index).items()}
+        source = self._datasets[name]
+        row = DatasetRow((column, (units[column], value)) for column, value in source.row(index).items())
+        row.where = source.where(index)
+        return row
 
 
 def body_arguments(program: NodeProgram, row: DatasetRow) -> dict[str, Any]:
@@ -44,7 +54,6 @@ def body_arguments(program: NodeProgram, row: DatasetRow) -> dict[str, Any]:
     }
 
 
-def row_error(plan: Plan, order: GroupOrder, error: DataError) -> DataError:
-    """Return a `DataError` of a source's body, with the dataset and number of the row that caused it."""
-    dataset = plan.graph.stream(order.stream).dataset
-    return DataError(f"data.{dataset} row {order.row}: {error}")
+def row_error(row: DatasetRow, error: DataError) -> DataError:
+    """Return a `DataError` of a source's body, with the file and number of the row that caused it."""
+    return DataError(f"{row.where}: {error}")
