@@ -41,6 +41,7 @@ from hflow.planner.backends import (
     model_parallel_backend,
 )
 from hflow.planner.cluster import device_of
+from hflow.planner.graph_queries import saved_models
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.placement.placement_setting import replace_layout
@@ -127,6 +128,10 @@ def configuration(
         HflowError: if the recipe cannot be planned.
     """
     config, graph, _ = read_recipe(recipe, overrides)
+    if not saved_models(graph):
+        raise ConfigError(
+            f"{recipe} trains no model, so a twin would compare nothing; name a recipe that does"
+        )
     if as_configured:
         config = compile_recipe(recipe, overrides).config
     elif config.placement == AUTO:
@@ -393,12 +398,9 @@ def refuse_without_gradient(reference: RunSummary, graph: Graph) -> None:
             norms = [row.get(GRAD_NORM.member(node.name)) or 0.0 for row in rows]
             if max(norms, default=0.0) <= MAX_NORM:
                 raise RunError(f"{node.name} had no gradient in the run in one process, {fix}")
-    movements = _movements(reference)
-    for model, moved in movements.items():
+    for model, moved in _movements(reference).items():
         if not moved:
             raise RunError(f"the weights of {model} did not change in the run in one process, {fix}")
-    if not movements:
-        raise RunError("the recipe trains no model, so a twin has nothing to compare. Name one that trains.")
 
 
 def distance(a: Path, b: Path) -> float:
