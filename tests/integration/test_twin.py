@@ -249,8 +249,21 @@ def test_a_twin_without_anything_to_compare_is_refused(
         twin("recipes/grpo.py", overrides, ["d2"], processes)
 
 
-def test_runs_that_cannot_be_compared_are_refused(processes: RayActors) -> None:
+FROZEN = """
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+
+actor = Model("actor")
+recipe = Recipe("frozen", Dataset("train", prompt=Text, answer=Text), [use(nodes.actor_gen, actor)])
+"""
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, processes: RayActors) -> None:
     sft = ROOT / "recipes/sft.py"
+    frozen = tmp_path / "frozen.py"
+    frozen.write_text(FROZEN)
+    overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition"]
+    with pytest.raises(ConfigError, match=r"frozen.py trains no model, so a twin would compare nothing"):
+        run_twin(frozen, overrides, ["d2"], 3, lambda line: None, processes)
     with pytest.raises(ConfigError, match=r"--steps is 1; it must be at least 2"):
         run_twin(sft, [], ["d2"], 1, lambda line: None, processes)
     with pytest.raises(PlanError, match=r"layout 'x2' is not understood"):
