@@ -106,8 +106,8 @@ def _missing_extra(problem: str) -> str | None:
 
 
 def _skip_without_extra(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Count a failure as skipped if the test needs a part of hflow that is not installed."""
-    extra = _missing_extra(report.longreprtext) if ABSENT and report.failed else None
+    """Count a test as skipped if it needs a part of hflow that is not installed, and say which."""
+    extra = None if report.passed or not ABSENT else _missing_extra(str(report.longrepr))
     if extra is not None:
         report.outcome = "skipped"
         report.longrepr = (report.nodeid, 0, f"Skipped: needs hflow[{extra}]")
