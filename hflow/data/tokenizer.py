@@ -176,8 +176,8 @@ class TextTokenizer:
             DataError: if there is no chat template, it rejects the messages, or the vocabulary lacks a
                 character.
         """
-        messages = normal_messages(messages)
-        ids, mask = self.template().encode_conversation(messages)
+        template, messages = self.template(), normal_messages(messages)
+        ids, mask = template.encode_conversation(messages)
         replies = [m["content"] for m in messages if m["role"] == "assistant"]
         return Trajectory(
             input_ids=tuple(ids),
