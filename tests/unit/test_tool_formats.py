@@ -59,6 +59,8 @@ ONE = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
         (call('{"name": "sub", "arguments": {}}'), [], 1),
         (call('{"name": ["add"], "arguments": {}}'), [], 1),
         (call('{"name": "add", "arguments": "1, 2"}'), [], 1),
+        (call('{"name": "add", "arguments": {"a": NaN}}'), [], 1),
+        (call('{"name": "add", "arguments": {"a": "\\ud800"}}'), [], 1),
         (call("[" * 100_000), [], 1),
         ("<tool_call>" + ONE, [], 1),
     ],
