@@ -76,6 +76,8 @@ class Comparison:
     config: tuple[tuple[str, tuple[str, ...]], ...]
     """(key, value of each side) where the sides differ; an empty text: null, or the key is not there."""
     metrics: tuple[ComparedMetric, ...]
+    is_deterministic: bool
+    """Whether all runs had `deterministic=true`; otherwise even runs of one seed may differ."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
@@ -107,6 +109,7 @@ def compare_runs(runs: Sequence[str], patterns: Sequence[str] = ()) -> Compariso
             ComparedMetric(name, tuple(_reached(name, _curves(name, side)) for side in sides))
             for name in names
         ),
+        is_deterministic=all(record.config.get("deterministic") is True for record in records),
     )
 
 

@@ -58,7 +58,10 @@ def determinism_line(plan: Plan) -> str:
     others = [replica.name for replica, _ in _variations(plan.replicas, plan.cluster)]
     equal = "two runs are equal bit for bit" + (f", except by {', '.join(others)}" if others else "")
     if plan.cluster.device != "cuda":
-        return f"{equal}, as they are on CPUs without it; torch also refuses operations that it cannot repeat"
+        return (
+            f"{equal}, for any number of threads: products of matrices in a fixed order, and torch refuses "
+            "operations that it cannot repeat"
+        )
     variables: dict[str, str] = {}
     for worker in range(plan.cluster.num_devices):
         variables |= deterministic_variables(plan, worker)

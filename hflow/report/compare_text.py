@@ -20,6 +20,7 @@ ABSENT = "-"
 LARGE = 10_000
 """From here on numbers have no decimals."""
 NOTE = "final: mean of the last tenth of the values; best: the highest, of losses the lowest"
+VARIES = "not all runs are deterministic (deterministic=true), so even runs of one seed may differ"
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
@@ -48,7 +49,8 @@ def render_comparison(comparison: Comparison) -> RenderableType:
             curve = Text(sparkline([value for _, value in reached.curve], CURVE_WIDTH), style="cyan")
             cells = (spread_text(reached.final), spread_text(reached.best), f"{reached.best_step:,}")
             add_row(metrics, name, letters[index], *cells, curve)
-    return Group(*parts, metrics, dim(NOTE))
+    notes = [NOTE] if comparison.is_deterministic else [NOTE, VARIES]
+    return Group(*parts, metrics, *map(dim, notes))
 
 
 def _side_lines(index: int, side: Side) -> Iterator[Text]:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+from hflow.errors import RunError
+
+MKL_MODE = "MKL_CBWR"
+"""The environment variable from which MKL reads, before its first product, whether products of the same
+numbers are the same: otherwise they depend on the threads' timing and on where the numbers are in memory.
+Source: Intel oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"."""
+_ALL, _COMPATIBLE, _STRICT = -1, 3, 0x10000
+"""Values of MKL's interface `mkl_cbwr_get`."""
 
 
 def use_deterministic_algorithms() -> Callable[[], None]:
@@ -13,9 +25,15 @@ def use_deterministic_algorithms() -> Callable[[], None]:
     On CUDA, cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG` before a process uses CUDA; torch raises an error for
     a product of matrices without it. Compiled code is repeatable too: torch then chooses no kernel by timing.
 
+    On CPUs, MKL also multiplies matrices in the same way every time.
+
     Returns:
         A function that restores what was set before, for a process that serves another run.
+
+    Raises:
+        RunError: if MKL has multiplied matrices in this process before, and so cannot be set any more.
     """
+    _fix_products_of_mkl()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
@@ -27,3 +45,23 @@ def use_deterministic_algorithms() -> Callable[[], None]:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     return restore
+
+
+def _fix_products_of_mkl() -> None:
+    """Set MKL's mode in this process and those that it starts, unless the environment sets one."""
+    if not torch.backends.mkl.is_available():
+        return
+    has_strict = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    os.environ.setdefault(MKL_MODE, "AUTO,STRICT" if has_strict else "COMPATIBLE")
+    torch.ones(8, 8) @ torch.ones(8, 8)  # MKL reads it now
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    get_mode = getattr(
+        library, "mkl_serv_cbwr_get", None
+    )  # of the MKL inside of torch's library, if it is there
+    if get_mode is None or (mode := get_mode(_ALL)) & _STRICT or mode & 0xFFFF == _COMPATIBLE:
+        return
+    raise RunError(
+        f"deterministic=true needs {MKL_MODE}={os.environ[MKL_MODE]} before a process multiplies matrices. "
+        "This one has, or its processor has no such mode. Start the run in a process of its own, as "
+        f"`hflow run` does, or set {MKL_MODE}=COMPATIBLE before Python starts"
+    )

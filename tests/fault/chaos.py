@@ -8,7 +8,8 @@ while the run starts, trains, saves or restarts. A run that ends is resumed unti
 
 - the ledger is consistent: each sample has exactly one end, and none was trained twice or too old;
 - as many samples were trained as the run has steps for, and `metrics.jsonl` has every step;
-- metrics and weights of a synchronous run equal those of the same run without a fault, bit for bit;
+- metrics and weights of a synchronous run, with deterministic=true, equal those of the same run without a
+  fault, bit for bit;
 - no process of the run is left, and no file in shared memory or half a checkpoint;
 - `faults.max_restarts` counted the restarts since the last checkpoint.
 
@@ -39,6 +40,7 @@ from run_processes import adopt_orphans
 STEPS, BATCH = 30, 8
 OF_TWO_WORKERS = [f"steps={STEPS}", f"batch={BATCH}", "cluster=cpu-1x2"]
 FAULTS_PER_RUN = 8
+DETERMINISTIC = "deterministic=true"
 COMMON = [
     *("models.actor.path=null", "save_every=1", "save_minutes=0"),
     *("models.actor.optim.lr=1e-3", "collective_timeout=30.0", "--plain"),
@@ -57,7 +59,7 @@ RECIPES = {
         Recipe(
             "small_ppo",
             [
-                *("tests/integration/recipes/resumed.py", *COMMON, *TINY),
+                *("tests/integration/recipes/resumed.py", *COMMON, DETERMINISTIC, *TINY),
                 *("cluster=cpu-1x1", "batch=4", f"steps={SMALL_STEPS}"),
             ],
             SMALL_STEPS,
@@ -67,7 +69,7 @@ RECIPES = {
         ),
         Recipe(
             "ppo",
-            ["tests/integration/recipes/resumed.py", *COMMON, *TINY, *OF_TWO_WORKERS],
+            ["tests/integration/recipes/resumed.py", *COMMON, DETERMINISTIC, *TINY, *OF_TWO_WORKERS],
             STEPS,
             STEPS * BATCH,
             models=("actor", "critic"),
@@ -75,7 +77,14 @@ RECIPES = {
         ),
         Recipe(
             "grpo",
-            ["recipes/grpo.py", *COMMON, *OF_TWO_WORKERS, "nodes.eval_gen.every=10", "data.heldout.limit=6"],
+            [
+                "recipes/grpo.py",
+                *COMMON,
+                DETERMINISTIC,
+                *OF_TWO_WORKERS,
+                "nodes.eval_gen.every=10",
+                "data.heldout.limit=6",
+            ],
             STEPS,
             STEPS * BATCH * 8,
             is_synchronous=True,

@@ -54,7 +54,7 @@ COMMON = [
 ]
 RUNS = {
     "ppo": [
-        *("tests/integration/recipes/resumed.py", *COMMON, "cluster=cpu-1x1"),
+        *("tests/integration/recipes/resumed.py", *COMMON, "cluster=cpu-1x1", "deterministic=true"),
         *("+model@models.actor=tiny-qwen2", "+data@data.train=addition", "+data@data.heldout=addition"),
         *("nodes.actor_gen.max_tokens=4", "nodes.eval_gen.max_tokens=4", "data.heldout.limit=6"),
         "models.critic.optim.lr=1e-3",

@@ -130,7 +130,7 @@ def test_an_engine_whose_results_depend_on_its_batches_is_named(
 
 def test_the_plan_says_how_and_the_digest_contains_it() -> None:
     assert "NCCL_ALGO=Ring" in determinism_line(plan_of())
-    assert "as they are on CPUs without it" in determinism_line(plan_of("cpu-1x2"))
+    assert "for any number of threads" in determinism_line(plan_of("cpu-1x2"))
     other = plan_of(deterministic=False)
     assert determinism_line(other) == ""
     assert plan_of().digest != other.digest
@@ -168,6 +168,75 @@ def test_a_worker_lets_torch_refuse_what_it_cannot_repeat_until_it_is_closed() -
     assert kit.with_workers(setup, state) == (True, True)
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
+
+
+MODES = """
+import os, sys, torch
+from hflow.errors import RunError
+from hflow.workers.torch_determinism import use_deterministic_algorithms
+if sys.argv[1] == "late":
+    torch.ones(8, 8) @ torch.ones(8, 8)
+try:
+    use_deterministic_algorithms()
+    print(os.environ["MKL_CBWR"])
+except RunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
+def test_products_of_matrices_have_a_fixed_order_or_the_run_is_refused() -> None:
+    def said(when: str, **variables: str) -> str:
+        rest = {
+            name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")
+        }
+        command = [sys.executable, "-c", MODES, when]
+        return subprocess.run(
+            command, env=rest | variables, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert said("in time").strip() in ("AUTO,STRICT", "COMPATIBLE")
+    assert said("in time", MKL_CBWR="COMPATIBLE").strip() == "COMPATIBLE"
+    assert "Start the run in a process of its own" in said("late")
+    assert "before a process multiplies matrices" in said("in time", MKL_CBWR="OFF")
+
+
+TRAINS = """
+import hashlib, os, random
+import torch, torch_kit as kit
+from hflow.workers.torch_determinism import use_deterministic_algorithms
+
+WIDE = kit.ARCHITECTURE | {"hidden_size": 256, "intermediate_size": 500}
+
+def train():
+    torch.set_num_threads(4)
+    use_deterministic_algorithms()
+    moved = [bytearray(random.randrange(1, 4096)) for _ in range(random.randrange(2000))]  # other addresses
+    backend = kit.model(architecture=WIDE)
+    for step in range(3):
+        backend.train(kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS)), step)
+    digest = hashlib.sha256()
+    for weight in kit.weights(backend).values():
+        digest.update(weight.numpy().tobytes())
+    print(digest.hexdigest(), flush=True)
+
+for _ in range(10):
+    if (child := os.fork()) == 0:
+        train()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_ten_runs_of_several_threads_are_equal() -> None:
+    """Elsewhere, tests have one thread, whose results are equal by themselves."""
+    rest = {name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")}
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "kits"), *sys.path])}
+    command = [sys.executable, "-c", TRAINS]
+    done = subprocess.run(command, env=rest | paths, capture_output=True, text=True, check=True)
+    digests = done.stdout.split()
+    assert len(digests) == 10
+    assert len(set(digests)) == 1
 
 
 def test_a_body_that_cannot_be_repeated_ends_the_run_with_its_name(tmp_path: Path) -> None:
