@@ -172,6 +172,15 @@ app.command(epilog=_examples("doctor"))(doctor_command.doctor)
 
 def main() -> None:
     """Run the command line. Errors of the user are printed in one line, with exit code 2."""
+    try:
+        _run_command()
+    except SystemExit as end:
+        launch.exit_without_ray(end.code)
+        raise
+
+
+def _run_command() -> NoReturn:
+    """Run the command line and exit."""
     open_closed_streams()
     outlive_reader("stderr")
     gc.freeze()  # modules are never garbage, and collections would visit all of them again and again

@@ -6,6 +6,8 @@ This is the only package that chooses concrete classes for workers, backends and
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +55,7 @@ __all__ = [
     "compose_recipe",
     "count_samples",
     "evaluate",
+    "exit_without_ray",
     "export",
     "new_recipe",
     "plan",
@@ -75,6 +78,19 @@ __all__ = [
     "why",
     "why_texts",
 ]
+
+
+def exit_without_ray(code: str | int | None) -> None:
+    """End this process at once if a Ray that it joined does not answer; Ray would wait for it at the exit.
+
+    Args:
+        code: the exit code.
+    """
+    actors = sys.modules.get("hflow.workers.ray.ray_actors")
+    if actors is not None and actors.is_ray_lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
 
 
 def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:

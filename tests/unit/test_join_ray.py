@@ -89,6 +89,49 @@ def test_a_ray_that_does_not_start_leaves_no_daemon(no_ray: None, monkeypatch: p
     assert alive == []
 
 
+END_WITHOUT = """
+import os, signal, sys
+from ray._private import worker
+from hflow import launch
+from hflow.planner.ir import ClusterSpec
+from hflow.workers.ray import ray_actors
+
+role, is_ours = sys.argv[1], sys.argv[2] == "ours"
+ray_actors.FREE_SECONDS = 2.0
+reservation = ray_actors.reserve(ClusterSpec("cpu-1x1", "cpu", 1, 1, 1 << 30))
+(stopped,) = worker._global_node.all_processes[role]
+os.kill(stopped.process.pid, signal.SIGSTOP)
+if not is_ours:
+    reservation = ray_actors.Reservation(reservation.bundles, 1, 0, owns_ray=False)
+reservation.free(print)
+if not is_ours:
+    worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
+launch.exit_without_ray(3)
+sys.exit(4)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("role", "whose", "line", "code"),
+    [
+        ("gcs_server", "ours", "Ray has not ended for 2 s", 4),
+        pytest.param("raylet", "ours", "Ray has not ended for 2 s", 4, marks=pytest.mark.long),
+        pytest.param(
+            "gcs_server", "joined", "the Ray cluster has not answered for 2 s", 3, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_run_ends_although_ray_does_not_answer(
+    no_ray: None, role: str, whose: str, line: str, code: int
+) -> None:
+    """Its GCS or raylet is stopped."""
+    command = [sys.executable, "-c", END_WITHOUT, role, whose]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout.startswith(line), ended.stderr
+    assert ended.returncode == code
+
+
 SIGTERM_WHILE_RAY_CONNECTS = """
 import ctypes, os, signal
 from ray._private import services

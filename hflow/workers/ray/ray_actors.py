@@ -32,6 +32,8 @@ from hflow.workers.ray.ray_actor import RayWorker
 
 CLOSE_SECONDS = 10.0
 """Longest wait for workers to end their threads and pools, before their processes are killed."""
+FREE_SECONDS = 20.0
+"""Longest wait for Ray to end, or to free what was reserved."""
 CONNECT_SECONDS = 10.0
 """Longest wait for the head of a Ray cluster to answer."""
 GCS_POLL_SECONDS = 1.0
@@ -65,6 +67,7 @@ class RayActors:
         self._environments = environments or [{}] * cluster.num_devices
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
+        self._report: Callable[[str], None] = lambda line: None
 
     def start(self, report_progress: Callable[[str], None] = lambda line: None) -> None:
         """Reserve the cluster's devices and start an actor on each, unless this is done.
@@ -76,6 +79,7 @@ class RayActors:
         Raises:
             RunError: when there is no Ray cluster to connect to, or it is too small.
         """
+        self._report = report_progress
         if self._reservation is None:
             self.refuse_impossible()
             report_progress(f"starting Ray and {self._cluster.num_devices} workers")
@@ -126,7 +130,7 @@ class RayActors:
         for actor in actors:
             ray.kill(actor)
         if self._reservation is not None:
-            await asyncio.to_thread(self._reservation.free)
+            await asyncio.to_thread(self._reservation.free, self._report)
             self._reservation = None
 
 
@@ -159,12 +163,56 @@ class Reservation:
             **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
         }
 
-    def free(self) -> None:
-        """Return the resources, and stop Ray if this run started it."""
-        if not self.owns_ray:
-            remove_placement_group(self.bundles)
-        else:
-            ray.shutdown()
+    def free(self, report: Callable[[str], None] = lambda line: None) -> None:
+        """Return the resources, and stop Ray if this run started it.
+
+        One of Ray's processes may be stopped, and Ray would wait for it for ever. So those that this run
+        started are killed then.
+
+        Args:
+            report: shows a line to the user.
+        """
+        global is_ray_lost
+        if self.owns_ray:
+            node = ray_worker._global_node
+            with _if_late(FREE_SECONDS, lambda: _kill_daemons(node, report)):
+                ray.shutdown()
+            return
+        freeing = threading.Thread(target=remove_placement_group, args=(self.bundles,), daemon=True)
+        freeing.start()
+        freeing.join(FREE_SECONDS)
+        if freeing.is_alive():
+            is_ray_lost = True
+            report(
+                f"the Ray cluster has not answered for {FREE_SECONDS:g} s; it frees what this run reserved "
+                "when it notices that the run has ended. See `ray status`"
+            )
+
+
+is_ray_lost = False
+"""Whether a Ray that this process joined does not answer. Python's exit would wait for it for ever."""
+
+
+@contextmanager
+def _if_late(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Call a function on a thread if what is done meanwhile takes longer."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _kill_daemons(node: Any, report: Callable[[str], None]) -> None:
+    """Kill the processes of Ray that this process has started."""
+    report(
+        f"Ray has not ended for {FREE_SECONDS:g} s, as one of its processes does not answer; all are killed"
+    )
+    for infos in list(node.all_processes.values()):
+        for info in infos:
+            info.process.kill()
 
 
 def num_gpus() -> int:
