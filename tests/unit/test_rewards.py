@@ -71,6 +71,13 @@ def test_regex_compares_what_it_extracts(completion, options, reward):
         (r"#### \boxed{1{,}000}", "1000", 1.0),
         ("#### 3,5", "35", 0.0),
         ("#### 1,2,3", "1", 0.0),
+        ("#### 1 000 \N{EURO SIGN}", "1000", 1.0),
+        ("#### 10 apples", "10", 1.0),
+        ("#### 5 * 3 = 15", "5", 0.0),
+        ("#### 10-12", "10", 0.0),
+        ("#### 7 or 8", "7", 0.0),
+        ("#### 1.2.3", "1.2", 0.0),
+        ("#### 0x10", "0", 0.0),
     ],
 )
 def test_final_number_compares_the_numbers_behind_the_last_marker(completion, answer, reward):
@@ -113,6 +120,23 @@ def test_final_number_refuses_an_answer_without_a_number():
         (r"\boxed{1\,000}", "1000", 1.0),
         (r"\boxed{1\,000}", "0", 0.0),
         (r"$1,\!000$", "1000", 1.0),
+        (r"\boxed{0.5\%}", "0.5", 1.0),
+        (r"\boxed{50\%}", r"0.5\%", 0.0),
+        (r"\boxed{12\frac{1}{2}\%}", "0.125", 1.0),
+        (r"so $12\frac{1}{2}\%$.", "12.5", 1.0),
+        (r"$\boxed{25}$%", "1/4", 1.0),
+        (r"5\% of 20 is \boxed{1}", "0.01", 0.0),
+        (r"\boxed{1 000 000.5}", "1000000.5", 1.0),
+        (r"so \fbox{42.}", "42", 1.0),
+        ("\\boxed{\N{EURO SIGN}1,000}", "1000", 1.0),
+        ("\\boxed{\uff081\uff0c2\uff09}", "(1, 2)", 1.0),  # full width
+        ("\\boxed{1\N{VULGAR FRACTION ONE HALF}}", "1.5", 1.0),
+        ("\\boxed{2\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT THREE}}", "1/8", 1.0),
+        ("\\boxed{3\N{SQUARE ROOT}2}", r"\sqrt{18}", 1.0),
+        ("\\boxed{\N{MINUS SIGN}\N{INFINITY}}", r"-\infty", 1.0),
+        ("\\boxed{-5 \N{DEGREE SIGN}C}", "-5", 1.0),
+        (r"\boxed{\sin 30^\circ}", "1/2", 1.0),
+        (r"\boxed{1000000.4}", "1000000", 0.0),
     ],
 )
 def test_math_compares_symbolically(completion, answer, reward):
