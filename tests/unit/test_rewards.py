@@ -163,6 +163,8 @@ def test_math_refuses_an_answer_that_is_none():
         ("[" * 100_000, 0.0),
         ('```python\nx = {}\n```\n~~~json\n{"age": 7}\n~~~\n', 1.0),
         ('{"age": 7, "height": NaN}', 0.0),
+        ('Here: ```json {"age": 7}```', 1.0),
+        ('1. ```json\n   {"age":\n   7}\n   ```. Done', 1.0),
     ],
 )
 def test_json_is_checked_against_its_schema(completion, reward):
@@ -286,6 +288,8 @@ SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
         (f"For\n```text\n1 2\n```\nI write\n```python3\n{READS}```\nwhich prints\n```\n3\n```", SUMS, 1.0),
         (f"1. Write\n   ```py\n{indent(READS, '   ')}   ```\n", SUMS, 1.0),
         (f"~~~~Python\n{READS}", SUMS, 1.0),
+        (f"<answer>```python:a.py\n{READS}```</answer>\n```text\n3\n```\n```python\n```", SUMS, 1.0),
+        (f"So: ```python\n{READS.strip()}```", SUMS, 1.0),
         ("def add(a: int, b: int): return add.__annotations__['a'] is int", [ADDED | {"output": True}], 1.0),
         ("def add(a, b): return True", [ADDED | {"output": 1}], 0.0),
         ("def add(a, b): return {'x': [1.0, 0]}", [ADDED | {"output": {"x": [1, False]}}], 0.0),
