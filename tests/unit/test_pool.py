@@ -342,6 +342,44 @@ def test_slow_jobs_do_not_delay_others(bench: Callable[..., Bench]) -> None:
     assert one.run(numbers(2) | {1: {"x": 7}, 0: {"x": 8}})[1].value == 7
 
 
+def slow_on_twentieths(x: int) -> int:
+    import time
+
+    while x % 20 == 0:
+        time.sleep(0.1)
+    return x
+
+
+def test_more_slow_jobs_than_there_are_places_do_not_delay_others(bench: Callable[..., Bench]) -> None:
+    """24 jobs never end, and 16 may run at once; then these are cancelled, wherever they wait or run."""
+    one = bench(slow_on_twentieths)
+    one.pool.submit("body", numbers(480))
+    ended = one.wait(480 - 24)
+    assert {key for key in range(480) if key not in ended} == set(range(0, 480, 20))
+    one.pool.cancel([("body", key) for key in range(0, 480, 20)])
+    cancelled = one.wait(24)
+    assert {result.reason for result in cancelled.values()} == {"failed"}
+    assert one.run({1: {"x": 7}})[1].value == 7
+
+
+def two_seconds(marks: str, x: int) -> int:
+    import time
+
+    with (Path(marks) / str(x)).open("a") as file:
+        file.write("x")
+    time.sleep(2)
+    return x
+
+
+def test_a_body_that_is_always_slow_is_not_run_again_and_again(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    """Each job runs once, except the few by which the pool learns that they are slow."""
+    results = bench(two_seconds).run({key: {"marks": str(tmp_path), "x": key} for key in range(24)})
+    assert {key: result.value for key, result in results.items()} == {key: key for key in range(24)}
+    assert sum(len(path.read_text()) for path in tmp_path.iterdir()) < 24 + 8
+
+
 def test_a_cancelled_job_is_not_retried(bench: Callable[..., Bench]) -> None:
     for body in (slow_on_hundreds, sleepy):
         one = bench(body, retries=5, timeout=60)

@@ -29,6 +29,7 @@ from hflow.workers.bodies.pool_child import (
     Job,
     JobId,
     JobResult,
+    cancelled_result,
     run_async,
     run_chunk,
     run_isolated,
@@ -48,6 +49,10 @@ CHUNKS_PER_PROCESS = 2
 
 MAX_ISOLATED = 16
 """Most jobs of one node that run at the same time in the isolated lane. Each needs a process."""
+QUICK_SHARE = 0.25
+"""Part of a node's places in the isolated lane that only quick jobs keep."""
+NUM_RECENT = 16
+"""Jobs of a node by which the isolated lane knows whether most of them are quick."""
 STAGGER_SECONDS = 0.1
 """Time between the starts of two processes of the isolated lane."""
 GRACE_SECONDS = 1.0
@@ -335,6 +340,10 @@ class IsolatedLane(PoolLane):
     """The lane of bodies that are slow or end their process: one job per process.
 
     A slow job does not hold up other nodes, nor its own node until `MAX_ISOLATED` jobs of that node run.
+    Where most jobs of a node are quick, `QUICK_SHARE` of its places remain theirs: a job that is slow in one
+    of them is killed, and runs again in another place when one is free. So a few slow jobs, however many
+    wait, do not hold up the others.
+
     Processes are started as they are needed, with some time between two starts: most jobs that come here
     are not slow themselves but shared a process with a slow one, and soon leave their process to the next.
 
@@ -357,8 +366,12 @@ class IsolatedLane(PoolLane):
         self._concurrency = concurrency
         self._async_nodes = async_nodes
         self._queues: dict[str, deque[Job]] = {}
+        self._slow: dict[str, deque[Job]] = {}
+        """Node -> queued jobs that were too slow for a place of quick jobs."""
+        self._recent: dict[str, deque[bool]] = {}
+        """Node -> whether its last jobs were quick."""
         self._idle: list[ProcessPool] = []
-        self._busy: dict[JobId, tuple[ProcessPool, Future[bytes]]] = {}
+        self._busy: dict[JobId, _IsolatedCall] = {}
         self._next_start = 0.0
         """Monotonic time at which the next process may be started."""
         self.is_waiting_to_start = False
@@ -371,30 +384,48 @@ class IsolatedLane(PoolLane):
     def start_jobs(self) -> None:
         """Start jobs, each in an idle process or a new one."""
         self.is_waiting_to_start = False
-        num_running = Counter(node for node, _ in self._busy)
-        for node, jobs in self._queues.items():
-            while jobs and num_running[node] < min(MAX_ISOLATED, self._concurrency[node]):
-                process = self._idle_or_new_process()
-                if process is None:
-                    self.is_waiting_to_start = True
-                    return
-                num_running[node] += 1
-                self._run(jobs.popleft(), process)
+        num_running = Counter((node, call.must_be_quick) for (node, _), call in self._busy.items())
+        for node in self._queues | self._slow:
+            num_places = min(MAX_ISOLATED, self._concurrency[node])
+            num_quick = int(QUICK_SHARE * num_places) if self._is_mostly_quick(node) else 0
+            for must_be_quick, room in ((False, num_places - num_quick), (True, num_quick)):
+                queues = (self._queues,) if must_be_quick else (self._slow, self._queues)
+                room = min(room - num_running[node, must_be_quick], num_places - self._num_running(node))
+                for jobs in (queue.get(node, ()) for queue in queues):
+                    while jobs and room > 0:
+                        process = self._idle_process()
+                        if is_first := process is None:
+                            process = self._new_process()
+                        if process is None:
+                            self.is_waiting_to_start = True
+                            return
+                        room -= 1
+                        self._run(jobs.popleft(), process, must_be_quick, is_first)
 
     def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
-        """Return the result of the call's only job."""
+        """Return the result of the call's only job, unless it was too slow for its place."""
         (job,) = call.jobs
-        process, _ = self._busy.pop(job.id)
-        self._idle.append(process)
+        ended = self._busy.pop(job.id)
+        self._idle.append(ended.process)
         results = call.results()
+        was_too_slow = ended.must_be_quick and results is None and call.death() is None
+        is_quick = time.monotonic() - ended.start < SHARED_TIMEOUT_SECONDS
+        if is_quick or was_too_slow or not ended.is_first:
+            self._recent.setdefault(job.node, deque(maxlen=NUM_RECENT)).append(is_quick)
+        if was_too_slow and ended.is_cancelled:
+            return [(job, cancelled_result(job))], []
+        if was_too_slow:
+            self._slow.setdefault(job.node, deque()).append(job)
+            return [], []
         return [(job, call.killed_result(job) if results is None else results[0])], []
 
     def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
         """Remove queued jobs and return them; the processes of running ones are killed."""
         cancelled = set(job_ids)
-        removed = _remove_jobs(self._queues, cancelled)
+        removed = [*_remove_jobs(self._queues, cancelled), *_remove_jobs(self._slow, cancelled)]
         for job_id in cancelled & self._busy.keys():
-            self._busy[job_id][1].cancel()
+            self._busy[job_id].is_cancelled = True
+            self._busy[job_id].future.cancel()
         return removed
 
     def set_up(self, node: str) -> Future[str]:
@@ -406,26 +437,56 @@ class IsolatedLane(PoolLane):
 
     def close(self) -> None:
         """Kill what runs and end the processes."""
-        for process in (*self._idle, *(process for process, _ in self._busy.values())):
+        for process in (*self._idle, *(call.process for call in self._busy.values())):
             stop_processes(process)
 
-    def _idle_or_new_process(self) -> ProcessPool | None:
-        """Return a process for a job, or None if the next one may not be started yet."""
+    def _idle_process(self) -> ProcessPool | None:
+        """Return a process that has no job, or None."""
         while self._idle:
             process = self._idle.pop()
             if process.active:
                 return process
             stop_processes(process)  # it died while it was idle
+        return None
+
+    def _new_process(self) -> ProcessPool | None:
+        """Return a new process for a job, or None if the next one may not be started yet."""
         if time.monotonic() < self._next_start:
             return None
         self._next_start = time.monotonic() + STAGGER_SECONDS
         return self._start_process()
 
-    def _run(self, job: Job, process: ProcessPool) -> None:
+    def _is_mostly_quick(self, node: str) -> bool:
+        recent = self._recent.get(node, ())
+        return 2 * sum(recent) >= len(recent)
+
+    def _num_running(self, node: str) -> int:
+        return sum(one == node for one, _ in self._busy)
+
+    def _run(self, job: Job, process: ProcessPool, must_be_quick: bool, is_first: bool) -> None:
         limit = job.timeout
         if limit is not None and job.node in self._async_nodes:
             limit += GRACE_SECONDS
-        self._busy[job.id] = process, self._call(process, [job], limit, run_isolated, job)
+        must_be_quick &= limit is None or limit > SHARED_TIMEOUT_SECONDS
+        if must_be_quick:
+            limit = SHARED_TIMEOUT_SECONDS
+        future = self._call(process, [job], limit, run_isolated, job)
+        self._busy[job.id] = _IsolatedCall(process, future, must_be_quick, is_first, time.monotonic())
+
+
+@dataclass
+class _IsolatedCall:
+    """A job that runs in the isolated lane."""
+
+    process: ProcessPool
+    future: Future[bytes]
+    must_be_quick: bool
+    """Whether it is killed, and runs again in another place, if it is slow."""
+    is_first: bool
+    """Whether its process has to start first."""
+    start: float
+    """Monotonic time."""
+    is_cancelled: bool = False
 
 
 def stop_processes(processes: ProcessPool) -> None:
