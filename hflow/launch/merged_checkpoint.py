@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hflow.backends.interface import MERGED
+from hflow.backends.interface import MERGED, SHARDS
+from hflow.data.model_files import copy_other_files
 from hflow.errors import ConfigError
 from hflow.json_text import read_json_object
 from hflow.launch.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
@@ -83,9 +84,11 @@ def merge_adapter(directory: Path, out: Path) -> None:
     model = models.from_pretrained(base, dtype="auto", local_files_only=True, use_safetensors=True)
     merged: Any = PeftModel.from_pretrained(model, str(directory)).merge_and_unload()
     merged.save_pretrained(out)
-    for file in directory.iterdir():
-        if file.is_file() and not file.name.startswith("adapter_"):  # of the tokenizer
-            shutil.copy2(file, out)
+    for source in (
+        Path(base),
+        directory,
+    ):  # such as the tokenizer, which may be another than that of the base
+        copy_other_files(source, out, (SHARDS, MERGED))
 
 
 def _check_base(directory: Path, base: Path) -> None:

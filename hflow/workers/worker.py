@@ -27,13 +27,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.model_files import copy_other_files
+from hflow.data.tokenizer import TextTokenizer, has_tokenizer
 from hflow.durable_files import FileChecksum, WriteError
 from hflow.errors import HflowError, RunError
 from hflow.graph.ir import Level
@@ -455,7 +457,7 @@ class Worker:
         self._engines.sleep(replica, level)
 
     def save(self, model: str, directory: str) -> None:
-        """Copy a model and the optimizer's state, and begin to write them, with the model's tokenizer."""
+        """Copy a model and the optimizer's state, and begin to write them, with the model's other files."""
         self._writer.wait(model)
         replica = next(r for r in self._plan.replicas if r.model == model and r.role != "gen")
         backend, settings = self._backends[replica.name], self._setup.models[model]
@@ -463,13 +465,20 @@ class Worker:
             writes = [backend.save(directory)]
             if settings.trainable and settings.save_optimizer:
                 writes.append(backend.save_shards(f"{directory}/{SHARDS}"))
-        if replica.workers[0] in self._hosted and model in self._setup.tokenizers:
-            tokenizer = TextTokenizer(self._setup.tokenizers[model])
-            writes.append(lambda: tokenizer.save(directory))
-            if settings.lora is not None and settings.lora.save_merged:
-                writes.append(lambda: tokenizer.save(f"{directory}/{MERGED}"))
+        if replica.workers[0] in self._hosted:
+            has_merged = settings.lora is not None and settings.lora.save_merged
+            for target in (directory, *([f"{directory}/{MERGED}"] if has_merged else [])):
+                writes.append(partial(self._write_other_files, model, Path(target)))
         self._lend_memory()
         self._writer.start(model, directory, lambda: [path for write in writes for path in write()])
+
+    def _write_other_files(self, model: str, directory: Path) -> list[Path]:
+        """Write what belongs to a saved model beside its weights, such as its tokenizer."""
+        source, tokenizer = self._setup.models[model].path, self._setup.tokenizers.get(model)
+        paths = [] if source is None else copy_other_files(Path(source), directory, (SHARDS, MERGED))
+        if tokenizer is not None and (tokenizer.chat_template is not None or not has_tokenizer(directory)):
+            paths += TextTokenizer(tokenizer).save(str(directory))
+        return paths
 
     def close(self) -> None:
         """End threads and processes. Safe to call twice."""

@@ -146,10 +146,11 @@ def test_an_export_names_every_stop_token(trained: Path, tmp_path: Path) -> None
     """Other programs read generation_config.json, and config.json only where there is none."""
     saved = tmp_path / "actor"
     shutil.copytree(trained / "checkpoints" / "latest" / "actor", saved)
-    before = (saved / "generation_config.json").read_bytes()
+    config = json.loads((saved / "config.json").read_text())
+    before = b'{"temperature": 0.6, "eos_token_id": %d}' % config["eos_token_id"]
+    (saved / "generation_config.json").write_bytes(before)
     export_model(str(saved), tmp_path / "same")
     assert (tmp_path / "same" / "generation_config.json").read_bytes() == before
-    config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 5]}))
     export_model(str(saved), tmp_path / "more")
     assert GenerationConfig.from_pretrained(tmp_path / "more").eos_token_id == [2, 5]

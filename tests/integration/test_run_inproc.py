@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow import launch
 from hflow.errors import PlanError
+from hflow.launch.export_model import export_model
+from hflow.launch.run_recipe import resume_run
 from hflow.launch.run_report import read_report
 from hflow.report.run_page import render_run_page
 from hflow.report.run_text import render_run_report
@@ -224,3 +227,44 @@ def test_a_run_replays_the_experts_of_its_engine(tmp_path: Path, engine: str, ba
     short = ["steps=2", "batch=4", "nodes.actor_gen.routing_replay=true"]
     rows = steps_of(run("recipes/grpo.py", tmp_path, *INPROC, *mixed, *short))
     assert all(0 < row["actor_train/rerouted"] < 0.2 for row in rows)
+
+
+def other_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of a model beside its weights, its architecture, and what hflow resumes from."""
+    paths = {path.relative_to(directory): path for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(name): path.read_bytes()
+        for name, path in paths.items()
+        if name.parts[0] != "shards" and path.suffix != ".safetensors" and name.name != "config.json"
+    }
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_what_a_checkpoint_has_beside_its_weights_stays_as_it_is(
+    checkpoint: Path, tmp_path: Path, backend: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns("shards"))
+    end = AutoTokenizer.from_pretrained(model).eos_token_id
+    added = {
+        "generation_config.json": b'{"temperature": 0.6, "eos_token_id": [%d], "own": 1}' % end,
+        "preprocessor_config.json": b"{ }\n",
+        "modeling_own.py": b"raise SystemExit\n",
+        "README.md": "\u00e9".encode("latin-1"),
+        "additional_chat_templates/tools.jinja": b"{{ messages }}",
+        "pytorch_model.bin": b"weights",
+    }
+    for name, content in added.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(content)
+    wanted = other_files(model)
+    del wanted["pytorch_model.bin"]
+    options = [f"models.actor.path={model}", f"models.actor.backend={backend}", "steps=1"]
+    begun = run("recipes/sft.py", tmp_path, *options, *INPROC)
+    saved = begun.directory / "checkpoints" / "latest" / "actor"
+    assert other_files(saved) == wanted
+    resume_run(str(begun.directory), ["steps=2"], live=False)
+    assert other_files(saved) == wanted
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.temperature == 0.6
+    export_model(str(begun.directory), tmp_path / "exported")
+    assert other_files(tmp_path / "exported") == wanted

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME
 
 from hflow.backends.common.adapter import adapter_weights, base_name, save_adapter
 from hflow.backends.common.expert_tensors import stacked_views
@@ -231,9 +231,6 @@ def _copy_files(
             paths.append(head_file(directory))
         saved_config(model.config, kind, dtype).save_pretrained(directory)
         paths += [directory / CONFIG_NAME, *files.write_index(directory, saved_in)]
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-            paths.append(directory / GENERATION_CONFIG_NAME)
         return paths
 
     return write
