@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,13 @@ from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.model_metadata import source_model
+from hflow.planner.architectures import read_shape
 
 CLASSIFIER = "ForSequenceClassification"
+NUM_BLOCKS, BLOCK_BYTES = 256, 1 << 16
+"""How much of two matrices is compared."""
+LONGEST_HEADER = 100_000_000
+"""Bytes; longer ones are not safetensors."""
 
 
 def check_model_fit(config: RunConfig, graph: Graph) -> None:
@@ -66,11 +75,80 @@ def _check_head(config: RunConfig, spec: Model) -> None:
         raise ConfigError(
             f"{key}: {path} is a {name}, which has no score head; set it to a reward model (*{CLASSIFIER})"
         )
+    if spec.head == "lm" and _is_tied(saved):
+        _check_output_matrix(key, Path(path))
     if spec.head == "value" and not spec.trainable and not (Path(path) / "value_head.safetensors").is_file():
         raise ConfigError(
             f"{key}: {path} is a {name} without a value head (value_head.safetensors); set it to the "
             "checkpoint of a critic"
         )
+
+
+def _is_tied(saved: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face config says that the output matrix is the embedding."""
+    shape = read_shape(saved)
+    return bool(saved.get("tie_word_embeddings")) if shape is None else shape.is_tied
+
+
+def _check_output_matrix(key: str, directory: Path) -> None:
+    """Check that a checkpoint with tied embeddings has no other output matrix, which some programs would use.
+
+    Blocks at equal distances are compared, as the matrices of a large model take seconds to read.
+
+    Raises:
+        ConfigError: if it has.
+    """
+    found = {
+        place.name: place for file in sorted(directory.glob("*.safetensors")) for place in _tensors(file)
+    }
+    output = next((place for name, place in found.items() if name.endswith("lm_head.weight")), None)
+    embedding = next((place for name, place in found.items() if name.endswith("embed_tokens.weight")), None)
+    if output is None or embedding is None:
+        return
+    distance = max(output.num_bytes // NUM_BLOCKS, BLOCK_BYTES)
+    starts = range(0, output.num_bytes, distance)
+    if (output.form, output.num_bytes) != (embedding.form, embedding.num_bytes) or any(
+        output.read(start) != embedding.read(start) for start in starts
+    ):
+        raise ConfigError(
+            f"{key}: {directory} has tie_word_embeddings in its config.json, but {output.name} differs from "
+            f"{embedding.name}. Set tie_word_embeddings to false there to use {output.name}, or remove this "
+            "tensor"
+        )
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a safetensors file has a tensor."""
+
+    file: Path
+    name: str
+    form: tuple[str, tuple[int, ...]]
+    """Its dtype and shape."""
+    start: int
+    num_bytes: int
+
+    def read(self, start: int) -> bytes:
+        """Return up to `BLOCK_BYTES` of the tensor."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.start + start)
+            return opened.read(min(BLOCK_BYTES, self.num_bytes - start))
+
+
+def _tensors(file: Path) -> Iterator[_StoredTensor]:
+    """Yield the tensors of a safetensors file; none if it is damaged, which is reported when it is loaded.
+
+    Source: the format's description, https://github.com/huggingface/safetensors#format.
+    """
+    with file.open("rb") as opened, suppress(struct.error, ValueError, KeyError, TypeError, AttributeError):
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > LONGEST_HEADER:
+            return
+        for name, entry in json.loads(opened.read(length)).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                form = entry["dtype"], tuple(entry["shape"])
+                yield _StoredTensor(file, name, form, 8 + length + begin, end - begin)
 
 
 def _num_labels(saved: Mapping[str, Any]) -> int:

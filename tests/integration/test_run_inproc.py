@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow import launch
-from hflow.errors import PlanError
+from hflow.errors import ConfigError, PlanError
+from hflow.launch.compile import compile_recipe
 from hflow.launch.export_model import export_model
 from hflow.launch.run_recipe import resume_run
 from hflow.launch.run_report import read_report
@@ -227,6 +228,22 @@ def test_a_run_replays_the_experts_of_its_engine(tmp_path: Path, engine: str, ba
     short = ["steps=2", "batch=4", "nodes.actor_gen.routing_replay=true"]
     rows = steps_of(run("recipes/grpo.py", tmp_path, *INPROC, *mixed, *short))
     assert all(0 < row["actor_train/rerouted"] < 0.2 for row in rows)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_model_has_no_output_matrix_of_its_own(checkpoint: Path, tmp_path: Path, equal: bool) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns("shards"))
+    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"]
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0.0 if equal else 0.01)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    overrides = [f"models.actor.path={model}", *INPROC]
+    if equal:
+        compile_recipe(ROOT / "recipes/sft.py", overrides)
+        return
+    with pytest.raises(ConfigError, match=r"but lm_head.weight differs from model.embed_tokens.weight. Set"):
+        compile_recipe(ROOT / "recipes/sft.py", overrides)
 
 
 def other_files(directory: Path) -> dict[str, bytes]:
