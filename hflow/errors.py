@@ -44,6 +44,10 @@ class RunError(HflowError, RuntimeError):
     """A run cannot continue: a body raised an exception, a worker died, or every sample was refused."""
 
 
+class ReturnError(RunError):
+    """A body returned something else than it declares. It refuses what an exception of the body refuses."""
+
+
 class WorkerFailureError(RunError):
     """A worker, an engine's process or a machine failed. The run can continue from its last checkpoint."""
 

@@ -125,9 +125,8 @@ def _take(column: Column, rows: npt.NDArray[np.int64]) -> Values:
 
 
 def _concat(field: str, values: list[Values]) -> Values:
-    if isinstance(values[0], np.ndarray):
-        return join_arrays(field, values)
-    return [value for part in values for value in part]
+    arrays = [part for part in values if isinstance(part, np.ndarray)]
+    return join_arrays(field, arrays) if arrays else [value for part in values for value in part]
 
 
 def number_array(field: str, numbers: list[Any], dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
@@ -148,7 +147,7 @@ def join_arrays(field: str, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[A
     Raises:
         RunError: if integers that are joined with floats would change.
     """
-    joined = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
+    joined: npt.NDArray[Any] = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
     if joined.dtype.kind == "f":
         for array in arrays:
             if array.dtype.kind in "iu" and len(array):

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hflow.data.batch import Batch, Column
 from hflow.data.device_copy import to_device
+from hflow.data.returned_values import split_result
 from hflow.data.tensordicts import TENSORDICT, make_tensordict, unpack_tensordict
-from hflow.data.unpack_returns import column_of_tensor, split_result
+from hflow.data.unpack_returns import column_of_tensor
 from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
 
@@ -109,8 +110,7 @@ def unpack_batch(
     """Return columns and metrics from what a batch-level body returned.
 
     Raises:
-        RecipeError: if the number of results is not the declared one.
-        RunError: if a result's shape does not match its unit.
+        ReturnError: if the number of results is not the declared one, or one does not match its unit.
     """
     result = unpack_tensordict(node, signature.returns, result, seqs)
     results, metrics = split_result(node, signature.returns, signature.metrics, result)

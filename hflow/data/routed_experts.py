@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hflow.errors import RecipeError
+from hflow.errors import ReturnError
 from hflow.types.routed_experts import RoutingFormat
 
 Rows = npt.NDArray[Any]
@@ -21,11 +21,11 @@ def pack_rows(recorded: Sequence[bytes], num_tokens: int, form: RoutingFormat) -
     """Return the rows `[T, K]` of a sample's tokens, of which the first ones are recorded.
 
     Raises:
-        RecipeError: if a recorded row has another size.
+        ReturnError: if a recorded row has another size.
     """
     packed = b"".join(recorded)
     if len(packed) != len(recorded) * form.num_bytes:
-        raise RecipeError(
+        raise ReturnError(
             f"routed_experts of a trajectory has {len(packed)} bytes for {len(recorded)} tokens, not "
             f"{form.num_bytes} each, so another model recorded it. Return a trajectory of this node's engine"
         )

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import BodySignature, column_of_read, get_column
 from hflow.data.messages import read_as
-from hflow.data.unpack_returns import check_rows, column_of_rows, split_result
+from hflow.data.returned_values import CallLevel
+from hflow.data.unpack_returns import column_of_values
 from hflow.types import Unit
 
 if TYPE_CHECKING:
     from hflow.graph.ir import Read
-
-CallLevel = Literal["sample", "group"]
 
 
 def bind_rows(
@@ -51,31 +50,28 @@ def bind_rows(
 
 
 def unpack_rows(
-    node: str,
-    signature: BodySignature,
-    results: Sequence[Any],
-    batch: Batch,
+    returns: Sequence[tuple[str, str]],
+    results: Sequence[Sequence[Any]],
     sizes: Sequence[int],
     level: CallLevel,
-) -> tuple[dict[str, Column], list[dict[str, Any]]]:
-    """Return columns from what the calls returned, and the metrics of each call.
+) -> dict[str, Column]:
+    """Return columns from what the calls returned.
 
-    A per-group body returns a list over the members, or one value for a GROUP field.
-
-    Raises:
-        RecipeError: if the number of results is not the declared one.
-        RunError: if a result's length or type does not match its unit.
+    Args:
+        returns: (field, unit) of each returned field.
+        results: the fields of each call, as `DeclaredReturns.read` returns them: for a per-group body lists
+            over the members, or one value for a GROUP field.
+        sizes: number of samples of each call.
+        level: whether a call was for a sample or for a group.
     """
-    split = [split_result(node, signature.returns, signature.metrics, result) for result in results]
     columns = {}
-    for index, (field, unit) in enumerate(signature.returns):
+    for index, (field, unit) in enumerate(returns):
         is_scalar = level == "sample" or unit == Unit.GROUP
         rows: list[Any] = []
-        for (values, _), size in zip(split, sizes, strict=True):
-            value = values[index]
-            rows += [value] * size if is_scalar else check_rows(node, field, value, size)
-        columns[field] = column_of_rows(node, field, Unit(unit), rows, batch)
-    return columns, [metrics for _, metrics in split]
+        for values, size in zip(results, sizes, strict=True):
+            rows += [values[index]] * size if is_scalar else values[index]
+        columns[field] = column_of_values(field, Unit(unit), rows)
+    return columns
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

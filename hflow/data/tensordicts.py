@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError, nearest
+from hflow.errors import ReturnError, nearest
 from hflow.types import Sequences, Unit
 
 TENSORDICT = "tensordict"
@@ -30,7 +30,7 @@ def unpack_tensordict(node: str, returns: Sequence[tuple[str, str]], result: Any
     """Return a result with the fields of a TensorDict, if it begins with one, as packed tensors.
 
     Raises:
-        RunError: if the TensorDict lacks a field, or one has other lengths than the batch.
+        ReturnError: if the TensorDict lacks a field, or one has other lengths than the batch.
     """
     first, *rest = result if isinstance(result, tuple) else (result,)
     if not _is_tensordict(first):
@@ -47,7 +47,7 @@ def _is_tensordict(value: Any) -> bool:
 def _packed(node: str, field: str, unit: Unit, entries: Any, seqs: Sequences) -> Any:
     names = [str(name) for name in entries.keys()]  # noqa: SIM118 - iterating a TensorDict yields its rows
     if field not in names:
-        raise RunError(
+        raise ReturnError(
             f"node {node!r}: the returned TensorDict lacks {field!r}; it has {', '.join(names) or 'nothing'}"
             f"{nearest(field, names)}"
         )
@@ -58,7 +58,7 @@ def _packed(node: str, field: str, unit: Unit, entries: Any, seqs: Sequences) ->
         return value
     offsets: Tensor = entries[field].offsets().to(seqs.offsets.device)
     if not value.is_contiguous() or not torch.equal(offsets, seqs.offsets):
-        raise RunError(
+        raise ReturnError(
             f"node {node!r}: {field!r} is per token, so it must be jagged with the lengths of the batch, as "
             "batch['input_ids'] is"
         )
@@ -71,5 +71,5 @@ def _of_groups(node: str, field: str, value: Tensor, seqs: Sequences) -> Tensor:
         return value
     per_group = value.new_zeros(seqs.num_groups).index_copy(0, seqs.group, value)
     if not torch.equal(per_group[seqs.group], value):
-        raise RunError(f"node {node!r}: {field!r} is per group, but differs within a group")
+        raise ReturnError(f"node {node!r}: {field!r} is per group, but differs within a group")
     return per_group

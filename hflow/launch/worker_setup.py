@@ -146,6 +146,7 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         dataset=spec.data,
         group=spec.group,
         reported=reported_field(compiled.graph, spec.name),
+        scalars={returned.field: returned.scalar for returned in spec.returns},
     )
     function = first_pass_of(inspect.unwrap(program.body))
     return program if function is None else with_first_pass(program, read_first_pass(function))

@@ -282,6 +282,8 @@ class NodeProgram:
     group: int = 1
     reported: str | None = None
     """The returned field whose value of each sample is reported to the controller."""
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    """Returned field -> the type that the body declares, such as `float`."""
     first_pass: NodeProgram | None = None
     """The function that a train node runs on whole minibatches before its loss."""
 

@@ -10,7 +10,7 @@ import torch
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.row_arguments import bind_rows, unpack_rows
-from hflow.errors import RecipeError, RunError
+from hflow.errors import RunError
 from hflow.graph.ir import Read
 from hflow.types import Output, Unit
 
@@ -124,13 +124,17 @@ def test_unpack_columns():
 
 
 def test_unpacking_a_wrong_result_is_an_error():
-    with pytest.raises(RecipeError, match="'score' returned 1 results, but declares 2: a, metrics"):
+    with pytest.raises(RunError, match="'score' returned 1 results, but declares 2: a, metrics"):
         unpacked(torch.zeros(6), ("a", "token"), metrics=True)
     with pytest.raises(RunError, match=r"'score': 'a' is per sequence.*start with 3.*returned \[6\]"):
         unpacked(torch.zeros(6), ("a", "sequence"))
     with pytest.raises(RunError, match="'a' must be a tensor, the body returned list"):
         unpacked([1.0, 2.0, 3.0], ("a", "sequence"))
-    with pytest.raises(RecipeError, match="last result is a Tensor, not a dict"):
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(4)], layout=torch.jagged)
+    for wrong, kind in ((torch.zeros(6, dtype=torch.complex64), "complex"), (jagged, "sparse or jagged")):
+        with pytest.raises(RunError, match=f"must be a dense tensor of real numbers, not {kind}"):
+            unpacked(wrong, ("a", "token"))
+    with pytest.raises(RunError, match="last result is a Tensor, not a dict"):
         unpacked((torch.zeros(6), torch.zeros(6)), ("a", "token"), metrics=True)
 
 
@@ -173,39 +177,15 @@ def test_rows_of_a_group():
 
 
 def test_unpack_rows_of_a_sample():
-    one = batch().take([1])
-    body = Body(returns=(("a", "sequence"), ("b", "token"), ("c", "text"), ("d", "json")))
-    columns, _ = unpack_rows("score", body, [(True, [1, 2, 3], "x", {"y": 1})], one, [1], "sample")
+    returns = (("a", "sequence"), ("b", "token"), ("c", "text"), ("d", "json"))
+    columns = unpack_rows(returns, [(True, [1, 2, 3], "x", {"y": 1})], [1], "sample")
     assert columns["a"].values.dtype == bool
     assert columns["b"].values.tolist() == [1, 2, 3]
     assert (columns["c"].values, columns["d"].values) == (["x"], [{"y": 1}])
 
 
-def test_unpack_rows_of_a_group():
-    group = batch().take([0, 1])
-    body = Body(returns=(("keep", "group"), ("a", "sequence")))
-    columns, _ = unpack_rows("score", body, [(False, [0.5, 1])], group, [2], "group")
-    assert columns["keep"].values.tolist() == [False, False]
-    assert columns["a"].values.tolist() == [0.5, 1.0]
-
-
-def test_results_of_several_calls_become_one_column_and_metrics_of_each():
-    body = Body(returns=(("keep", "group"), ("a", "sequence")), metrics=True)
-    results = [(False, [0.5, 1], {"m": 1}), (True, [3], {"m": 2})]
-    columns, metrics = unpack_rows("score", body, results, batch(), [2, 1], "group")
+def test_results_of_several_calls_become_one_column():
+    returns = (("keep", "group"), ("a", "sequence"))
+    columns = unpack_rows(returns, [(False, [0.7, 1]), (True, [3])], [2, 1], "group")
     assert columns["keep"].values.tolist() == [False, False, True]
-    assert columns["a"].values.tolist() == [0.5, 1.0, 3.0]
-    assert metrics == [{"m": 1}, {"m": 2}]
-    results = [(False, [0.5], {}), (True, [3, 4], {})]
-    with pytest.raises(RunError, match="'a' must be a list of 2 values, the body returned 1 values"):
-        unpack_rows("score", body, results, batch(), [2, 1], "group")
-
-
-def test_unpacking_wrong_rows_is_an_error():
-    one, group = batch().take([1]), batch().take([0, 1])
-    with pytest.raises(RunError, match=r"'b' is per token, so it must be a list of 3 numbers.*2 of them"):
-        unpack_rows("score", Body(returns=(("b", "token"),)), [[1, 2]], one, [1], "sample")
-    with pytest.raises(RunError, match="'a' must be a list of 2 values, the body returned 3 values"):
-        unpack_rows("score", Body(returns=(("a", "sequence"),)), [[1, 2, 3]], group, [2], "group")
-    with pytest.raises(RunError, match="'a' must be a number, the body returned None"):
-        unpack_rows("score", Body(returns=(("a", "sequence"),)), [None], one, [1], "sample")
+    assert columns["a"].values.tolist() == [0.7, 1.0, 3.0]

@@ -261,7 +261,7 @@ def test_a_job_is_cancelled_while_it_waits_for_another_attempt(bench: Callable[.
 def test_an_unpicklable_value_fails_only_its_own_job(bench: Callable[..., Bench]) -> None:
     ended = bench(unpicklable).run(numbers(3))
     assert [key for key, result in ended.items() if result.reason] == [1]
-    assert "cannot be sent between processes" in ended[1].message
+    assert ended[1].message.endswith("the body returned function")
 
 
 def test_async_bodies_time_out_one_by_one(bench: Callable[..., Bench]) -> None:
@@ -402,7 +402,7 @@ def test_what_a_body_draws_depends_on_its_sample_and_the_seed_only(bench: Callab
         )
     }
     assert drawn["one"] == drawn["two"]
-    assert len({*drawn["one"], *drawn["other"]}) == 16
+    assert len({*map(tuple, drawn["one"]), *map(tuple, drawn["other"])}) == 16
 
 
 async def dies_on_four(x: int) -> int:

@@ -33,7 +33,7 @@ from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.data.routed_experts import is_recorded, pack_rows
 from hflow.data.shared_prefix import share_prefixes
-from hflow.errors import BackendError, RecipeError
+from hflow.errors import BackendError, ReturnError
 from hflow.types import Unit
 from hflow.types.routed_experts import RoutingFormat
 from hflow.workers.generation.episode_engine import append_messages, append_turn, prompt_trajectory
@@ -166,7 +166,7 @@ def test_packed_rows_of_recorded_and_other_tokens() -> None:
     rows = pack_rows((np.array([256, 299, 0, 1], np.int16).tobytes(),), 2, large)
     assert rows.tolist() == [[256, 299, 0, 1], [-1] * 4]
     assert is_recorded(rows).tolist() == [True, False]
-    with pytest.raises(RecipeError, match="has 3 bytes for 1 tokens, not 4 each"):
+    with pytest.raises(ReturnError, match="has 3 bytes for 1 tokens, not 4 each"):
         pack_rows((b"abc",), 2, FORM)
 
 

@@ -13,7 +13,7 @@ from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
 from hflow.data.batch import Batch
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.unpack_returns import metric_tensor
-from hflow.errors import NotYetError, RunError
+from hflow.errors import NotYetError, ReturnError, RunError
 from hflow.planner.ir import Plan
 from hflow.planner.routing import rank_order
 from hflow.types import Sequences, State
@@ -283,7 +283,7 @@ def _check_weight(program: NodeProgram, name: str, weight: Tensor, result: objec
     if isinstance(result, Tensor) and result.shape == weight.shape:
         return result
     got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-    raise RunError(
+    raise ReturnError(
         f"node {program.name!r}: for {name} the body must return a tensor of shape {list(weight.shape)}, "
         f"not {got}"
     )

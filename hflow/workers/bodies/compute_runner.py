@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from hflow.data.batch import Batch, Column
-from hflow.data.row_arguments import CallLevel, bind_rows, unpack_rows
+from hflow.data.returned_values import CallLevel, DeclaredReturns
+from hflow.data.row_arguments import bind_rows, unpack_rows
 from hflow.errors import RunError
 from hflow.types import Unit
 from hflow.workers.bodies.pool import Pool, PoolBody
@@ -140,8 +141,13 @@ class ComputeRunner:
             arguments = bind_rows(program, inputs, sizes, call_level(program))
             batch = _CallBatch(program, inputs.select(()), sink, time.time(), num_pending=len(orders))
             self._add_pending(batch, orders)
-            keys = [order.key for order in orders]
-            self._pool.submit(program.name, dict(zip(keys, arguments, strict=True)))
+            keys, tokens = [order.key for order in orders], iter(inputs.lengths.tolist())
+            lengths = [tuple(islice(tokens, size)) for size in sizes]
+            self._pool.submit(
+                program.name,
+                dict(zip(keys, arguments, strict=True)),
+                dict(zip(keys, lengths, strict=True)),
+            )
 
     def _add_pending(self, batch: _CallBatch, orders: Iterable[ComputeOrder]) -> None:
         start = 0
@@ -183,20 +189,16 @@ class ComputeRunner:
         batch = call_batch.samples.take([row for _, rows in results for row in rows])
         sizes = [len(rows) for _, rows in results]
         values = [result.value for result, _ in results]
-        columns, metrics = unpack_rows(program.name, program, values, batch, sizes, call_level(program))
+        columns = unpack_rows(program.returns, values, sizes, call_level(program))
         self._store.add(program.stream, batch.with_columns(columns))
         if program.metrics:
-            for (_, rows), call_metrics in zip(results, metrics, strict=True):
+            for result, rows in results:
                 samples = _BodyCall(call_batch, rows).samples
-                self._store.add_metrics(program.stream, program.name, samples, call_metrics)
+                self._store.add_metrics(program.stream, program.name, samples, result.metrics)
         keeps = _keep_flags(columns.get("keep"), sizes)
         reported = _reported_values(program, columns, len(results))
         return [
             ComputeReady(result.node, result.key, keep, value)
-            if value is None or math.isfinite(value)
-            else Failed(
-                result.node, result.key, "failed", f"{program.reported!r} is {value}, not a finite number"
-            )
             for (result, _), keep, value in zip(results, keeps, reported, strict=True)
         ]
 
@@ -281,4 +283,8 @@ def _reported_values(
 
 def _pool_body(program: NodeProgram) -> PoolBody:
     names = ("timeout", "retries", "backoff", "concurrency")
-    return PoolBody(program.body, **{n: program.options[n] for n in names if n in program.options})
+    returns = DeclaredReturns(
+        program.name, program.returns, program.scalars, program.metrics, call_level(program)
+    )
+    options = {name: program.options[name] for name in names if name in program.options}
+    return PoolBody(program.body, **options, returns=returns)

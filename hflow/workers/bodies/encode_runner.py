@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hflow.data.row_arguments import bind_rows
-from hflow.errors import DataError
+from hflow.errors import DataError, ReturnError
 from hflow.planner.ir import Plan
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
@@ -15,14 +15,15 @@ from hflow.workers.error_location import error_with_location
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments, row_error
 from hflow.workers.storage.sample_store import SampleStore
-from hflow.workers.storage.sample_writer import SampleWriter
+from hflow.workers.storage.sample_writer import SampleResult, SampleWriter
 
 
 class EncodeRunner:
     """Makes the samples of encode nodes, from dataset rows or from samples of another stream.
 
-    A body that raises refuses its sample. A `DataError` ends the run where the body reads a dataset row,
-    as the data is wrong; where it reads what a model wrote, it only refuses the sample.
+    A body that raises, or returns something else than it declares, refuses its sample. A `DataError` ends the
+    run where the body reads a dataset row, as the data is wrong; where it reads what a model wrote, it only
+    refuses the sample.
 
     Args:
         plan: says which streams the nodes open.
@@ -76,12 +77,11 @@ class EncodeRunner:
         program, writer = self._programs[source], self._writers[source]
         arguments = {**program.knobs, **body_arguments(program, row)}
         try:
-            result, failure = self._call(program, arguments)
+            members, failure = self._call(program, arguments, len(order.samples))
         except DataError as error:
             raise row_error(row, error) from error
         if failure:
             return [Failed(source, sample, "failed", failure) for sample in order.samples]
-        members = writer.split_group(result, len(order.samples))
         return [
             writer.write(sample, order.group, member, row)
             for sample, member in zip(order.samples, members, strict=True)
@@ -96,18 +96,20 @@ class EncodeRunner:
             return Failed(order.node, order.key, "failed", SAMPLE_RELEASED)
         (arguments,) = bind_rows(program, inputs, [1], "sample")
         try:
-            result, failure = self._call(program, arguments)
+            members, failure = self._call(program, arguments, 1)
         except DataError as error:
             return Failed(order.node, order.key, "failed", error_with_location(error, program.body))
         if failure:
             return Failed(order.node, order.key, "failed", failure)
-        writer = self._writers[order.node]
-        (member,) = writer.split_group(result, 1)
-        writer.write(sample, int(inputs.groups[0]), member, DatasetRow(), parent=parent)
+        self._writers[order.node].write(
+            sample, int(inputs.groups[0]), members[0], DatasetRow(), parent=parent
+        )
         return ComputeReady(order.node, order.key)
 
-    def _call(self, program: NodeProgram, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """Call a body up to `1 + retries` times. Returns its result, and the last failure or "".
+    def _call(
+        self, program: NodeProgram, arguments: Mapping[str, Any], num_samples: int
+    ) -> tuple[list[SampleResult], str]:
+        """Call a body up to `1 + retries` times. Returns each sample's result, and the last failure or "".
 
         Raises:
             DataError: when the body cannot read its inputs, which another attempt would not change.
@@ -120,9 +122,14 @@ class EncodeRunner:
         failure = ""
         for _ in range(1 + program.options.get("retries", 0)):
             try:
-                return program.body(**arguments, **tokenizers), ""
+                result = program.body(**arguments, **tokenizers)
             except DataError:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
                 failure = error_with_location(error, program.body)
-        return None, failure
+                continue
+            try:
+                return self._writers[program.name].read_group(result, num_samples), ""
+            except ReturnError as error:
+                failure = str(error).removeprefix(f"node {program.name!r}: ")
+        return [], failure

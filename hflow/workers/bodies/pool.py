@@ -24,6 +24,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from hflow.data.returned_values import DeclaredReturns
 from hflow.errors import RunError, WorkerFailureError
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
@@ -65,6 +66,8 @@ class PoolBody:
     concurrency: int | None = None
     """Most calls that one worker runs at the same time. None: as many as there are processes (`MAX_ISOLATED`
     for slow bodies), and `DEFAULT_ASYNC_CONCURRENCY` for asynchronous bodies."""
+    returns: DeclaredReturns | None = None
+    """What the body declares to return; None: anything that JSON can hold."""
 
 
 class Pool:
@@ -160,10 +163,23 @@ class Pool:
                 self.close()
                 raise RunError(f"node {node!r}: {problem}")
 
-    def submit(self, node: str, calls: Mapping[int, Mapping[str, Any]]) -> None:
-        """Queue calls of a node's body: key -> keyword arguments."""
-        timeout = self._bodies[node].timeout
-        self._inbox.put([Job(node, key, arguments, timeout) for key, arguments in calls.items()])
+    def submit(
+        self,
+        node: str,
+        calls: Mapping[int, Mapping[str, Any]],
+        lengths: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Queue calls of a node's body.
+
+        Args:
+            node: the node.
+            calls: key -> keyword arguments.
+            lengths: key -> the number of tokens of each sample of the call; None: the body declares nothing.
+        """
+        timeout, lengths = self._bodies[node].timeout, lengths or {}
+        self._inbox.put(
+            [Job(node, key, arguments, timeout, lengths.get(key, ())) for key, arguments in calls.items()]
+        )
 
     def cancel(self, job_ids: Iterable[JobId]) -> None:
         """Stop jobs, which are then reported as failed; jobs that have ended are not reported again."""
@@ -178,8 +194,12 @@ class Pool:
 
     def _start_processes(self, nodes: set[str], num_processes: int) -> ProcessPool:
         pickled = {node: self._pickle_body(node) for node in sorted(nodes)}
+        returns = {node: spec.returns for node in nodes if (spec := self._bodies[node]).returns is not None}
         return ProcessPool(
-            num_processes, initializer=load_bodies, initargs=(pickled, self._seed), context=CleanContext()
+            num_processes,
+            initializer=load_bodies,
+            initargs=(pickled, self._seed, returns),
+            context=CleanContext(),
         )
 
     def _pickle_body(self, node: str) -> bytes:

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from hflow.errors import RunError
+from hflow.data.returned_values import DeclaredReturns, checked_value
+from hflow.errors import ReturnError, RunError
+from hflow.types import Unit
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.seeding import seed_generators
 from hflow.workers.error_location import error_with_location
@@ -39,6 +41,8 @@ class Job:
     arguments: Mapping[str, Any]
     timeout: float | None = None
     """Seconds for one attempt."""
+    lengths: tuple[int, ...] = ()
+    """The number of tokens of each sample that the body is called for."""
 
     @property
     def id(self) -> JobId:
@@ -48,11 +52,13 @@ class Job:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job: `value` if `reason` is None, else why it failed."""
+    """The result of a job: `value` and `metrics` if `reason` is None, else why it failed."""
 
     node: str
     key: int
     value: Any = None
+    """The value of each declared field. Of a body that declares nothing, what it returned."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     reason: Literal["failed", "timeout"] | None = None
     message: str = ""
     killed: bool = False
@@ -81,6 +87,8 @@ class _ChildState:
     """State of this process: its bodies, and the event loop on which asynchronous ones run."""
 
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    returns: Mapping[str, DeclaredReturns] = field(default_factory=dict)
+    """Node -> what its body declares to return."""
     problems: dict[str, str] = field(default_factory=dict)
     """Node -> why its setup failed."""
     seed: int = 0
@@ -92,9 +100,10 @@ class _ChildState:
 _child = _ChildState()
 
 
-def load_bodies(pickled: Mapping[str, bytes], seed: int) -> None:
+def load_bodies(pickled: Mapping[str, bytes], seed: int, returns: Mapping[str, DeclaredReturns]) -> None:
     """Load the bodies of nodes and set them up; the pool calls this once in every process."""
     _child.seed = seed
+    _child.returns = returns
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
     for node, body in _child.bodies.items():
         if problem := run_setup(body):
@@ -189,9 +198,10 @@ def _run(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     seed_generators(_child.seed, job.node, job.key)
     try:
-        return JobResult(job.node, job.key, body(**job.arguments))
+        result = body(**job.arguments)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         return JobResult(job.node, job.key, reason="failed", message=error_with_location(error, body))
+    return _checked(job, result)
 
 
 async def _await(job: Job) -> JobResult:
@@ -199,27 +209,29 @@ async def _await(job: Job) -> JobResult:
     limit = asyncio.timeout(job.timeout)
     try:
         async with limit:
-            return JobResult(job.node, job.key, await body(**job.arguments))
+            result = await body(**job.arguments)
     except asyncio.CancelledError:
         return cancelled_result(job)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         if limit.expired():
             return JobResult(job.node, job.key, reason="timeout", message=timeout_message(job.timeout))
         return JobResult(job.node, job.key, reason="failed", message=error_with_location(error, body))
+    return _checked(job, result)
+
+
+def _checked(job: Job, result: Any) -> JobResult:
+    """Return what a body returned as plain values, or why it is not what the body declares."""
+    declared = _child.returns.get(job.node)
+    try:
+        if declared is None:
+            return JobResult(job.node, job.key, checked_value(job.node, "result", Unit.JSON, result, 0))
+        fields, metrics = declared.read(result, job.lengths)
+    except ReturnError as error:
+        message = str(error).removeprefix(f"node {job.node!r}: ")
+        return JobResult(job.node, job.key, reason="failed", message=message)
+    return JobResult(job.node, job.key, fields, metrics)
 
 
 def _pickle(results: list[JobResult]) -> bytes:
-    """Pickle results. One whose value cannot be pickled becomes a failure, without affecting the others."""
-    try:
-        return pickle.dumps(results, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return pickle.dumps([_picklable(result) for result in results], pickle.HIGHEST_PROTOCOL)
-
-
-def _picklable(result: JobResult) -> JobResult:
-    try:
-        pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        message = f"returned a value that cannot be sent between processes: {error}"
-        return JobResult(result.node, result.key, reason="failed", message=message)
-    return result
+    """Pickle results, which have plain values only."""
+    return pickle.dumps(results, pickle.HIGHEST_PROTOCOL)

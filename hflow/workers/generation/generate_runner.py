@@ -13,7 +13,7 @@ from hflow.backends.interface import SamplingParams
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import tool_format
 from hflow.endpoint.server import EndpointServer
-from hflow.errors import BackendError, DataError, EpisodeError, HflowError
+from hflow.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError
 from hflow.planner.ir import Plan
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.error_location import error_with_location
@@ -126,7 +126,11 @@ class GenerateRunner:
             if isinstance(error, HflowError) and not isinstance(error, _SAMPLE_ERRORS):
                 raise
             return Failed(program.name, sample, "failed", error_with_location(error, program.body))
-        event = self._writer.write(sample, start.group, result, start.row, start.parent)
+        try:
+            checked = self._writer.read(result)
+        except ReturnError as error:
+            return Failed(program.name, sample, "failed", str(error).removeprefix(f"node {program.name!r}: "))
+        event = self._writer.write(sample, start.group, checked, start.row, start.parent)
         self._writer.write_metrics(sample, effects.counts)
         return event if start.order is not None else ComputeReady(program.name, sample)
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch
-from hflow.data.unpack_returns import metric_value
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
@@ -100,16 +99,15 @@ class SampleStore:
                 for sample in samples:
                     column.put_loose(sample, value)
 
-    def add_metrics(self, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, Any]) -> None:
+    def add_metrics(
+        self, stream: str, node: str, samples: Sequence[int], metrics: Mapping[str, float]
+    ) -> None:
         """Store the metrics that a body reported for samples, as fields named `NODE.METRIC`.
 
         `summarize` averages them over the batch, like any numeric field.
-
-        Raises:
-            RunError: when a metric is not a number.
         """
         for name, value in metrics.items():
-            self.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, metric_value(node, name, value))
+            self.add_value(stream, f"{node}.{name}", Unit.SEQUENCE, samples, float(value))
 
     def _put_columns(self, stream: str, batch: Batch, samples: list[int]) -> None:
         for name, column in batch.columns.items():

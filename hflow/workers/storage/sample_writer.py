@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch, Column
-from hflow.data.routed_experts import pack_rows
-from hflow.data.unpack_returns import check_value, split_result
-from hflow.errors import RecipeError
+from hflow.data.returned_values import DeclaredReturns, checked_metrics, checked_trajectory, split_result
+from hflow.data.routed_experts import Rows, pack_rows
+from hflow.errors import ReturnError
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import routing_format
 from hflow.types import Trajectory, Unit
@@ -21,6 +21,19 @@ from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What the body of a source returned for one sample, as plain values."""
+
+    trajectories: tuple[Trajectory, ...]
+    """One per stream that the source opens."""
+    fields: tuple[tuple[Any, ...], ...]
+    """The returned fields, for each stream."""
+    metrics: Mapping[str, float]
+    experts: tuple[Rows | None, ...]
+    """The experts of the tokens of each trajectory, where they are stored."""
 
 
 @dataclass(frozen=True)
@@ -48,70 +61,69 @@ class SampleWriter:
             routing = routing_format(dict(plan.shapes)[program.models[0]])
         return cls(program, streams, store, routing)
 
+    def read(self, result: Any) -> SampleResult:
+        """Return what a body returned for one sample, checked.
+
+        Raises:
+            ReturnError: when that is not what it declares.
+        """
+        program = self.program
+        declared = (*((stream, "trajectory") for stream in self.streams), *program.returns)
+        results, metrics = split_result(program.name, declared, program.metrics, result)
+        num_streams = len(self.streams)
+        trajectories = tuple(checked_trajectory(program.name, x) for x in results[:num_streams])
+        returns = DeclaredReturns(program.name, program.returns, program.scalars)
+        return SampleResult(
+            trajectories,
+            tuple(returns.read_fields(results[num_streams:], (len(x.input_ids),)) for x in trajectories),
+            checked_metrics(program.name, metrics),
+            tuple(map(self._experts, trajectories)),
+        )
+
     def write(
-        self, sample: int, group: int, result: Any, row: DatasetRow, parent: str | None = None
+        self, sample: int, group: int, result: SampleResult, row: DatasetRow, parent: str | None = None
     ) -> SampleReady:
         """Store one sample: the body's result and the dataset row. Returns the event that reports it.
 
         Every stream that the source opens gets all returned fields.
-
-        Raises:
-            RecipeError: when the body returned something else than it declares.
         """
-        trajectories, fields, metrics = self._split(result)
-        for stream, trajectory in zip(self.streams, trajectories, strict=True):
-            self._check(trajectory)
+        for i, stream in enumerate(self.streams):
+            trajectory, experts = result.trajectories[i], result.experts[i]
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
-            self._write_fields(stream, sample, len(trajectory.input_ids), fields)
-            if self.routing is not None:
-                self._write_experts(stream, sample, group, trajectory, self.routing)
-        self.write_metrics(sample, metrics)
-        value = _reported_value(self.program, fields)
-        return sample_ready_event(self.streams[0], sample, trajectories, value)
+            for (name, unit), value in zip(self.program.returns, result.fields[i], strict=True):
+                self.store.add_value(stream, name, Unit(unit), (sample,), value)
+            if experts is not None:
+                samples, groups, lengths = np.array([[sample], [group], [len(experts)]], np.int64)
+                columns = {ROUTED_EXPERTS: Column(Unit.TOKEN, experts)}
+                self.store.add(stream, Batch(samples, groups, lengths, columns))
+        self.write_metrics(sample, result.metrics)
+        value = _reported_value(self.program, result.fields[0])
+        return sample_ready_event(self.streams[0], sample, result.trajectories, value)
 
-    def write_metrics(self, sample: int, metrics: Mapping[str, Any]) -> None:
+    def write_metrics(self, sample: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a sample; they are averaged over the batch."""
         self.store.add_metrics(self.streams[0], self.program.name, (sample,), metrics)
 
-    def split_group(self, result: Any, num_samples: int) -> list[Any]:
-        """Return the result of each member, of a body that is called once for a group.
+    def read_group(self, result: Any, num_samples: int) -> list[SampleResult]:
+        """Return the checked result of each member, of a body that is called once for a group.
 
         Raises:
-            RecipeError: when it did not return as many trajectories as the group has members.
+            ReturnError: when it did not return as many trajectories as the group has members, or one of them
+                is not what it declares.
         """
         members = list(result) if isinstance(result, list) else [result]
         if len(members) != num_samples:
-            raise RecipeError(
+            raise ReturnError(
                 f"node {self.program.name!r} returned {len(members)} trajectories for a group of "
                 f"{num_samples}. Return a list with one trajectory per member, or change the node's group=."
             )
-        return members
+        return [self.read(member) for member in members]
 
-    def _split(self, result: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """Split a body's result into trajectories (one per stream), fields and metrics."""
-        program = self.program
-        declared = (*((stream, "trajectory") for stream in self.streams), *program.returns)
-        results, metrics = split_result(program.name, declared, program.metrics, result)
-        return results[: len(self.streams)], results[len(self.streams) :], metrics
-
-    def _write_fields(self, stream: str, sample: int, num_tokens: int, fields: Sequence[Any]) -> None:
-        for (name, unit), value in zip(self.program.returns, fields, strict=True):
-            check_value(self.program.name, name, Unit(unit), value, num_tokens)
-            self.store.add_value(stream, name, Unit(unit), (sample,), value)
-
-    def _write_experts(
-        self, stream: str, sample: int, group: int, trajectory: Trajectory, form: RoutingFormat
-    ) -> None:
-        """Store the experts that computed the tokens of a trajectory."""
-        num_tokens = len(trajectory.input_ids)
-        rows = pack_rows(trajectory.routed_experts, num_tokens, form)
-        samples, groups, lengths = np.array([[sample], [group], [num_tokens]], np.int64)
-        self.store.add(stream, Batch(samples, groups, lengths, {ROUTED_EXPERTS: Column(Unit.TOKEN, rows)}))
-
-    def _check(self, trajectory: Any) -> None:
-        if not isinstance(trajectory, Trajectory) or not trajectory.input_ids:
-            got = "an empty one" if isinstance(trajectory, Trajectory) else type(trajectory).__name__
-            raise RecipeError(f"node {self.program.name!r} must return a trajectory with tokens, not {got}")
+    def _experts(self, trajectory: Trajectory) -> Rows | None:
+        """Return the experts that computed the tokens of a trajectory; None where they are not stored."""
+        if self.routing is None:
+            return None
+        return pack_rows(trajectory.routed_experts, len(trajectory.input_ids), self.routing)
 
 
 def sample_ready_event(
