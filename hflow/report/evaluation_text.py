@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -41,11 +42,35 @@ def render_evaluation(report: EvaluationReport) -> RenderableType:
             passed = (f"{field.pass_at[k]:.4g}" if k in field.pass_at else "" for k in ks)
             mean = f"{field.mean:.4g}{error}"
             add_row(shown, stream.stream, *counts, field.field, mean, *passed)
+        if not stream.fields:
+            add_row(shown, stream.stream, *counts, "none", "", *[""] * len(ks))
     note = (
         f"±: standard error over prompts; correct: a score of {report.threshold:g} or more"
         if ks
         else ("±: standard error over prompts")
     )
     return Group(
-        *heads, Text(), shown, dim(note), Text(f"results: {report.file}", no_wrap=True, overflow="ignore")
+        *heads,
+        Text(),
+        shown,
+        dim(note),
+        *map(dim, _partial(report)),
+        Text(f"results: {report.file}", no_wrap=True, overflow="ignore"),
     )
+
+
+def _partial(report: EvaluationReport) -> Iterator[str]:
+    """Yield a line for each score whose pass@k leaves out prompts, and for each stream without scores."""
+    for stream in report.streams:
+        if not stream.fields:
+            reason = "all of its samples were refused" if stream.num_refused else "no node scored a sample"
+            yield f"{stream.stream}: {reason}"
+        for field in stream.fields:
+            if not field.pass_at and stream.group_size > 1:
+                yield f"{stream.stream}/{field.field}: no pass@k, as no prompt has as many scored samples"
+            if field.pass_at and field.pass_at_prompts < field.num_prompts:
+                yield (
+                    f"{stream.stream}/{field.field}: pass@k over the {field.pass_at_prompts:,} of "
+                    f"{field.num_prompts:,} prompts with {max(field.pass_at)} scored samples or more; "
+                    "--pass-at with a smaller k counts more prompts"
+                )

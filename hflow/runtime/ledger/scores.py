@@ -24,8 +24,12 @@ class FieldScores:
     """Mean over prompts of the mean of each prompt's samples."""
     error: float | None
     """Standard error of this mean, from the spread over prompts; None: there is one prompt."""
+    num_prompts: int
+    """Prompts with at least one number."""
     pass_at: Mapping[int, float]
-    """k -> mean over prompts of pass@k."""
+    """k -> mean of pass@k over the same prompts for every k: those with as many numbers as the largest k."""
+    pass_at_prompts: int
+    """The number of these prompts."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,23 @@ def _score(
     threshold: float,
     ks: Sequence[int],
 ) -> FieldScores:
-    """Return the scores of one field, given the values of each prompt's samples."""
+    """Return the scores of one field, given the values of each prompt's samples.
+
+    Where samples were refused, prompts differ in how many they have. A mean over other prompts for each k
+    could fall with k, so that prompts with fewer than the largest k are left out for all of them.
+    """
     means = [statistics.fmean(values) for values in prompts]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     correct = [(len(values), sum(value >= threshold for value in values)) for values in prompts]
-    passed = {k: [pass_at_k(n, c, k) for n, c in correct if n >= k] for k in ks}
+    ks = [k for k in ks if k <= max(n for n, _ in correct)]
+    whole = [(n, c) for n, c in correct if n >= max(ks)] if ks else []
     return FieldScores(
         field,
         statistics.fmean(means),
         error,
-        {k: statistics.fmean(values) for k, values in passed.items() if values},
+        len(prompts),
+        {k: statistics.fmean(pass_at_k(n, c, k) for n, c in whole) for k in ks},
+        len(whole),
     )
 
 
