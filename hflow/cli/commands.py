@@ -8,7 +8,6 @@ import sys
 from typing import NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
@@ -29,6 +28,7 @@ from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped,
 from hflow.durable_files import file_fix
 from hflow.errors import HflowError, shorten
 from hflow.standard_streams import open_closed_streams, outlive_reader
+from hflow.terminal import SafeConsole
 
 MAX_ERROR = 1200
 """Characters of an error: the middle of a longer one is left out."""
@@ -222,7 +222,6 @@ def _file_problem(error: OSError) -> str:
 
 def _stop(message: str, code: int) -> NoReturn:
     """Print an error in one line, and exit."""
-    printable = " ".join(message.split()).encode(errors="backslashreplace").decode()
-    line = Text.assemble(("error: ", "bold red"), shorten(printable, MAX_ERROR))
-    Console(stderr=True).print(line, soft_wrap=True)
+    line = Text.assemble(("error: ", "bold red"), shorten(" ".join(message.split()), MAX_ERROR))
+    SafeConsole(stderr=True).print(line, soft_wrap=True)
     raise SystemExit(code)

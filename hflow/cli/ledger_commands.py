@@ -10,7 +10,7 @@ from hflow import launch
 from hflow.errors import ConfigError
 from hflow.report.ledger_text import as_csv, render_samples, render_story
 from hflow.report.sample_text import render_samples_with_text, render_texts
-from hflow.terminal import print_json, print_text, show
+from hflow.terminal import print_data, print_json, print_text, show
 
 LIMIT = 20
 """Default number of rows of a table."""
@@ -93,6 +93,6 @@ def samples(
     if json:
         print_json(result.to_json())
     elif csv:
-        print_text(as_csv(tuple(launch.SAMPLE_COLUMNS), result.rows))
+        print_data(as_csv(tuple(launch.SAMPLE_COLUMNS), result.rows))
     else:
         show(render_samples(result.to_json(), result.total))

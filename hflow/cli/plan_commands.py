@@ -19,7 +19,7 @@ from hflow.report.figures_text import render_what_if
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
-from hflow.terminal import print_json, print_text, show
+from hflow.terminal import print_data, print_json, print_text, show
 
 if TYPE_CHECKING:
     from hflow.report.page.tables import Table
@@ -145,7 +145,7 @@ def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None)
     if html is not None:
         write_page(compiled, html)
     if chosen is not None:
-        print_text(FORMATS[chosen](compiled))
+        print_data(FORMATS[chosen](compiled))
     elif html is not None:
         print_text(f"{html}: page of plan {compiled.plan.digest[:12]}")
     else:

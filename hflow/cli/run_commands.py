@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from hflow import launch
 from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, recipe_name, split_recipe
@@ -17,7 +15,7 @@ from hflow.errors import ConfigError
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import render_twin
 from hflow.standard_streams import outlive_reader
-from hflow.terminal import print_text, show
+from hflow.terminal import print_data, print_note, print_text, show
 
 STOPPED = "stopped"
 """Reason in the summary of a run that Ctrl-C stopped."""
@@ -69,13 +67,13 @@ def run(
         _finish(launch.resume(resume, changes, live))
     elif plan is not None:
         if cfg:
-            print_text(launch.compose_plan_file(plan, changes))
+            print_data(launch.compose_plan_file(plan, changes))
         else:
             _show_start(f"reading {plan}")
             _finish(launch.run_plan(plan, recipe, changes, live))
     elif recipe is not None:
         if cfg:
-            print_text(launch.compose_recipe(recipe, changes))
+            print_data(launch.compose_recipe(recipe, changes))
         else:
             _show_start(f"planning {recipe}")
             _finish(launch.run(recipe, changes, live))
@@ -101,7 +99,7 @@ def twin(
     if as_configured and layout:
         raise ConfigError("--as-configured uses the configuration's layouts; remove --layout")
     layouts = None if as_configured else layout or []
-    report = launch.twin(recipe, overrides or [], layouts, steps, _print_progress)
+    report = launch.twin(recipe, overrides or [], layouts, steps, print_note)
     show(render_twin(Path(recipe).stem, steps, report.results, report.notes))
     if not all(result.is_equal for result in report.results):
         raise typer.Exit(DIFFERENT)
@@ -118,9 +116,4 @@ def _finish(summary: RunSummary) -> None:
 def _show_start(line: str) -> None:
     """Tell a person at a terminal at once what takes the first seconds."""
     if sys.stderr.isatty():
-        _print_progress(line)
-
-
-def _print_progress(line: str) -> None:
-    """Print a line to stderr, separate from the report."""
-    Console(stderr=True).print(Text(line, style="dim"))
+        print_note(line)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from hflow import launch
 from hflow.cli.exit_codes import StoppedByUser
 from hflow.standard_streams import outlive_reader
-from hflow.terminal import print_text
+from hflow.terminal import print_note, print_text
 
 if TYPE_CHECKING:
     from hflow.launch.serve_checkpoint import ServedEndpoint
@@ -67,7 +65,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
-        report_progress=_print_progress,
+        report_progress=print_note,
         on_ready=_print_endpoint,
     )
     if is_interrupted:
@@ -77,8 +75,3 @@ def serve(
 def _print_endpoint(endpoint: ServedEndpoint) -> None:
     print_text(f"{endpoint.model} at {endpoint.url} (engine {endpoint.engine}: {endpoint.why})")
     print_text(endpoint.example)
-
-
-def _print_progress(line: str) -> None:
-    """Print a line to stderr, separate from the endpoint."""
-    Console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)

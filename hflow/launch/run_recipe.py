@@ -14,8 +14,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from hflow.config import flatten, to_yaml
 from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, RunError, WorkerFailureError
@@ -53,6 +51,7 @@ from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
+from hflow.terminal import SafeConsole
 from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -133,7 +132,7 @@ async def _run_in_loop(
     find_inputs, input_warnings = partial(run_inputs, compiled, row_files), list[str]()
     if resumed is not None:
         inputs, input_warnings = resumed.check_inputs(find_inputs)
-    console = Console(quiet=True) if environment.is_quiet else None
+    console = SafeConsole(quiet=True) if environment.is_quiet else None
     async with AsyncExitStack() as stack:
         display = stack.enter_context(open_display(config.name, live, console))
         processes = None

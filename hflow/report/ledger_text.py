@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.report.formatting import plural
+from hflow.terminal import safe_text
 
 if TYPE_CHECKING:
     from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory
@@ -56,7 +57,7 @@ def as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else safe_text(str(value))
 
 
 STYLES = {"trained": "green", "evaluated": "green", "refused": "red", "dropped": "yellow", "unused": "yellow"}
@@ -78,7 +79,7 @@ def render_story(story: SampleHistory) -> RenderableType:
     table.add_column()
     lines = (*_made(story), *_judged(story), *_ended(story))
     for at, what, more in _in_order(lines):
-        table.add_row("" if at is None else f"{at:.3f} s", what, Text(more))
+        table.add_row("" if at is None else f"{at:.3f} s", what, Text(safe_text(more)))
     return Group(head, table)
 
 

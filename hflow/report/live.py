@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.report.live_rollout import RolloutView, rollout_lines, rollout_summary
+from hflow.terminal import SafeConsole
 
 CURVE_WIDTH = 30
 VALUE_WIDTH = 10
@@ -98,7 +99,7 @@ class PlainDisplay(Display):
 
     def note(self, text: str) -> None:
         """Print a line without wrapping it."""
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(text, soft_wrap=True, highlight=False)
 
 
 class LiveDisplay(Display):
@@ -121,7 +122,7 @@ class LiveDisplay(Display):
 
     def note(self, text: str) -> None:
         """Print a line above the panel."""
-        self._live.console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self._live.console.print(text, soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -143,7 +144,7 @@ def open_display(title: str = "", live: bool | None = None, console: Console | N
         live: True for the panel, False for lines; None: the panel if the console is a terminal.
         console: where to print; standard output by default.
     """
-    console = console or Console()
+    console = console or SafeConsole()
     as_panel = console.is_terminal if live is None else live
     return LiveDisplay(console, title) if as_panel else PlainDisplay(console)
 

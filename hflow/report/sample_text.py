@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hflow.report.formatting import plural
+from hflow.terminal import safe_text
 
 NOT_TRAINED = "not trained"
 KEY = "report.samples"
@@ -67,7 +68,7 @@ def _turns(row: Mapping[str, Any], *, with_stream: bool) -> Iterator[RenderableT
     for turn in row["turns"]:
         style = "" if turn["trained"] else "dim"
         yield Text(f"  {_label(turn)}", style="bold" if turn["trained"] else "bold dim")
-        yield Padding(Text(turn["text"].rstrip("\n"), style=style), (0, 0, 0, 6), expand=False)
+        yield Padding(Text(safe_text(turn["text"]).rstrip("\n"), style=style), (0, 0, 0, 6), expand=False)
 
 
 def _label(turn: Mapping[str, Any]) -> str:

@@ -4,14 +4,14 @@ import io
 import math
 
 import pytest
-from rich.console import Console
 
 from hflow.report.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
+from hflow.terminal import SafeConsole
 
 
 def shown(live: bool | None, terminal: bool, rows: list[LiveRow]) -> str:
     text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    console = SafeConsole(file=text, force_terminal=terminal, width=120, color_system=None)
     with open_display("grpo", live=live, console=console) as display:
         for row in rows:
             display.update(row)
@@ -73,7 +73,7 @@ def test_the_panel_shows_the_last_row_and_the_curves():
     ],
 )
 def test_the_terminal_selects_the_display_by_default(live: bool | None, terminal: bool, kind: type):
-    console = Console(file=io.StringIO(), force_terminal=terminal)
+    console = SafeConsole(file=io.StringIO(), force_terminal=terminal)
     assert type(open_display(live=live, console=console)) is kind
 
 

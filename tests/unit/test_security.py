@@ -6,6 +6,9 @@ import ast
 import json
 import os
 import pickle
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,11 @@ from hflow.backends.interface import ModelSettings
 from hflow.config.compose import load_config
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, ConfigError, DataError, RunError
+from hflow.report.ledger_text import render_samples
+from hflow.report.live import open_display
+from hflow.report.sample_text import render_texts
 from hflow.secret_text import mask_secrets
+from hflow.terminal import print_data, print_note, print_text, safe_text, show
 from hflow.workers.error_location import error_line
 
 ROOT = Path(__file__).parents[2]
@@ -114,3 +121,54 @@ def test_errors_show_no_secret() -> None:
     assert str(RunError(f"401 for {SECRET}")) == "401 for $JUDGE_API_KEY"
     assert str(pickle.loads(pickle.dumps(RunError(f"sk-{'a' * 40}")))) == "***"
     assert os.environ["JUDGE_API_KEY"] == SECRET
+
+
+HOSTILE = "a\x1b[2J\x1b]0;title\x07[red]b[/red] :boom: \x9b31mc\rd\u202ee\ud800f\x7f"
+SHOWN = r"[red]b[/red] :boom: \x9b31mc"
+RICHS_OWN = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def test_text_cannot_change_the_terminal() -> None:
+    assert safe_text("a\tb\r\nc \u00e9 \u4e2d \U0001f600") == "a\tb\nc \u00e9 \u4e2d \U0001f600"
+    assert safe_text(HOSTILE) == (
+        r"a\x1b[2J\x1b]0;title\x07[red]b[/red] :boom: \x9b31mc\rd\u202ee\ud800f\x7f"
+    )
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_every_printer_shows_text_as_it_is(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    turn = {"role": "assistant", "text": HOSTILE, "trained": True}
+    names = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag", "node")
+    row = {**dict.fromkeys(names), "reason": HOSTILE}
+    with open_display(HOSTILE, live=is_terminal) as display:
+        printers: list[Callable[[], None]] = [
+            lambda: print_text(HOSTILE),
+            lambda: print_note(HOSTILE),
+            lambda: show(HOSTILE),
+            lambda: show(render_texts([{"stream": HOSTILE, "turns": [turn]}])),
+            lambda: show(render_samples([row], 1)),
+            lambda: display.note(HOSTILE),
+        ]
+        if is_terminal:
+            printers.append(lambda: print_data(HOSTILE))
+        for number, printer in enumerate(printers):
+            capsys.readouterr()
+            printer()
+            found = "".join(capsys.readouterr())
+            assert SHOWN in RICHS_OWN.sub("", found), number
+            assert "\x1b[2J" not in found
+            assert not set(found) & set("\x07\x9b\u202e\ud800\x7f"), number
+            assert "\x1b]" not in found
+
+
+def test_only_one_module_makes_consoles() -> None:
+    """Others would interpret markup and escape sequences."""
+    made = re.compile(r"\b(Console\(|rich\.print|sys\.std(out|err)\.write)")
+    paths = [path for path in (ROOT / "hflow").rglob("*.py") if made.search(path.read_text())]
+    assert [path.name for path in paths] == ["terminal.py"]
