@@ -98,6 +98,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.recipe_files",
         "hflow.shipped",
         "hflow.secret_text",
+        "hflow.standard_streams",
         "hflow.durable_files",
         "hflow.testing",
         "hflow.__init__",

@@ -350,13 +350,11 @@ def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None
     async def work(sandboxes: Sandboxes, kills: int) -> Any:
         task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))
         for _ in range(kills):
-            while not calls_in_progress():
+            while not (running := calls_in_progress()):
                 await asyncio.sleep(0.01)
             (server,) = servers()
             server.kill()
-            server.wait(10)
-            while calls_in_progress():
-                await asyncio.sleep(0.01)
+            psutil.wait_procs([server, *running], timeout=10)
         return await task
 
     assert run(lambda sandboxes: work(sandboxes, 1)) > 0
