@@ -7,7 +7,7 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 """Largest absolute value in nats of the logarithm of a ratio: ratios are within e^-20 and e^20 = 4.9e8.
 
-verl, OpenRLHF and AReaL use the same bound. A token with a larger one has no gradient through its ratio.
+verl and OpenRLHF use the same bound. A token with a larger one has no gradient through its ratio.
 """
 
 

@@ -190,3 +190,16 @@ def test_the_kl_controller_settles_where_kl_meets_its_target():
     for _ in range(2000):
         weight = algo.adapted_kl_weight(weight, 2.0 / weight, target=4.0, gain=0.1)  # more weight, less KL
     assert weight == pytest.approx(0.5, rel=1e-6)
+
+
+def test_cispo_without_a_range_is_the_policy_gradient():
+    """What verl calls gpg: `-A log p`; with TRL's epsilon_high of 5 the weight is at most 5."""
+    theta, prox, advantages = (
+        torch.tensor([-1.0, -5.0]),
+        torch.tensor([-4.0, -1.0]),
+        torch.tensor([2.0, -3.0]),
+    )
+    torch.testing.assert_close(algo.cispo_surrogate(theta, prox, advantages, 0.0), -advantages * theta)
+    ratio = (theta - prox).exp()
+    capped = algo.cispo_surrogate(theta, prox, advantages, 1.0, clip_high=4.0)
+    torch.testing.assert_close(capped, -ratio.clamp(max=5.0) * advantages * theta)
