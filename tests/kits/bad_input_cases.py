@@ -981,7 +981,7 @@ def _checkpoints(good: Good) -> Chosen:
 
 def _changed_checkpoint(good: Good, random: Random) -> Changed:
     load = random.choice(["torch", "resumed", "plan", "torch", "resumed"])
-    names = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    names = ["config.json", "tokenizer.json", "tokenizer_config.json"]
     names += {"torch": ["model.safetensors"] * 3, "resumed": ["shards/shards.json"] * 2, "plan": []}[load]
     names += (
         [f"shards/{path.name}" for path in (good.checkpoint / "shards").glob("*.safetensors")]

@@ -342,17 +342,14 @@ def test_what_a_call_leaves_harms_no_other_call() -> None:
     run(work)
 
 
-def servers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "sandbox_child" in " ".join(p.cmdline())]
-
-
 def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None:
     async def work(sandboxes: Sandboxes, kills: int) -> Any:
         task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))
         for _ in range(kills):
             while not (running := calls_in_progress()):
                 await asyncio.sleep(0.01)
-            (server,) = servers()
+            server = running[0].parent()
+            assert server is not None
             server.kill()
             psutil.wait_procs([server, *running], timeout=10)
         return await task
