@@ -37,7 +37,7 @@ def sandbox(
     writes to a directory of its own, which is its working directory and is removed after it.
 
     Args:
-        timeout: seconds that one call may take.
+        timeout: seconds that one call may take. Waiting for a processor does not count.
         memory_mb: address space in MiB that each process of a call may use, and the size of a file.
         processes: whether a call may start processes.
         readable: further files and directories that a call may read.

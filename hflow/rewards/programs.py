@@ -48,15 +48,15 @@ async def code(
     Every test runs in a process of its own, which `@sandbox` describes. The outputs that are expected stay
     outside of it. Statements of a `test` do not: a program that looks for them can cheat.
 
-    A program that raises, ends without a result, or exceeds a limit fails the test. A sandbox that cannot be
-    made, and tests of another form, refuse the sample.
+    A program that raises, ends without a result, or exceeds a limit fails the test. A sandbox that
+    cannot be made, a machine that is the reason of a failure, and tests of another form refuse the sample.
 
     Args:
         completion: what the model wrote. The program is its last block of Python between fences
             (`find_block`), or all of it if it has no block.
         tests: the tests of the row, a `Json` column.
         score: 1 if `all` tests pass, otherwise 0; or the `fraction` that pass.
-        time_limit: seconds of one test.
+        time_limit: seconds of one test, without those in which it waits for a processor.
         memory_mb: MiB of address space of one test.
         without_landlock: run also where the kernel cannot protect files, instead of refusing.
     """

@@ -14,7 +14,7 @@ class Sandbox:
     """Limits of a call. It runs in a process of its own, without network and environment variables."""
 
     timeout: float
-    """Seconds that one call may take."""
+    """Seconds that one call may take, without those in which it waits for a processor."""
     memory_mb: int
     """Address space in MiB that a process of the call may use beyond what it has when it starts. A file may
     have the same size."""

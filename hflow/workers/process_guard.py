@@ -85,12 +85,16 @@ def children() -> list[int]:
     return found
 
 
-def reap() -> set[int]:
-    """Remove this process's children that have ended, and return their ids."""
-    ended = set()
+def reap() -> dict[int, int]:
+    """Remove this process's children that have ended.
+
+    Returns:
+        Their ids -> their exit codes, which are negative for signals.
+    """
+    ended = {}
     with suppress(ChildProcessError):
-        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            ended.add(pid)
+        while (child := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            ended[child[0]] = os.waitstatus_to_exitcode(child[1])
     return ended
 
 
@@ -114,6 +118,14 @@ def kill_children() -> None:
         time.sleep(0.005)
 
 
+def read_stat(pid: int) -> list[str]:
+    """Return the system's description of a process, beginning with its state; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _stay_while(owner: int, guard: int) -> None:
     """Stay as long as the owner and the guard live, then end. Does not return."""
     _continue_with_end_of(owner)
@@ -133,7 +145,7 @@ def _guard(anchor: int, server: int, owner: int) -> None:
         time.sleep(POLL_SECONDS)
     kill_children()
     for _ in range(OWNER_POLLS):
-        if _stat(owner)[:1] in ([], ["Z"], ["X"]):
+        if read_stat(owner)[:1] in ([], ["Z"], ["X"]):
             break
         time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
     remove_semaphores()
@@ -146,14 +158,14 @@ def semaphore_prefix(owner: int) -> str:
     Containers may share the directory of semaphores and have equal process ids, so a name has the id of the
     container's processes too, and the time at which its process started.
     """
-    return f"hflow-{_pid_namespace()}-{owner}-{_stat(owner)[19]}-"
+    return f"hflow-{_pid_namespace()}-{owner}-{read_stat(owner)[19]}-"
 
 
 def remove_semaphores() -> None:
     """Remove the semaphores of all processes that have ended without removing them."""
     for path in SEMAPHORES.glob(f"sem.hflow-{_pid_namespace()}-*"):
         owner, start = path.name.split("-")[2:4]
-        state = _stat(int(owner))
+        state = read_stat(int(owner))
         if not state or state[0] in "ZX" or state[19] != start:
             path.unlink(missing_ok=True)
 
@@ -178,14 +190,6 @@ def _continue_with_end_of(parent: int) -> None:
     """Let the kernel continue this process when its parent ends, should it be stopped then."""
     if os.getppid() == parent:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the system's description of a process, beginning with its state; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _is_alive(pid: int) -> bool:

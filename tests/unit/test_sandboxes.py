@@ -188,6 +188,7 @@ NEEDS_NO_NETWORK = {
     "name": "import socket; socket.getaddrinfo('localhost', 80)[9]",
     "raw": "import socket; socket.socket(socket.AF_PACKET)",
     "unix": "import socket; socket.socket(socket.AF_UNIX)",
+    "datagrams": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "ctypes": "import ctypes, os; ctypes.CDLL(None).socket(2, 1, 0) >= 0 or os.open('/refused', 0)",
 }
 STARTS_PROCESSES = {
@@ -221,6 +222,8 @@ ctypes.CDLL(None).syscall(number, {worker}, 0, info) == 0 or open("/refused")
     "owner": "import fcntl; fcntl.fcntl(open('x', 'w'), fcntl.F_SETOWN, {worker})",
     "times": "import os; os.utime('{secret}', (0, 0))",
     "observe": "import ctypes; ctypes.CDLL(None).inotify_init1(0) >= 0 or open('/refused')",
+    "observe readable": "import fcntl, os; fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 2)",
+    "lease": "import fcntl; fcntl.fcntl(open('{code}'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "hidden memory": "import os; os.memfd_create('x')",
     "many pipes": "import os; result = [os.pipe() for _ in range(1024)]",
     "other limits": "import resource; resource.prlimit({worker}, resource.RLIMIT_NOFILE, (8, 8))",
@@ -261,12 +264,18 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
-SIGNALS = """
+ON_KERNEL = """
 import os, signal, sys
 from hflow.workers.generation import confinement
 landlock_version = confinement._landlock_version
 confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
-confinement.confine(1024, os.getcwd(), [], processes=True, landlock=True)
+confinement.confine(1024, os.getcwd(), [sys.argv[3]], processes=True, landlock=True)
+for flags in (os.O_RDONLY, os.O_ACCMODE):
+    try:
+        os.open(sys.argv[3], flags | os.O_TRUNC)
+        print("emptied")
+    except PermissionError:
+        print("refused")
 child = os.fork()
 if child == 0:
     os.close(1)
@@ -284,14 +293,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("version", "to_child"), [(1, "refused"), (5, "refused"), (6, "sent")])
-def test_no_kernel_lets_a_call_signal_what_it_has_not_started(
+def test_no_kernel_lets_a_call_signal_or_empty_what_is_not_its_own(
     tmp_path: Path, version: int, to_child: str
 ) -> None:
     if version > confinement._landlock_version():
         pytest.skip(f"the kernel's Landlock is older than version {version}")
-    command = [sys.executable, "-u", "-c", SIGNALS, str(os.getpid()), str(version)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.stdout.split(), done.returncode) == (["refused", to_child], -signal.SIGKILL), done.stderr
+    readable, scratch = tmp_path / "readable", tmp_path / "scratch"
+    readable.write_text("42")
+    scratch.mkdir()
+    command = [sys.executable, "-u", "-c", ON_KERNEL, str(os.getpid()), str(version), str(readable)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, check=False)
+    assert done.stdout.split() == ["refused", "refused", "refused", to_child], done.stderr
+    assert done.returncode == -signal.SIGKILL
+    assert readable.read_text() == "42"
 
 
 def test_a_call_has_a_directory_of_its_own() -> None:
@@ -357,6 +371,52 @@ def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None
     assert run(lambda sandboxes: work(sandboxes, 1)) > 0
     with pytest.raises(EpisodeError, match="the sandbox of patient failed twice, so the call has no result"):
         run(lambda sandboxes: work(sandboxes, 2))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "its process was killed"),  # as the kernel does without memory
+        (
+            "import errno\ntry: raise OSError(errno.ENOSPC, 'disk full')\nexcept OSError: exit(1)",
+            "OSError: .*disk full",
+        ),
+    ],
+)
+def test_a_call_that_the_machine_ended_has_no_result(code: str, reason: str) -> None:
+    with pytest.raises(EpisodeError, match=f"failed twice, so the call has no result: {reason}"):
+        run(lambda sandboxes: call(sandboxes, execute, code=code))
+
+
+@sandbox(timeout=0.4)
+def busy(seconds: float) -> bool:
+    while time.process_time() < seconds:
+        pass
+    return True
+
+
+def test_waiting_for_a_processor_is_not_the_time_of_a_call() -> None:
+    async def work(sandboxes: Sandboxes) -> bool:
+        await call(sandboxes, busy, seconds=0.0)
+        loops = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+            for _ in range(4)
+        ]
+        try:
+            with pytest.raises(ToolFailed, match="took longer than its timeout"):
+                await call(sandboxes, busy, seconds=60.0)
+            return bool(await call(sandboxes, busy, seconds=0.25))
+        finally:
+            for process in loops:
+                process.kill()
+                process.wait()
+
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        assert run(work)
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 def test_processes_that_a_call_starts_end_with_it() -> None:

@@ -3,9 +3,9 @@
 Three mechanisms of the kernel that need no privileges, and also work in containers:
 
 - Landlock lets the process reach only files that are listed, and processes that it started.
-- A seccomp filter refuses system calls: all sockets, new processes, signals, debugging, mounts, modes and
-  times of files, their observation, files in memory, and what is rarely used and often has a hole, such as
-  io_uring and bpf.
+- A seccomp filter refuses system calls: sockets that reach others, new processes, signals, debugging,
+  mounts, modes and times of files, their observation, files in memory, and what is rarely used and often has
+  a hole, such as io_uring and bpf.
 - Resource limits bound memory, the size of files and how many are open, as pipes hold memory too.
 
 The filter refuses calls by number. A new system call for sockets would not be known to it, but needs a new
@@ -21,6 +21,7 @@ import errno
 import os
 import platform
 import resource
+import socket
 import struct
 import sys
 from collections.abc import Iterable, Mapping
@@ -178,8 +179,12 @@ class _Architecture:
     """`fork`, `vfork`, `execve` and `execveat`."""
     clone: int
     prlimit: int
-    owner: tuple[tuple[int, int, int], ...]
-    """`fcntl` and `ioctl`, each with the two commands that name a process which a file then signals."""
+    socketpair: int
+    open: tuple[tuple[int, int], ...]
+    """`open` and `openat`, each with the place of its flags among the arguments."""
+    commands: tuple[tuple[int, tuple[int, ...]], ...]
+    """`fcntl` and `ioctl`, each with commands that name a process which a file then signals, or tell it what
+    others do with files."""
 
 
 _COMMON = (
@@ -191,6 +196,8 @@ _COMMON = (
     *(440, 448, 447),  # process_madvise, process_mrelease, memfd_secret
 )
 """Numbers that all architectures share."""
+_OF_FCNTL = (8, 15, 1024, 1026)  # F_SETOWN, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+_OF_IOCTL = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 _X86_64 = _Architecture(
     0xC000003E,
     (
@@ -212,7 +219,9 @@ _X86_64 = _Architecture(
     start=(57, 58, 59, 322),
     clone=56,
     prlimit=302,
-    owner=((72, 8, 15), (16, 0x8901, 0x8902)),
+    socketpair=53,
+    open=((2, 1), (257, 2)),
+    commands=((72, _OF_FCNTL), (16, _OF_IOCTL)),
 )
 _ARM_64 = _Architecture(
     0xC00000B7,
@@ -235,16 +244,18 @@ _ARM_64 = _Architecture(
     start=(221, 281),
     clone=220,
     prlimit=261,
-    owner=((25, 8, 15), (29, 0x8901, 0x8902)),
+    socketpair=199,
+    open=((56, 2),),
+    commands=((25, _OF_FCNTL), (29, _OF_IOCTL)),
 )
 _ARCHITECTURES: Mapping[str, _Architecture] = {"x86_64": _X86_64, "aarch64": _ARM_64}
-_CLONE3 = 435
+_CLONE3, _OPENAT2 = 435, 437
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
 
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
-"""Offsets in `struct seccomp_data`; of the arguments, the lower halves."""
+"""Offsets in `struct seccomp_data`; of the arguments, the lower halves, 8 bytes from one to the next."""
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -265,9 +276,19 @@ def _refuse_calls(processes: bool, scoped: bool) -> None:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32_BIT),
         refuse,
-        # The flags of clone3 cannot be seen. The C library uses clone if there is no clone3.
-        (_EQUAL, 0, 1, _CLONE3),
+        # The flags of clone3 and openat2 cannot be seen. Without them, the C library uses clone and openat.
+        (_EQUAL, 1, 0, _CLONE3),
+        (_EQUAL, 0, 1, _OPENAT2),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        # Connected streams only: a datagram can be sent to any socket of a file.
+        (_EQUAL, 0, 7, machine.socketpair),
+        (_LOAD, 0, 0, _ARGUMENT_0),
+        (_EQUAL, 0, 4, socket.AF_UNIX),
+        (_LOAD, 0, 0, _ARGUMENT_1),
+        (_AND, 0, 0, 0xF),
+        (_EQUAL, 0, 1, socket.SOCK_STREAM),
+        allow,
+        refuse,
         # Limits of this process only.
         (_EQUAL, 0, 4, machine.prlimit),
         (_LOAD, 0, 0, _ARGUMENT_0),
@@ -292,14 +313,23 @@ def _refuse_calls(processes: bool, scoped: bool) -> None:
                 allow,
                 refuse,
             ]
-    for number, *commands in machine.owner:
+    for number, place in machine.open:  # a file that is not opened to write is emptied all the same
         program += [
-            (_EQUAL, 0, 5, number),
-            (_LOAD, 0, 0, _ARGUMENT_1),
-            (_EQUAL, 1, 0, commands[0]),
-            (_EQUAL, 0, 1, commands[1]),
+            (_EQUAL, 0, 6, number),
+            (_LOAD, 0, 0, _ARGUMENT_0 + 8 * place),
+            (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE),
+            (_EQUAL, 1, 0, os.O_TRUNC | os.O_RDONLY),
+            (_EQUAL, 0, 1, os.O_TRUNC | os.O_ACCMODE),
             refuse,
             allow,
+        ]
+    for number, commands in machine.commands:
+        program += [
+            (_EQUAL, 0, len(commands) + 3, number),
+            (_LOAD, 0, 0, _ARGUMENT_1),
+            *((_EQUAL, len(commands) - i, 0, command) for i, command in enumerate(commands)),
+            allow,
+            refuse,
         ]
     for number in (*machine.refused, *(() if processes else machine.start)):
         program += [(_EQUAL, 0, 1, number), refuse]

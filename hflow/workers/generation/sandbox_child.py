@@ -10,6 +10,7 @@ This module must import neither torch nor ray, so that the process starts quickl
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import itertools
 import json
@@ -38,11 +39,14 @@ from hflow.workers.generation.confinement import confine, missing_protection
 from hflow.workers.process_guard import POLL_SECONDS, guard_server, kill_orphans, reap, run_in_session
 
 STARTED = b"\0"
-"""The first byte of an answer: the call's process is confined, and its time begins. Any other answer is a
-text that says why it is not."""
+"""The first byte of an answer: the call's process is confined, and its time begins. Its id follows (`PID`).
+Any other answer is a text that says why it is not confined."""
+NOT_MADE = b"\2"
+"""The first byte of an answer when no process could be made for the call. The reason follows."""
 ENDED = b"\1"
-"""The last byte of an answer, which the server adds when the call's process has ended. Without it, the server
-has ended itself, so nothing is known of the call."""
+"""The last byte of an answer, which the server adds when the call's process has ended by itself. Without it,
+the server has ended, or the kernel has killed the process, so nothing is known of the call."""
+PID = struct.Struct("=i")
 LENGTH = struct.Struct("=Q")
 """The length of the first message to a server, a pickled `ServerSetup`. Each further byte brings the socket
 of a call."""
@@ -104,8 +108,9 @@ class _Server:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             self._waiting = deque(call for call in self._waiting if call.connection.fileno() not in hung_up)
-            for pid in reap() & self._running.keys():
-                self._end(pid)
+            for pid, exit_code in reap().items():
+                if pid in self._running:
+                    self._finish(self._running.pop(pid), b"" if exit_code == -signal.SIGKILL else ENDED)
             kill_orphans(self._running)
             while self._waiting and len(self._running) < self._setup.num_calls:
                 self._start(self._waiting.popleft())
@@ -136,7 +141,8 @@ class _Server:
             call.scratch = Path(tempfile.mkdtemp(prefix="hflow-sandbox-", dir=self._setup.temporary))
             pid = os.fork()
         except OSError as error:
-            self._finish(call, f"the process of a call cannot be made: {error_line(error)}".encode())
+            reason = f"the process of a call cannot be made: {error_line(error)}"
+            self._finish(call, NOT_MADE + reason.encode())
             return
         if pid:
             self._running[pid] = call
@@ -167,15 +173,12 @@ class _Server:
         except OSError as error:
             os.write(3, f"the sandbox of a tool cannot be closed: {error_line(error)}".encode())
             return
-        os.write(3, STARTED)
+        os.write(3, STARTED + PID.pack(os.getpid()))
         with os.fdopen(3, "rb", closefd=False) as request:
             arguments = json.load(request)
         reply = _run(self._tool, arguments)
         with os.fdopen(3, "wb") as answer:
             answer.write(reply)
-
-    def _end(self, pid: int) -> None:
-        self._finish(self._running.pop(pid), ENDED)
 
     def _finish(self, call: _Call, last: bytes) -> None:
         """End an answer with its last bytes, and remove the call's directory."""
@@ -227,11 +230,23 @@ def _run(tool: Callable[..., Any] | None, arguments: dict[str, Any]) -> bytes:
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a tool may raise anything
-        return _reply("failed", error_line(error))
+        shortage = _find_shortage(error)
+        return (
+            _reply("failed", error_line(error)) if shortage is None else _reply("lost", error_line(shortage))
+        )
     try:
         return _reply("result", result)
     except (TypeError, ValueError, RecursionError) as error:
         return _reply("no JSON", str(error))
+
+
+def _find_shortage(error: BaseException | None) -> OSError | None:
+    """Return the error with which another began, if calls share what was short: the disk, or open files."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENFILE):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _reply(kind: str, value: Any) -> bytes:

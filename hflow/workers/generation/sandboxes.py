@@ -15,20 +15,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hflow.errors import EpisodeError, RunError
 from hflow.types.sandbox import Sandbox, ToolFailed
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.generation.confinement import check_machine, missing_protection
-from hflow.workers.generation.sandbox_child import ENDED, LENGTH, STARTED, ServerSetup
+from hflow.workers.generation.sandbox_child import ENDED, LENGTH, NOT_MADE, PID, STARTED, ServerSetup
 from hflow.workers.pickling import pickle_with_bodies
+from hflow.workers.process_guard import read_stat
 
 Tool = Callable[..., Any]
 
 START_SECONDS = 120.0
 """Longest wait for the server of a tool to import the tool's module."""
+LONGEST_STRETCH = 10
+"""How many times its timeout a call may take in all, if it waits for a processor meanwhile."""
 LONGEST_REPLY = 64 * 2**20
 """Most bytes of a reply, which is JSON."""
 
@@ -40,8 +46,8 @@ _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 """All environment variables of a server. Those of this process may hold secrets."""
 
 
-class _ServerEndedError(Exception):
-    """Nothing is known of a call, as what runs it has ended."""
+class _LostCallError(Exception):
+    """Nothing is known of a call, as what runs it has failed. The message says how."""
 
 
 class Sandboxes:
@@ -65,22 +71,21 @@ class Sandboxes:
             limits: its limits.
             arguments: JSON values.
 
-        A call whose server ended before the call did, as another call may have ended it, is repeated in a
-        server of its own.
+        A call that was lost is repeated in a server of its own: its server ended, as another call may have
+        ended it; its process was not started, or was killed from outside; or the disk is full.
 
         Raises:
             ToolFailed: when it raised, died or took too long.
             TypeError: when it returned what JSON cannot hold.
             RunError: when it cannot be sent to another process, or the kernel cannot confine it.
-            EpisodeError: when also its own server ended.
+            EpisodeError: when it was lost again.
         """
         request = json.dumps(arguments).encode()
         async with self._place(tool, limits):
             try:
-                reply = await self._call(self._connect(tool, limits), limits, request)
-            except _ServerEndedError:
-                reply = await self._call_alone(tool, limits, request)
-        kind, value = _parse_reply(reply)
+                kind, value = await self._call(self._connect(tool, limits), limits, request)
+            except _LostCallError:
+                kind, value = await self._call_alone(tool, limits, request)
         if kind == "no JSON":
             name = getattr(tool, "__name__", "a tool")
             raise TypeError(
@@ -106,12 +111,12 @@ class Sandboxes:
             self._places[tool, limits] = loop, free
         return free
 
-    async def _call_alone(self, tool: Tool, limits: Sandbox, request: bytes) -> bytes:
+    async def _call_alone(self, tool: Tool, limits: Sandbox, request: bytes) -> tuple[str, Any]:
         """Send a request to a process of a new server, which serves no other call."""
         server = _ToolServer(tool, limits, num_calls=1)
         try:
             return await self._call(server.connect(), limits, request)
-        except _ServerEndedError as error:
+        except _LostCallError as error:
             name = getattr(tool, "__name__", "a tool")
             raise EpisodeError(
                 f"the sandbox of {name} failed twice, so the call has no result: {error}"
@@ -119,40 +124,27 @@ class Sandboxes:
         finally:
             server.close()
 
-    async def _call(self, connection: socket.socket, limits: Sandbox, request: bytes) -> bytes:
+    async def _call(self, connection: socket.socket, limits: Sandbox, request: bytes) -> tuple[str, Any]:
         """Send a request to a new process and return its reply.
 
         Raises:
-            _ServerEndedError: when the call did not start or end, and its process is not the reason.
+            _LostCallError: when the call has no result, and its process is not the reason.
         """
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
             writer.write(request)
             writer.write_eof()
-            try:
-                async with asyncio.timeout(START_SECONDS):
-                    first = await reader.read(1)
-            except TimeoutError:
-                raise _ServerEndedError(f"its process did not start in {START_SECONDS:g} s") from None
-            if first in (b"", ENDED):
-                raise _ServerEndedError("its process ended before it was confined")
-            if first != STARTED:
-                raise RunError((first + await reader.read()).decode())
-            async with asyncio.timeout(limits.timeout):
-                reply = bytearray()
-                while part := await reader.read(2**16):
-                    reply += part
-                    if len(reply) > LONGEST_REPLY:
-                        raise ToolFailed(f"returned more than {LONGEST_REPLY >> 20} MiB")
-            if not reply.endswith(ENDED):
-                raise _ServerEndedError("the server of its processes ended")
-            return bytes(reply.removesuffix(ENDED))
-        except TimeoutError:
-            raise ToolFailed(timeout_message(limits.timeout)) from None
-        except OSError as error:
-            raise _ServerEndedError(f"the connection to its process was lost: {error}") from None
+            reply = await _read_in_time(reader, await _read_start(reader), limits.timeout)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise _LostCallError(f"the connection to its process was lost: {error}") from None
         finally:
             writer.close()  # the server kills the processes of the call, unless it has ended
+        if not reply.endswith(ENDED):
+            raise _LostCallError("its process was killed, or the server of its processes ended")
+        kind, value = _parse_reply(reply.removesuffix(ENDED))
+        if kind == "lost":
+            raise _LostCallError(str(value))
+        return kind, value
 
     def _connect(self, tool: Tool, limits: Sandbox) -> socket.socket:
         """Return a connection to a new process of a tool."""
@@ -225,6 +217,68 @@ class _ToolServer:
         self._control.close()
         self._process.kill()  # its guard ends the rest
         self._process.wait()
+
+
+async def _read_start(reader: asyncio.StreamReader) -> int:
+    """Wait until the process of a call is confined, and return its id."""
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            first = await reader.read(1)
+    except TimeoutError:
+        raise _LostCallError(f"its process did not start in {START_SECONDS:g} s") from None
+    if first in (b"", ENDED):
+        raise _LostCallError("its process ended before it was confined")
+    if first == NOT_MADE:
+        raise _LostCallError((await reader.read()).decode())
+    if first != STARTED:
+        raise RunError((first + await reader.read()).decode())
+    pid: int = PID.unpack(await reader.readexactly(PID.size))[0]
+    return pid
+
+
+async def _read_in_time(reader: asyncio.StreamReader, pid: int, timeout: float) -> bytes:
+    """Read what a process writes until its connection is closed.
+
+    Its time is that in which it ran or chose to wait. Waiting for a processor does not count, and neither
+    does what remains to be read once it has ended: a busy machine is no failure of a program.
+
+    Raises:
+        ToolFailed: when it takes longer than its timeout, or writes too much.
+        _LostCallError: when the machine is too busy to say.
+    """
+    start = time.monotonic()
+    reading = asyncio.ensure_future(_read_all(reader))
+    remaining = timeout
+    try:
+        while not (await asyncio.wait([reading], timeout=remaining))[0]:
+            elapsed, waited = time.monotonic() - start, _seconds_waited(pid)
+            if waited is not None and elapsed - waited >= timeout:
+                raise ToolFailed(timeout_message(timeout))
+            if elapsed >= LONGEST_STRETCH * timeout + (START_SECONDS if waited is None else 0):
+                raise _LostCallError(f"the machine is too busy: it had no result after {elapsed:.1f} s")
+            remaining = max(0.01, timeout - elapsed + (waited or 0))
+        return reading.result()
+    finally:
+        reading.cancel()
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    reply = bytearray()
+    while part := await reader.read(2**16):
+        reply += part
+        if len(reply) > LONGEST_REPLY:
+            raise ToolFailed(f"returned more than {LONGEST_REPLY >> 20} MiB")
+    return bytes(reply)
+
+
+def _seconds_waited(pid: int) -> float | None:
+    """Return for how long a process has waited for a processor; None if it has ended."""
+    stat = read_stat(pid)
+    if not stat or stat[0] in "ZX":
+        return None
+    with suppress(OSError):  # the kernel may not count it
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _parse_reply(reply: bytes) -> tuple[str, Any]:
