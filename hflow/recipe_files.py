@@ -72,7 +72,7 @@ def use_directory(directory: str | Path) -> None:
 def imported_files(directory: Path) -> list[Path]:
     """Return the modules of a recipe's directory that are imported, without recipes and hflow."""
     beside = _module_names(str(directory)) - {__name__.partition(".")[0]}
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in beside]
+    modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] in beside]
     files = {Path(file).resolve() for module in modules if (file := getattr(module, "__file__", None))}
     return sorted(file for file in files if file.is_relative_to(directory) and file.is_file())
 
