@@ -11,6 +11,10 @@ unless its session is that of a living process (`run_in_session`), and kills eve
 which is when the worker ends in any way. The anchor is the process that the worker started. Without it,
 Ray, which kills the children of a worker that it ends, would kill the guard before what it guards.
 
+Each continues what it has started if that is stopped: the anchor the guard, and the guard the server and the
+processes that the server has forked. Otherwise a pool would wait for a stopped process, which it has not
+given a job yet, for ever.
+
 This module imports only what a guard needs, as a guard keeps it in memory. Linux only.
 """
 
@@ -72,17 +76,29 @@ def run_in_session() -> None:
         _die_with(_server_pid)
 
 
-def children() -> list[int]:
-    """Return the ids of this process's children, those that became its children included."""
-    listed = Path(f"/proc/self/task/{os.getpid()}/children")
-    if listed.exists():
-        return [int(pid) for pid in listed.read_text().split()]
+def children(parent: int | None = None) -> list[int]:
+    """Return the ids of the children of a process, those that became its children included.
+
+    Args:
+        parent: a process without threads; None: this one.
+    """
+    parent = os.getpid() if parent is None else parent
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     found = []  # the kernel was built without the list
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(stat.parent.name))
     return found
+
+
+def continue_stopped(*pids: int) -> None:
+    """Continue those of these processes that are stopped."""
+    for pid in pids:
+        if _stat(pid)[:1] == ["T"]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def reap() -> dict[int, int]:
@@ -131,6 +147,7 @@ def _stay_while(owner: int, guard: int) -> None:
     _continue_with_end_of(owner)
     _close_files()
     while os.getppid() == owner and guard not in reap():
+        continue_stopped(guard)
         time.sleep(POLL_SECONDS)
     os._exit(0)
 
@@ -142,6 +159,7 @@ def _guard(anchor: int, server: int, owner: int) -> None:
     remove_semaphores()
     while os.getppid() == anchor and server not in reap():
         kill_orphans({server})
+        continue_stopped(server, *children(server))
         time.sleep(POLL_SECONDS)
     kill_children()
     for _ in range(OWNER_POLLS):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from hflow.errors import RunError
@@ -312,6 +313,20 @@ def test_a_process_killed_while_idle_is_replaced(bench: Callable[..., Bench]) ->
     results = [one.run(numbers(3)) for _ in range(2)]
     assert {result.reason for ended in results for result in ended.values()} == {None}
     assert pid not in {result.value for result in results[-1].values()}
+
+
+def test_a_process_that_is_stopped_while_idle_is_continued(bench: Callable[..., Bench]) -> None:
+    """A stopped process of a body, or the server that forks them, would never answer, nor end."""
+    for num_processes in (1, 2):
+        one = bench(own_pid, num_processes)
+        pids = {result.value for result in one.run(numbers(20)).values()}
+        server = psutil.Process(min(pids)).ppid()
+        for pid in (*pids, server):
+            os.kill(pid, signal.SIGSTOP)
+        results = one.run(numbers(20))
+        assert {result.reason for result in results.values()} == {None}
+        os.kill(server, signal.SIGSTOP)
+        one.pool.close()
 
 
 def test_closing_twice_while_a_body_hangs() -> None:
