@@ -96,7 +96,7 @@ def children(parent: int | None = None) -> list[int]:
 def continue_stopped(*pids: int) -> None:
     """Continue those of these processes that are stopped."""
     for pid in pids:
-        if _stat(pid)[:1] == ["T"]:
+        if read_stat(pid)[:1] == ["T"]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
