@@ -68,3 +68,9 @@ def check_size(family: str, key: str, size: Any) -> None:
         )
     if size > most:
         raise ConfigError(f"architecture {family!r}: {key} is {size:,}; it must be at most {most:,}")
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest sequence that a model has positions for; None if it has no bound."""
+    found = config.get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None

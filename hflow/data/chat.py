@@ -10,8 +10,9 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from hflow.data.text_length import find_length_problem
 from hflow.data.unknown_tokens import check_known
-from hflow.errors import DataError, shorten
+from hflow.errors import BackendError, DataError, shorten
 
 Messages = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
@@ -79,18 +80,20 @@ class ChatTemplate:
     `DataError`.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], max_tokens: int | None = None) -> None:
         """Check the template.
 
         Args:
             tokenizer: of Hugging Face, with the template.
             stop_ids: tokens that end a turn.
+            max_tokens: of the model's longest sequence; None: there is no bound.
 
         Raises:
             DataError: if it is not a Jinja template, or renders the same text for all messages.
         """
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        self._max_tokens = max_tokens
         problem = template_problem(lambda talk: tokenizer.apply_chat_template(talk, tokenize=False))
         if problem is not None:
             raise DataError(f"the chat template {problem}")
@@ -144,9 +147,13 @@ class ChatTemplate:
         template adds with each assistant message after the opening, up to the turn's stop token.
 
         Raises:
-            DataError: if the template rewrites earlier turns or rejects the messages.
+            DataError: if the template rewrites earlier turns or rejects the messages, or these are too long
+                for the model.
         """
         text = self._render(messages, opening=False)
+        problem = find_length_problem(self._tokenizer, text, self._max_tokens)
+        if problem is not None:
+            raise DataError(problem)
         if _GENERATION_TAG.search(str(self._tokenizer.chat_template)):
             ids, mask = self._encode_with_tags(messages)
             check_known(self._tokenizer, text, ids)
@@ -194,6 +201,9 @@ class ChatTemplate:
         return text
 
     def _encode(self, text: str) -> list[int]:
+        problem = find_length_problem(self._tokenizer, text, self._max_tokens)
+        if problem is not None:
+            raise BackendError(problem)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         check_known(self._tokenizer, text, ids)
         return ids

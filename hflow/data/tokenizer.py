@@ -16,9 +16,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from hflow.data.chat import ChatTemplate
 from hflow.data.messages import normal_messages
+from hflow.data.text_length import find_length_problem
 from hflow.data.unknown_tokens import check_known
 from hflow.data.vocabulary import character_vocabulary
-from hflow.errors import DataError, RecipeError
+from hflow.errors import BackendError, DataError, RecipeError
 from hflow.json_text import read_json_object
 from hflow.types import Trajectory
 
@@ -33,6 +34,8 @@ _TOKENS_PER_CHARACTER = 4
 
 NUM_CACHED_TEXTS = 4096
 """Number of texts whose ids are cached, as group members and evaluations encode the same prompts again."""
+MAX_CACHED_CHARACTERS = 1 << 17
+"""Length of the longest text whose ids are cached. The ids of a token take 40 bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class TokenizerSettings:
     """A Jinja chat template that replaces the tokenizer's own."""
     eos_ids: tuple[int, ...] = ()
     """Stop tokens of a configured architecture, which has no files that name them."""
+    max_tokens: int | None = None
+    """Tokens of the model's longest sequence. Text that is far longer is refused before it is encoded."""
 
 
 class TextTokenizer:
@@ -73,7 +78,9 @@ class TextTokenizer:
             self._hf.chat_template = settings.chat_template
         self.prefix_ids = _prefix_ids(self._hf)
         self.stop_ids = _stop_ids(self._hf.eos_token_id, settings)
-        self.chat_template = ChatTemplate(self._hf, self.stop_ids) if self._hf.chat_template else None
+        has_template = bool(self._hf.chat_template)
+        max_tokens = settings.max_tokens
+        self.chat_template = ChatTemplate(self._hf, self.stop_ids, max_tokens) if has_template else None
         named = [getattr(self._hf, f"{name}_token_id") for name in _NAMED_TOKENS]
         self._ends = frozenset(i for i in (*self.stop_ids, *named) if i is not None)
         self._ids = lru_cache(NUM_CACHED_TEXTS)(self._encode)
@@ -94,7 +101,7 @@ class TextTokenizer:
         Raises:
             DataError: if the vocabulary lacks a character; names it.
         """
-        return list(self._ids(text))
+        return list(self._ids(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
@@ -122,7 +129,14 @@ class TextTokenizer:
 
         A text that begins with the begin-of-text token, as one that a chat template rendered does, gets no
         second one.
+
+        Raises:
+            BackendError: if the text is too long for the model.
+            DataError: as `encode`.
         """
+        problem = find_length_problem(self._hf, text, self.settings.max_tokens)
+        if problem is not None:
+            raise BackendError(problem)
         ids, prefix = self.encode(text), list(self.prefix_ids)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
@@ -148,7 +162,7 @@ class TextTokenizer:
 
         Raises:
             RecipeError: for anything but two texts.
-            DataError: if the tokenizer has no end-of-text token.
+            DataError: if the tokenizer has no end-of-text token, or a text is too long for the model.
         """
         if not isinstance(prompt, str) or not isinstance(answer, str):
             given = ", ".join("messages" if isinstance(x, list) else repr(x)[:40] for x in (prompt, answer))
@@ -158,6 +172,10 @@ class TextTokenizer:
             )
         if self._hf.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token, which join needs; set its eos_token")
+        for text in (prompt, answer):
+            problem = find_length_problem(self._hf, text, self.settings.max_tokens)
+            if problem is not None:
+                raise DataError(problem)
         ids = self.encode(answer)
         if not ids or ids[-1] not in self.stop_ids:
             ids.append(self._hf.eos_token_id)

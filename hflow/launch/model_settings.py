@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hflow.backends.interface import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.config import ModelConfig, RunConfig
@@ -13,9 +14,11 @@ from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.compile import Compiled
 from hflow.launch.model_metadata import check_is_whole, model_dtype, source_model
+from hflow.model_config import max_positions
 from hflow.planner.graph_queries import scheduled_updates
 from hflow.shipped import shipped_recipes
 from hflow.types.layer_kernels import LayerKernels
+from hflow.user_files import resolved
 
 
 def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
@@ -33,10 +36,18 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     own = {name: compiled.config.models.get(name, ModelConfig()).chat_template for name in sources}
     return {
         name: TokenizerSettings(
-            source.path, source.alphabet, own[name] or source.chat_template, _architecture_eos(name, source)
+            source.path,
+            source.alphabet,
+            own[name] or source.chat_template,
+            _architecture_eos(name, source),
+            max_positions(source.architecture or {} if source.path is None else _saved_config(source.path)),
         )
         for name, source in sources.items()
     }
+
+
+def _saved_config(path: str) -> Mapping[str, Any]:
+    return read_json_object(Path(path) / "config.json")
 
 
 def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:
@@ -89,7 +100,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         name=spec.name,
         head=spec.head,
         trainable=spec.trainable,
-        path=None if source.path is None else str(Path(source.path).resolve()),
+        path=None if source.path is None else str(resolved(source.path)),
         architecture=None if source.path is not None else dict(source.architecture or {}),
         seed=compiled.config.seed,
         dtype=model_dtype(compiled.config, spec, compiled.plan.cluster.device),

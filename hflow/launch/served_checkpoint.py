@@ -15,7 +15,9 @@ from hflow.errors import ConfigError, nearest, shorten
 from hflow.json_text import read_json_object
 from hflow.launch.merged_checkpoint import generates_merged, is_adapter, is_saved_model, model_directory
 from hflow.launch.saved_models import find_saved_models
+from hflow.model_config import max_positions
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.user_files import resolved
 from hflow.validation import from_mapping
 
 KEYS = ("alphabet", "chat_template", "dtype", "gen.layout", "gen.max_model_len", "gen.max_running")
@@ -44,7 +46,10 @@ class ServedCheckpoint:
     @property
     def tokenizer(self) -> TokenizerSettings:
         """The settings of the tokenizer."""
-        return TokenizerSettings(str(self.directory), self.config.alphabet, self.config.chat_template)
+        longest = max_positions(read_json_object(self.directory / "config.json"))
+        return TokenizerSettings(
+            str(self.directory), self.config.alphabet, self.config.chat_template, max_tokens=longest
+        )
 
 
 def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) -> ServedCheckpoint:
@@ -60,9 +65,9 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
     """
     path = Path(target)
     if is_saved_model(path):
-        if model is not None and model != path.resolve().name:
+        if model is not None and model != resolved(path).name:
             raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
-        directory = path.resolve()
+        directory = resolved(path)
     else:
         directory = _choose_model(find_saved_models(target).models, target, model)
     config = _config(directory, overrides)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 from episode_kit import byte_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import DataError, RecipeError
+from hflow.errors import BackendError, DataError, RecipeError
 from hflow.types import Tokenizer
 
 ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"
@@ -310,3 +313,41 @@ def test_errors_name_the_problem() -> None:
         TextTokenizer(TokenizerSettings(path="nowhere/at/all"))
     with pytest.raises(DataError, match="'a' twice"):
         TextTokenizer(TokenizerSettings(alphabet="aba"))
+
+
+def peak_bytes() -> int:
+    """The largest memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_text_that_no_model_could_read_is_refused_before_it_is_encoded(template: str | None):
+    """Encoding takes 400 bytes a character: 4 GB for this text."""
+    tokenizer = TextTokenizer(TokenizerSettings(alphabet="01", chat_template=template, max_tokens=1000))
+    text, before = "1" * 10_000_000, peak_bytes()
+    message = "characters has more tokens than the 1,000 that the model has positions for"
+    talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}]
+    if tokenizer.chat_template is None:
+        with pytest.raises(BackendError, match=message):
+            tokenizer.prompt(text)
+        for pair in ((text, "1"), ("1", text)):
+            with pytest.raises(DataError, match=message):
+                tokenizer.join(*pair)
+    else:
+        with pytest.raises(BackendError, match=message):
+            tokenizer.template().prompt(talk[:1])
+        with pytest.raises(DataError, match=message):
+            tokenizer.chat(talk)
+    assert peak_bytes() - before < 300 << 20
+    assert len(tokenizer.encode("1" * 20_000)) == 20_000, "a body may shorten what it has encoded"
+
+
+def test_text_of_few_tokens_is_encoded_whatever_its_length(tmp_path: Path):
+    tokens = models.WordLevel({"<unk>": 0, "a" * 100: 1}, unk_token="<unk>")
+    words = HfTokenizer(tokens)
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(TokenizerSettings(path=str(tmp_path), max_tokens=50))
+    assert tokenizer.prompt(("a" * 100 + " ") * 45) == [1] * 45
+    with pytest.raises(BackendError, match="a text of 10,100 characters has more tokens than the 50"):
+        tokenizer.prompt("a " * 5050)
