@@ -8,15 +8,16 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hflow.errors import ConfigError, shorten
+from hflow.user_files import read_at_most
 
 MAX_FILE_BYTES = 256 << 20
 """The largest JSON file that is read. The plan of a large cluster has tens of MB."""
 _MAX_DEPTH = 100
+LONG_NUMBER = f"a whole number of more than {sys.get_int_max_str_digits():,} digits"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -37,13 +38,15 @@ def parse_json(text: str | bytes) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except JSONDecodeError:
-        raise
     except ValueError as error:
-        if "integer string conversion" not in str(error):
-            raise
-        most = sys.get_int_max_str_digits()
-        raise ValueError(f"it has a whole number of more than {most:,} digits") from None
+        if is_of_long_number(error):
+            raise ValueError(f"it has {LONG_NUMBER}") from None
+        raise
+
+
+def is_of_long_number(error: BaseException) -> bool:
+    """Return whether Python refuses to read text as a number because of its length, which costs time."""
+    return "integer string conversion" in str(error)
 
 
 def read_json(file: Path, what: str = "JSON file") -> Any:
@@ -57,12 +60,11 @@ def read_json(file: Path, what: str = "JSON file") -> Any:
         ConfigError: for a file that cannot be read, is too large, or is not JSON; one line that names it.
     """
     try:
-        size = file.stat().st_size
-        content = file.read_bytes() if size <= MAX_FILE_BYTES else b""
+        content = read_at_most(file, MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {str(file)!r}: {error.strerror or error}") from error
-    if size > MAX_FILE_BYTES:
-        raise ConfigError(f"{file} is not a {what}: it has {size:,} bytes; hflow reads {MAX_FILE_BYTES:,}")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is not a {what}: it has more than {MAX_FILE_BYTES:,} bytes")
     try:
         return parse_json(content)
     except ValueError as error:

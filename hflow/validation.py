@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
+import re
 import types
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
@@ -43,6 +45,8 @@ MAX_INT = 1_000_000_000
 """The largest whole number in a configuration or recipe: nothing that hflow counts is larger."""
 Int = Annotated[StrictInt, Field(le=MAX_INT)]
 """A whole number."""
+LATEST = "latest"
+"""Name of the link to the newest run, and to the newest checkpoint."""
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 """The longest name and path of a file on Linux."""
@@ -54,6 +58,8 @@ def _check_path(text: str) -> str:
         raise ValueError("is empty; name a file or directory, or remove the key")
     if not text.isprintable():
         raise ValueError(f"is {text!r}, which has a character that cannot be printed; rename the file")
+    if text.startswith("~"):
+        raise ValueError(f"is {text!r}, which only a shell replaces; write the directory in full")
     longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
     if longest > MAX_NAME_BYTES or len(os.fsencode(text)) > MAX_PATH_BYTES:
         raise ValueError(
@@ -72,10 +78,17 @@ def _check_paths(value: Any) -> str | tuple[str, ...] | None:
     return tuple(map(_check_path, value))
 
 
+def is_name(value: object) -> bool:
+    """Return whether a value can name a part of a recipe: overrides take ASCII letters, digits and _ only."""
+    return isinstance(value, str) and value.isascii() and value.isidentifier()
+
+
 def _check_directory_name(text: str) -> str:
     """Refuse text that cannot be the name of a directory."""
     if text in ("", ".", "..") or "/" in text:
         raise ValueError(f"is {text!r}, which is not the name of a directory; use letters, digits, - and _")
+    if text == LATEST:
+        raise ValueError(f"is {text!r}, which is the name of the link to a newest run; choose another name")
     return _check_path(text)
 
 
@@ -177,6 +190,7 @@ def _note(counterpart: Counterpart) -> str:
 
 
 _MAX_SUGGESTIONS = 3
+_TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
 
 _WANTED = {
     "bool_type": "true or false",
@@ -214,8 +228,17 @@ def _describe(error: ValidationError, cls: type, key: str, values: Mapping[str, 
         return f"{path} {problem}" if problem.startswith("is ") else join(path, problem)
     if kind in _WANTED:
         fix = "; remove the key for its default" if value is None else ""
+        if kind == "string_type" and isinstance(value, bool | int | float):
+            fix = f"; in a shell, write {_as_text(path, value)}; the shell removes the outer quotes"
         return f"{path} is {value!r}; it must be {_WANTED[kind].format_map(context)}{fix}"
     return f"{path} is {value!r}: {first['msg']}"
+
+
+def _as_text(path: str, value: bool | float) -> str:
+    """Return the override that sets a value as text, between a shell's quotes."""
+    key, is_item, _ = path.partition("[")
+    text = f'"{json.dumps(value)}"'
+    return f"'{key}={f'[{text}]' if is_item else text}'"
 
 
 def _path(key: str, location: tuple[int | str, ...]) -> str:
@@ -292,7 +315,8 @@ def check_value(
         for kind in ("greater_than_equal", "less_than_equal", "finite_number"):
             if kind in kinds:
                 raise ValueError(f"{value!r}; it must be {_WANTED[kind].format_map(kinds[kind])}") from error
-        raise ValueError(f"{value!r}; it must be {type_text.replace(' | ', ' or ')}") from error
+        wanted = _TUPLE.sub(r"a list of \1", type_text).replace(" | ", " or ")
+        raise ValueError(f"{value!r}; it must be {wanted}") from error
 
 
 def text_of_type(hint: Any) -> str | None:

@@ -183,6 +183,8 @@ def _run_command() -> NoReturn:
     """Run the command line and exit."""
     open_closed_streams()
     outlive_reader("stderr")
+    if not _has_directory():
+        _stop("the working directory was deleted; change to another one", USER_ERROR)
     gc.freeze()  # modules are never garbage, and collections would visit all of them again and again
     try:
         code = app(standalone_mode=False)
@@ -206,6 +208,14 @@ def _run_command() -> NoReturn:
     if code == INTERRUPTED:
         _stop("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
+
+
+def _has_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _command_of(error: TyperException) -> str:

@@ -10,6 +10,7 @@ Hydra is imported when it is used: the planner imports this package for its sche
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.config.dump import flatten
 from hflow.config.file_paths import resolve_paths
+from hflow.config.interpolations import check_interpolations
 from hflow.config.schema import RunConfig
 from hflow.config.yaml_files import yaml_error
 from hflow.errors import ConfigError, nearest, shorten
+from hflow.json_text import LONG_NUMBER, is_of_long_number
 from hflow.secret_text import secret_in
 from hflow.shipped import shipped_directory
 from hflow.validation import from_mapping, join, unknown_key
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
+
+_ITEM = re.compile(r"""(?:[^,'"]|'[^']*'|"[^"]*"|['"])+""")
+"""An item of a list, with the commas between its quotes."""
 
 MAX_OVERRIDE = 20_000
 """Characters of the longest override. A chat template may have thousands."""
@@ -89,6 +95,8 @@ class ConfigLoader:
         register()
         configs = shipped_directory("configs")
         primary = self._recipe.with_suffix(".yaml")
+        if os.path.lexists(primary) and not primary.is_file():
+            raise ConfigError(f"{primary.name} beside the recipe is not a file that can be read; replace it")
         directory = primary.parent if primary.is_file() else configs
         name = primary.stem if primary.is_file() else None
         groups = _group_names(directory, configs)
@@ -105,7 +113,9 @@ class ConfigLoader:
                 composed = compose(name, overrides=self._with_new_groups(name, hydra_overrides))
             for parsed in shadowed:  # Hydra would look for a file in the directory of that name
                 OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
+            check_interpolations(OmegaConf.to_container(composed, resolve=False))
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            _check_keys(values)
         except ConfigError:
             raise
         except RecursionError as error:
@@ -180,6 +190,21 @@ def validate_names(
         _validate_keys(join("nodes", node), values, nodes[node])
 
 
+def _check_keys(values: Any, path: str = "") -> None:
+    """Check that every key is text, as YAML and Hydra take `1` and `yes` for other values.
+
+    Raises:
+        ConfigError: for the first key that is not.
+    """
+    if not isinstance(values, dict | list):
+        return
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(values, dict) and not isinstance(key, str):
+            where = f"{path} has the key" if path else "the configuration has the key"
+            raise ConfigError(f"{where} {key!r}, which is not text; write it in quotes, or correct it")
+        _check_keys(value, join(path, key))
+
+
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
     """Refuse values that must not be written to plans and run directories.
 
@@ -214,18 +239,21 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
     from hydra.errors import HydraException
 
     override = _quote_placement(override)
+    if len(override) > MAX_OVERRIDE:
+        raise ConfigError(
+            f"override {shorten(override, 80)!r} has {len(override):,} characters; overrides have at "
+            f"most {MAX_OVERRIDE:,}, so write the value in a file"
+        )
     try:
-        if len(override) > MAX_OVERRIDE or "\0" in override:  # which marks paths
+        if "\0" in override:  # which marks paths
             raise ValueError
         parsed = _parsed(override)
     except (HydraException, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"override {shorten(override, 80)!r} cannot be parsed: {_notation(override)}"
-        ) from error
+        problem = f"it has {LONG_NUMBER}" if is_of_long_number(error) else _notation(override)
+        raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {problem}") from error
     if parsed.is_sweep_override():
         raise ConfigError(
-            f"override {shorten(override, 80)!r} has several values: write a list as key=[a,b]; for one text "
-            f"{_notation(override)}"
+            f"override {shorten(override, 80)!r} has several values: {_notation(override, has_several=True)}"
         )
     if parsed.key_or_group.partition(".")[0] == "hydra":
         raise ConfigError(unknown_key(parsed.key_or_group, "hydra", [f.name for f in fields(RunConfig)]))
@@ -246,32 +274,72 @@ def _parsed(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
-def _notation(override: str) -> str:
-    """Return how to type an override whose value needs quotes: itself if it is short, else an example."""
+def _notation(override: str, has_several: bool = False) -> str:
+    """Return how to type an override whose value needs quotes: itself if it is short, else an example.
+
+    Args:
+        override: as it was given.
+        has_several: whether its value may be meant as a list, although it has no brackets.
+    """
     key, is_given, value = override.partition("=")
     if not is_given:
         return "write key=value"
-    example = _quoted(key, value)
-    if len(example) > MAX_EXAMPLE or " ".join(value.split()) != value or not _means(example, value):
-        example = _quoted("key", "value")
-    typed = example.replace("'", r"'\''")
-    return f"in a shell, write '{typed}'; the shell removes the outer quotes"
+    items = _items(value)
+    text = os.path.expanduser(value)  # a shell does not do it between quotes
+    ways = [_typed(f"{key}={_quoted(text)}", text, 'key="value"')]
+    if items is not None and (has_several or value.startswith("[")):
+        as_list = _typed(f"{key}=[{','.join(map(_as_item, items))}]", items, 'key=["a","b"]')
+        ways = [*(ways if has_several else []), f"a list as {as_list}"]
+    if value.startswith("{"):
+        ways = ["a mapping as 'key={name: \"value\"}'"]
+    return f"in a shell, write {', or '.join(ways)}; the shell removes the outer quotes"
 
 
-def _quoted(key: str, value: str) -> str:
-    """Return an override whose value is text. Backslashes count only before a quote."""
-    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
-    return f'{key}="{escaped}"'
+def _typed(override: str, meant: str | list[str], other: str) -> str:
+    """Return an override between a shell's quotes; another one if it is too long or means something else."""
+    is_shown = len(override) <= MAX_EXAMPLE and " ".join(override.split()) == override
+    shown = override if is_shown and _means(override, meant) else other
+    return "'" + shown.replace("'", r"'\''") + "'"
 
 
-def _means(override: str, value: str) -> bool:
-    """Return whether an override can be parsed, and has this value."""
+def _items(value: str) -> list[str] | None:
+    """Return the items of what may be meant as a list: `[a,b]`, or `a,b`. None: it is one text."""
+    is_list = value.startswith("[") and value.endswith("]")
+    inner = value[1:-1] if is_list else value
+    if not is_list and "," not in value:
+        return None
+    items = [found.strip() for found in _ITEM.findall(inner)]
+    return items if all(items) else None
+
+
+def _as_item(text: str) -> str:
+    """Return an item of a list as it is if Hydra can read it, else quoted."""
+    return text if _value_of(f"key={text}") is not None else _quoted(os.path.expanduser(text))
+
+
+def _quoted(text: str) -> str:
+    """Return a value that is text. Backslashes count only before a quote."""
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    return f'"{escaped}"'
+
+
+def _means(override: str, meant: str | list[str]) -> bool:
+    """Return whether an override can be parsed, and has this value, or a list of so many."""
+    value = _value_of(override)
+    if isinstance(meant, list):
+        return isinstance(value, list) and len(value) == len(meant)
+    return bool(value == meant)
+
+
+def _value_of(override: str) -> Any:
+    """Return the one value of an override; None if it cannot be parsed, or has none."""
     from hydra.errors import HydraException
 
     try:
-        return bool(_parsed(override).value() == value)
+        parsed = _parsed(override)
+        return None if parsed.is_sweep_override() else parsed.value()
     except (HydraException, ValueError, RecursionError):
-        return False
+        return None
 
 
 def _quote_placement(override: str) -> str:
@@ -295,14 +363,18 @@ def error_text(error: Exception, file: str) -> str:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    if not str(error).strip() and isinstance(error.__cause__, Exception):  # Hydra hides what it composed
+        return error_text(error.__cause__, file)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_group(error.missing_cfg_file, error.options or ())
     if isinstance(error, YAMLError):
         return yaml_error(error, file)
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
+    if isinstance(error, OmegaConfBaseException):
         first_line = str(error).strip().partition("\n")[0]
-        return f"{error.full_key}: {first_line}"
-    return f"{file}: {' '.join(str(error).split())}"
+        return f"{error.full_key or file}: {first_line}"
+    return f"{file}: " + (
+        f"it has {LONG_NUMBER}" if is_of_long_number(error) else " ".join(str(error).split())
+    )
 
 
 def _missing_group(path: str, options: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hflow.errors import ConfigError
+from hflow.user_files import read_at_most
 
 if TYPE_CHECKING:
     from yaml import Node, YAMLError
@@ -77,8 +78,7 @@ def check_yaml(file: Path) -> str:
     """
     import yaml
 
-    with file.open("rb") as opened:
-        content = opened.read(MAX_BYTES + 1)
+    content = read_at_most(file, MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{file} has more than {MAX_BYTES:,} bytes; hflow reads smaller YAML files")
     text = content.decode("utf-8")

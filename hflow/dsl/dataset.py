@@ -9,6 +9,7 @@ from hflow.errors import RecipeError
 from hflow.graph.ir import DatasetSpec
 from hflow.graph.source_location import caller_location
 from hflow.types import Unit
+from hflow.validation import is_name
 
 _COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE)
 
@@ -29,9 +30,10 @@ class Dataset:
 
     def __init__(self, name: str = "train", /, **columns: Any) -> None:
         self.where = caller_location()
-        if not isinstance(name, str) or not name.isidentifier():
+        if not is_name(name):
             raise RecipeError(
-                f"{self.where}: Dataset({name!r}): a dataset's name must be an identifier, such as 'train'"
+                f"{self.where}: Dataset({name!r}): the name must be an identifier of ASCII letters, such "
+                "as 'train'"
             )
         if not columns:
             raise RecipeError(

@@ -79,6 +79,8 @@ def define(
             raise error(f"@first_pass is for train nodes, and this is @{kind.verb}. Remove it")
         signature = with_first_pass(signature, function, error)
     name = base.name if base else body.__name__
+    if not name.isascii():
+        raise error("the name must have ASCII letters only, as overrides name the node. Rename the function")
     results = kind.read_results(signature.result, name, error)
     _check_knob_names(kind, signature, error)
     _check_required_parameters(kind, signature, error)
@@ -116,6 +118,8 @@ def _check_async(kind: NodeType, body: Callable[..., Any], error: ErrorFactory) 
 
 def _check_knob_names(kind: NodeType, signature: Signature, error: ErrorFactory) -> None:
     for knob in signature.knobs:
+        if not knob.name.isascii():
+            raise error(f"knob {knob.name!r} must have ASCII letters only, as overrides name it. Rename it")
         if knob.name in kind.option_names:
             raise error(f"knob {knob.name!r} has the same name as an option of @{kind.verb}. Rename the knob")
 

@@ -13,6 +13,7 @@ from hflow.errors import HflowError, RecipeError, nearest, shorten
 from hflow.graph.source_location import relative_path
 from hflow.recipe_files import MODULE_PREFIX, use_directory
 from hflow.shipped import shipped_recipes
+from hflow.user_files import resolved
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -30,11 +31,11 @@ def load_recipe(path: str | Path) -> Recipe:
         if shipped is not None and not hint:
             hint = f"; did you mean {shipped!r}, which comes with hflow?"
         raise RecipeError(f"there is no recipe file {str(path)!r}{hint}")
-    module = _import(file.resolve())
+    module = _import(resolved(file))
     recipes = [value for value in vars(module).values() if isinstance(value, Recipe)]
     if len(recipes) == 1:
         return recipes[0]
-    shown = relative_path(str(file.resolve()))
+    shown = relative_path(str(resolved(file)))
     if not recipes:
         raise RecipeError(
             f"{shown}: the file has no Recipe(...). Add 'recipe = Recipe(NAME, DATASET, NODES)'"

@@ -21,6 +21,7 @@ from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location, caller_module
 from hflow.observer import Observer
+from hflow.validation import is_name
 
 Named = TypeVar("Named", Model, Dataset)
 
@@ -50,9 +51,10 @@ class Recipe:
     ) -> None:
         self.where = caller_location()
         self.module = caller_module()
-        if not isinstance(name, str) or not name.isidentifier():
+        if not is_name(name):
             raise RecipeError(
-                f"{self.where}: Recipe({name!r}): a recipe's name must be an identifier, such as 'ppo'"
+                f"{self.where}: Recipe({name!r}): the name must be an identifier of ASCII letters, such as "
+                "'ppo'"
             )
         if not isinstance(dataset, Dataset):
             raise RecipeError(

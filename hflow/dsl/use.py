@@ -13,7 +13,7 @@ from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location
-from hflow.validation import check_value
+from hflow.validation import check_value, is_name
 
 
 def use(
@@ -70,8 +70,10 @@ def use(
 
 
 def _checked_name(name: str | None, old: Definition[..., Any], where: SourceLocation) -> str:
-    if name is not None and not name.isidentifier():
-        raise recipe_error(where, old.name, f"name={name!r} must be an identifier, such as 'eval_gen'")
+    if name is not None and not is_name(name):
+        raise recipe_error(
+            where, old.name, f"name={name!r} must be an identifier of ASCII letters, such as 'eval_gen'"
+        )
     return name or old.name
 
 

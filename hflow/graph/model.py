@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from hflow.errors import RecipeError, nearest
 from hflow.graph.source_location import SourceLocation, caller_location
+from hflow.validation import is_name
 
 Head = Literal["lm", "value", "score"]
 """The output layer of a model."""
@@ -38,9 +39,10 @@ class Model:
     """The line that declares the model."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
+        if not is_name(self.name):
             raise RecipeError(
-                f"{self.where}: Model({self.name!r}): a model's name must be an identifier, such as 'actor'"
+                f"{self.where}: Model({self.name!r}): the name must be an identifier of ASCII letters, such "
+                "as 'actor'"
             )
         if self.head not in get_args(Head):
             hint = nearest(str(self.head), get_args(Head)) or "; choose 'lm', 'value' or 'score'"

@@ -42,7 +42,10 @@ def definition_location(function: Callable[..., Any]) -> SourceLocation:
 
 def relative_path(path: str) -> str:
     """Return a path relative to the working directory if it is below it, otherwise unchanged."""
-    return path.removeprefix(os.getcwd() + os.sep)
+    try:
+        return path.removeprefix(os.getcwd() + os.sep)
+    except FileNotFoundError:  # the working directory was deleted
+        return path
 
 
 def _user_frame() -> FrameType:

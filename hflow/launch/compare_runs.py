@@ -19,6 +19,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.launch.run_record import Curve, RunRecord, read_run
 from hflow.report.curve_parts import MAX_POINTS, ends_of, thinned
 from hflow.runtime.execution import step_metrics
+from hflow.user_files import resolved
 
 SAME_SIDE = ("seed", "name", "out")
 """Keys of the configuration that may differ between the runs of one side."""
@@ -97,7 +98,7 @@ def compare_runs(runs: Sequence[str], patterns: Sequence[str] = ()) -> Compariso
     if len(runs) < 2:
         raise ConfigError("compare needs two runs or more, as in `hflow compare grpo ppo`")
     records = [read_run(run) for run in runs]
-    paths = [record.directory.path.resolve() for record in records]
+    paths = [resolved(record.directory.path) for record in records]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"{twice} is named twice; name each run once")
     sides = _sides(records)

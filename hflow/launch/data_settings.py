@@ -18,6 +18,7 @@ from hflow.data.hf_datasets import HUB
 from hflow.errors import ConfigError
 from hflow.graph.ir import DatasetSpec, Graph
 from hflow.launch.plan_request import is_library_node
+from hflow.user_files import resolved
 
 if TYPE_CHECKING:
     from hflow.data.datasets import DataSettings
@@ -200,6 +201,6 @@ def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | Non
 def _files(path: str) -> tuple[str, ...]:
     if path.startswith(HUB):
         return (path,)
-    resolved = str(Path(path).resolve())
-    is_pattern = has_magic(resolved) and not Path(resolved).exists()
-    return tuple(sorted(glob(resolved, recursive=True))) * is_pattern or (resolved,)
+    absolute = str(resolved(path))
+    is_pattern = has_magic(absolute) and not Path(absolute).exists()
+    return tuple(sorted(glob(absolute, recursive=True))) * is_pattern or (absolute,)

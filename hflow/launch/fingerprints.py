@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from hflow.durable_files import file_fix
 from hflow.errors import ConfigError
 from hflow.planner.diff import and_more
+from hflow.user_files import resolved
 
 FORMAT = 1
 INPUT_BYTES = 256 << 20
@@ -127,7 +128,7 @@ def fingerprint(files: Iterable[Path], num_blocks: int | None = None) -> RunInpu
     files = list(files)
     if num_blocks is None:
         num_blocks = max(MIN_BLOCKS, INPUT_BYTES // BLOCK_BYTES // max(1, len(files)))
-    return RunInput(num_blocks, tuple(_fingerprint(file.resolve(), num_blocks) for file in files))
+    return RunInput(num_blocks, tuple(_fingerprint(resolved(file), num_blocks) for file in files))
 
 
 def _fingerprint(path: Path, num_blocks: int) -> FileFingerprint:

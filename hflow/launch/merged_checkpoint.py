@@ -16,6 +16,7 @@ from hflow.errors import ConfigError
 from hflow.json_text import read_json_object
 from hflow.launch.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.user_files import resolved
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -93,7 +94,7 @@ def merge_adapter(directory: Path, out: Path) -> None:
 
 def _check_base(directory: Path, base: Path) -> None:
     """Refuse to add an adapter of a run's checkpoint to other weights than those that it was trained on."""
-    run = directory.resolve().parents[2:3]
+    run = resolved(directory).parents[2:3]
     known = read_inputs(RunDirectory(run[0]).inputs) if run else None
     before = None if known is None else known.inputs.get(f"models.{directory.name}")
     if before is None:

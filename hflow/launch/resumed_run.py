@@ -23,6 +23,7 @@ from hflow.runtime.execution.sample_text_files import SampleKey, drop_samples_af
 from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select
+from hflow.user_files import resolved
 from hflow.workers.interface import WorkerSetup
 
 
@@ -171,7 +172,7 @@ def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) ->
                 f"{path} has no optimizer state ({SHARDS}/), so the run cannot continue; begin another with "
                 f"models.{name}.path={path}, and set models.{name}.save_optimizer=true"
             )
-        saved = str(path.resolve())
+        saved = str(resolved(path))
         if models[name].lora is not None:  # the checkpoint has adapters, and their weights are elsewhere
             models[name] = replace(models[name], saved=saved, resume=True)
         else:
@@ -193,6 +194,6 @@ def _find(run: str) -> tuple[RunDirectory, Path | None]:
         if not path.is_dir():
             names = sorted(other.name for other in path.parent.glob("step-*"))
             raise ConfigError(f"there is no checkpoint {path}; there are {', '.join(names) or 'none'}")
-        return RunDirectory(path.parent.parent), path.resolve()
+        return RunDirectory(path.parent.parent), resolved(path)
     directory = find_run(run, "plan.json")
-    return RunDirectory(directory.path.resolve()), None
+    return RunDirectory(resolved(directory.path)), None

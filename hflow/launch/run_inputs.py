@@ -21,6 +21,7 @@ from hflow.launch.fingerprints import (
 from hflow.launch.model_metadata import source_model
 from hflow.planner.graph_queries import saved_models
 from hflow.recipe_files import imported_files
+from hflow.user_files import resolved
 
 TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """How the names of a checkpoint's files end that have its tokenizer and its configuration."""
@@ -56,7 +57,7 @@ def run_inputs(
     """
     paths = {f"data.{name}": list(files) for name, files in row_files.items()}
     paths |= {f"models.{spec.name}": list(_model_files(compiled, spec)) for spec in compiled.graph.models}
-    paths[RECIPE] = [compiled.recipe, *imported_files(compiled.recipe.resolve().parent)]
+    paths[RECIPE] = [compiled.recipe, *imported_files(resolved(compiled.recipe).parent)]
     inputs = {}
     for key, files in paths.items():
         before = None if known is None else known.inputs.get(key)

@@ -52,6 +52,7 @@ from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
 from hflow.terminal import SafeConsole
+from hflow.user_files import resolved
 from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -152,9 +153,9 @@ async def _run_in_loop(
             inputs = await hashing
         files = to_yaml(config), plan_file_text(compiled) + "\n"
         directory = resumed.directory if resumed else RunDirectory.create(config.out, config.name, *files)
-        setup = replace(setup, weights_directory=str(directory.weights.resolve()))
+        setup = replace(setup, weights_directory=str(resolved(directory.weights)))
         if processes is not None and not processes.is_shared:
-            setup = replace(setup, sample_log_directory=str(directory.sample_log.resolve()))
+            setup = replace(setup, sample_log_directory=str(resolved(directory.sample_log)))
         if resumed is None:
             stack.enter_context(_removed_if_refused(directory))
         stack.enter_context(directory.locked())

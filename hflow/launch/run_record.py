@@ -11,6 +11,7 @@ from hflow.errors import ConfigError
 from hflow.json_text import read_json_object
 from hflow.launch.find_run import find_run
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
+from hflow.user_files import resolved
 
 Curve = tuple[tuple[int, float], ...]
 """(completed steps, value), ascending."""
@@ -36,7 +37,7 @@ class RunRecord:
     @property
     def name(self) -> str:
         """NAME/TIME."""
-        path = self.directory.path.resolve()
+        path = resolved(self.directory.path)
         return f"{path.parent.name}/{path.name}"
 
     @property

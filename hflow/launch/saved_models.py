@@ -11,6 +11,7 @@ from hflow.errors import ConfigError, nearest
 from hflow.launch.find_run import run_candidates
 from hflow.launch.merged_checkpoint import is_saved_model
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.user_files import resolved
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ def find_saved_models(target: str) -> SavedModels:
     """
     path = Path(target)
     if is_saved_model(path):
-        directory = path.resolve()
+        directory = resolved(path)
         return SavedModels({directory.name: directory}, _checkpoint(directory.parent))
     runs = run_candidates(target)
     for directory in (path, *(run.checkpoints / "latest" for run in runs)):
-        saved = sorted(model.resolve() for model in directory.glob("*") if is_saved_model(model))
+        saved = sorted(resolved(model) for model in directory.glob("*") if is_saved_model(model))
         if saved:
-            return SavedModels({model.name: model for model in saved}, _checkpoint(directory.resolve()))
+            return SavedModels({model.name: model for model in saved}, _checkpoint(resolved(directory)))
     if any(run.config.is_file() for run in runs):
         raise ConfigError(
             f"the run {target!r} has saved no checkpoint; let it finish, or run it with save_every=N"

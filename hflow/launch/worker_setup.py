@@ -22,6 +22,7 @@ from hflow.planner.ir import Plan, Replica
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.types import Unit
+from hflow.user_files import resolved
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 from hflow.workers.process_setup import device_environment
 
@@ -57,7 +58,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         collective_timeout=compiled.config.collective_timeout,
         hang_seconds=compiled.config.faults.hang_seconds,
         endpoint_host=compiled.config.endpoint_host,
-        recipe_directory=str(compiled.recipe.resolve().parent),
+        recipe_directory=str(resolved(compiled.recipe).parent),
     )
 
 

@@ -35,4 +35,7 @@ def _location(error: BaseException, body: Callable[..., Any]) -> str:
 
 def relative_path(path: str) -> str:
     """Return a path for a message: relative if it is below the working directory."""
-    return path.removeprefix(os.getcwd() + os.sep)
+    try:
+        return path.removeprefix(os.getcwd() + os.sep)
+    except FileNotFoundError:  # the working directory was deleted
+        return path

@@ -46,6 +46,15 @@ LISTED = (
     "weights with its half",
     "an index of shards with tensors as a list",
     "twin --layout d99999999",
+    "models.actor.architecture={1: 2}",
+    "name=latest",
+    "nodes.actor_gen.temperature=1e-300",
+    "configuration with ten levels of interpolations",
+    "configuration with ten levels of copied mappings",
+    "configuration that is a loop of links",
+    "a Cyrillic node",
+    "a loop of links",
+    "a prompt of millions of characters",
 )
 """Cases that always run: each was a traceback, a hang, or accepted."""
 
@@ -125,6 +134,21 @@ def test_a_process_ends_with_code_2_within_its_memory(name: str, all_cases: Sequ
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_deleted_working_directory_is_one_line(tmp_path: Path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$0" -m hflow check grpo', sys.executable],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the working directory was deleted; change to another one\n"
 
 
 def test_a_full_disk_is_one_line(good: Good, tmp_path: Path):

@@ -47,7 +47,19 @@ class Copy:
     source: Path
 
 
-Content = bytes | Sparse | Copy
+@dataclass(frozen=True)
+class Link:
+    """A symbolic link, which may be part of a loop."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A named pipe that no process writes to."""
+
+
+Content = bytes | Sparse | Copy | Link | Pipe
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,10 @@ def write(path: Path, content: Content) -> None:
         case Sparse(size, start):
             path.write_bytes(start)
             os.truncate(path, size)
+        case Link(target):
+            path.symlink_to(target)
+        case Pipe():
+            os.mkfifo(path)
         case Copy(source) if source.is_dir():
             shutil.copytree(source, path, dirs_exist_ok=True)
         case Copy(source):
@@ -142,6 +158,8 @@ def problem(case: Case, outcome: Outcome) -> str | None:
         return f"not one line: {outcome.errors[:300]!r}"
     if len(last) > MOST_CHARACTERS:
         return f"{len(last)} characters: {last[:300]}"
+    if last.endswith(":"):
+        return f"says nothing: {last}"
     if case.says not in last:
         return f"does not name {case.says!r}: {last[:300]}"
     left = [] if case.is_found_late else outcome.written

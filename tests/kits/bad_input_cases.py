@@ -21,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bad_input import Case, Content, Copy, Sparse
+from bad_input import Case, Content, Copy, Link, Pipe, Sparse
 
 from hflow import launch
 from hflow.config import RunConfig
@@ -80,6 +80,15 @@ batch: 2
 """
 GENERATING_YAML = YAML.replace("actor=0:d1", "actor=0:d1 actor.gen=0:d1")
 ROWS = "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(4))
+
+
+def _interpolations(reference: str) -> str:
+    """Return the YAML of ten levels of interpolations, each of ten times the level before."""
+    levels = (f"  A{i}: '{(reference % (i - 1)) * 10}'\n" for i in range(1, 11))
+    return "env:\n  A0: xxxxxxxxxxxxxxxx\n" + "".join(levels)
+
+
+QUOTED = "'${a%s}'"
 DEEP = 50_000
 """Nested brackets: more than any parser's stack."""
 HUGE = 2 << 30
@@ -154,6 +163,7 @@ CHANGED_LATE = ("data", "checkpoint")
 FOUND_LATE = (
     "characters that the model lacks",
     "a row longer than the model",
+    "a prompt of millions",
     "an index of shards",
 )
 
@@ -345,6 +355,16 @@ def _overrides(good: Good) -> Chosen:
         ("models.actor.architecture.num_attention_heads=[1]", "num_attention_heads"),
         ("models.actor.architecture=[1]", "architecture"),
         ("models.actor.architecture.model_type=[1]", "model_type"),
+        ("models.actor.architecture={1: 2}", "architecture"),
+        ("models.actor.architecture.rope_parameters={a: {2.5: 1}}", "rope_parameters.a"),
+        ("env={1: x}", "env"),
+        ("nodes={1: {}}", "nodes"),
+        ("name=latest", "latest"),
+        ("nodes.actor_gen.temperature=1e-300", "temperature is 1e-300"),
+        ("nodes.actor_gen.temperature=5e-324", "temperature"),
+        ("nodes.actor_gen.temperature=1e300", "temperature"),
+        ("nodes.actor_gen.top_p=0", "top_p is 0"),
+        ("nodes.actor_gen.top_k=9223372036854775808", "top_k"),
         ("models.actor.path=''", "path"),
         ("models.actor.path=" + "a" * 5000, "path"),
     ]:
@@ -381,6 +401,7 @@ def _overrides(good: Good) -> Chosen:
         "hydra.run.dir=x", "hydra/launcher=x", "+hydra=x", "model@models.actor=none", "+model@models.actor=../../etc", "+model@=x", "models=1",
         "models.actor=1", "models.none.path=x", "nodes.none.x=1", "nodes.score.none=1", "nodes=[1]", "data=x", "schedule=1", "steps=\u202e1", "é=1",
         "models.actor.optim=rl-tiny", "-1", "steps=1,2", "steps=range(1,5)", "steps=choice(1,2)", "steps=glob(*)", "STEPS=1", "steps =1",
+        "steps=" + "9" * 5000, "steps=-" + "9" * 5000, "seed=" + "9" * 4000, "cores=[" + "9" * 5000 + "]",
     ]:  # fmt: skip
         yield f"{text[:40]!r}", ["check", "good.py", text], files, ""
 
@@ -558,6 +579,11 @@ def _recipes(good: Good) -> Chosen:
         "a date": "steps: 2020-01-01\n",
         "a merge of a number": "<<: 1\n",
         "an unknown key": "stepps: 1\n",
+        "ten levels of interpolations": _interpolations("${env.A%s}"),
+        "ten levels of relative interpolations": _interpolations("${.A%s}"),
+        "ten levels of copied mappings": "a0: {x: 1, y: 1}\n" + "".join(
+            f"a{i}: {{{', '.join(f'k{j}: {QUOTED % (i - 1)}' for j in range(10))}}}\n" for i in range(1, 11)
+        ),
         "UTF-16": None,
         "latin-1": None,
         "NUL": "steps: 1\x00\n",
@@ -572,6 +598,25 @@ def _recipes(good: Good) -> Chosen:
             {**good.generating(), "good.yaml": content},
             "",
         )
+    for name, content in {
+        "a loop of links": Link("good.yaml"),
+        "a pipe": Pipe(),
+        "a broken link": Link("no"),
+    }.items():
+        yield (
+            f"configuration that is {name}",
+            ["check", "good.py"],
+            {**good.generating(), "good.yaml": content},
+            "good.yaml",
+        )
+        yield f"recipe that is {name}", ["check", "x.py"], {"x.py": Link("x.py"), **good.generating()}, "x.py"
+    for name, old, new in [
+        ("a Cyrillic node", "score", "оценка"),
+        ("a Cyrillic model", '"actor"', '"актор"'),
+        ("a Cyrillic dataset", '"train"', '"данные"'),
+        ("a Cyrillic knob", "answer: str)", "answer: str, *, порог: float = 1.0)"),
+    ]:
+        yield name, ["check", "good.py"], recipe(GENERATING.replace(old, new).encode()), "ASCII"
     yield (
         "a huge configuration",
         ["check", "good.py"],
@@ -670,6 +715,14 @@ def _data(good: Good) -> Chosen:
         "rows.jsonl",
     )
     yield "a directory", run, {**good.files, "rows.jsonl": Copy(good.checkpoint)}, "rows.jsonl"
+    yield "a loop of links", run, {**good.files, "rows.jsonl": Link("rows.jsonl")}, "rows.jsonl"
+    yield "a pipe", run, {**good.files, "rows.jsonl": Pipe()}, "rows.jsonl"
+    yield (
+        "a prompt of millions of characters",
+        run,
+        {**good.files, "rows.jsonl": b'{"prompt": "' + b"1" * (16 << 20) + b'", "answer": "2"}\n'},
+        "rows.jsonl row 0",
+    )
     for name, content in {
         "nothing": b"",
         "text": ROWS.encode(),
@@ -1060,6 +1113,15 @@ def _plan_files(good: Good) -> Chosen:
         {**good.files, "plan.json": Sparse(HUGE, b"{")},
         "plan.json",
     )
+    for name, link in {
+        "a pipe": Pipe(),
+        "endless": Link("/dev/zero"),
+        "a loop of links": Link("plan.json"),
+    }.items():
+        for arguments in (["run", "--plan", "plan.json"], ["plan", "--diff", "plan.json", "good.py"]):
+            yield f"{name}: {arguments[0]}", arguments, {**good.files, "plan.json": link}, "plan.json"
+        calibrated = ["plan", "good.py", "calibration=plan.json"]
+        yield f"{name}: calibration", calibrated, {**good.files, "plan.json": link}, "plan.json"
     yield (
         "a huge file to compare",
         ["plan", "--diff", "plan.json", "good.py"],

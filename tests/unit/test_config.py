@@ -2,7 +2,7 @@ import copy
 import json
 import os
 import pickle
-import shlex
+import subprocess
 from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
 
@@ -172,7 +172,15 @@ def test_every_shipped_group_file_loads(file: Path, recipe):
         ("model=tiny-qwen2", "write model@models.NAME=tiny-qwen2"),
         ("models.actor.path=hflow:subtraction", "that come with hflow are hflow:addition and hflow:"),
         ("seed=${nothing}", "seed: Interpolation key 'nothing' not found"),
-        ("name=a, b", "has several values: write a list as key=[a,b]; for one text in a shell, write 'name="),
+        (
+            "name=a, b",
+            """several values: in a shell, write 'name="a, b"', or a list as 'name=[a,b]'; the shell""",
+        ),
+        (
+            f"name=a{'b' * 20_000}",
+            "has 20,006 characters; overrides have at most 20,000, so write the value in",
+        ),
+        ("seed=" + "9" * 5000, "cannot be parsed: it has a whole number of more than 4,300 digits"),
         ("hydra.job.name=x", "unknown key 'hydra.job.name'"),
     ],
 )
@@ -183,16 +191,86 @@ def test_a_wrong_override_is_refused_in_one_line(override: str, message: str):
     assert "\n" not in str(refusal.value)
 
 
+def advised(error: str) -> list[str]:
+    """Run what an error advises to type in a shell, and return the arguments that it makes."""
+    typed = error.partition("in a shell, write ")[2].removesuffix("; the shell removes the outer quotes")
+    typed = typed.removeprefix("a list as ").replace("', or a list as '", "' '")
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s\\0' {typed}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"HOME": "/x"},
+    )
+    return done.stdout.split("\0")[:-1]
+
+
 @pytest.mark.parametrize(
     "value",
-    ["Answer with the name only, please: no dots!", 'it\'s: a "b" \\"c\\ d\\', "a, $HOME `b`", "'open"],
+    [
+        "Answer with the name only, please: no dots!",
+        'it\'s: a "b" \\"c\\ d\\',
+        "a, $HOME `b`",
+        "'open",
+        "*#?",
+    ],
 )
 def test_an_error_says_how_to_quote_a_value_in_a_shell(value: str):
     with pytest.raises(ConfigError) as refusal:
         load_config(GRPO, [f"name={value}"])
-    typed = str(refusal.value).rpartition("write ")[2].removesuffix("; the shell removes the outer quotes")
-    (override,) = shlex.split(typed)
-    assert load_config(GRPO, [override]).name == value
+    assert load_config(GRPO, advised(str(refusal.value))[:1]).name == value
+
+
+@pytest.mark.parametrize(
+    ("value", "items"),
+    [
+        ("[a b.jsonl,c=d.jsonl]", ["a b.jsonl", "c=d.jsonl"]),
+        ("[$HOME,'x, y',`z`;#]", ["$HOME", "x, y", "`z`;#"]),
+        ('[it\'s,"1, 2", 3*]', ["it's", "1, 2", "3*"]),
+        ("[~/x.jsonl, y&z]", ["/root/x.jsonl", "y&z"]),
+        ("a.jsonl,b c.jsonl", ["a.jsonl", "b c.jsonl"]),
+        ("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]),
+    ],
+)
+def test_an_error_says_how_to_write_a_list_in_a_shell(
+    value: str, items: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", "/root")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, [f"report.show={value}"])
+    assert load_config(GRPO, advised(str(refusal.value))[-1:]).report.show == tuple(items)
+
+
+def test_an_error_says_what_a_tilde_means(monkeypatch: pytest.MonkeyPatch):
+    """A shell replaces it at the start of a word only, and not between quotes."""
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GRPO, ["out=~/runs"])
+    assert load_config(GRPO, advised(str(refusal.value))).out == "/home/me/runs"
+    for override in ('out="~/runs"', 'models.actor.path="~me/x"', 'data.train.path=[x,"~/y"]'):
+        with pytest.raises(ConfigError, match=r"~.*, which only a shell replaces"):
+            load_config(GRPO, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("env.X=3", "env.X"),
+        ("env.X=true", "env.X"),
+        ("env.X=1.5", "env.X"),
+        ("name=3", "name"),
+        ("report.show=[3]", "report.show"),
+        ("data.train.map.a=1", "data.train.map.a"),
+    ],
+)
+def test_an_error_says_how_to_write_a_number_as_text(override: str, key: str):
+    with pytest.raises(ConfigError, match="must be a string; in a shell, write") as refusal:
+        load_config(GRPO, [override])
+    (typed,) = advised(str(refusal.value))
+    assert typed.startswith(f"{key}=")
+    value = dict(flatten(asdict(load_config(GRPO, [typed]))))[key]
+    text = override.partition("=")[2]
+    assert value == ([text.strip("[]")] if text.startswith("[") else text)
 
 
 @pytest.mark.parametrize(

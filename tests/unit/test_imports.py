@@ -93,6 +93,7 @@ def test_every_package_is_in_the_import_table():
         "hflow.observer",
         "hflow.other_names",
         "hflow.types",
+        "hflow.user_files",
         "hflow.validation",
         "hflow.lazy",
         "hflow.recipe_files",

@@ -38,6 +38,7 @@ from hflow.planner.ir import Plan
 from hflow.planner.period import steady_period
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.user_files import resolved
 from hflow.validation import from_mapping
 
 NOISE = 0.02
@@ -106,7 +107,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
             f"calibrate={run} ran {file.rows['cluster']['name']} in one process, so its times are not those "
             "of its devices; choose a run with workers=ray"
         )
-    path = directory.path.resolve()
+    path = resolved(directory.path)
     plan, times, predict = planned_run(directory)
     found, missed = fit_run(base, plan, times, predict)
     num_steps = len(times.seconds[STEP])

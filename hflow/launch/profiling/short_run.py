@@ -27,6 +27,7 @@ from hflow.launch.profiling.run_times import MIN_STEPS, STEP, WARM_STEPS, RunTim
 from hflow.planner.calibration import Calibration
 from hflow.planner.ir import Plan
 from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.user_files import resolved
 
 BATCH = 64
 NUM_STEPS = WARM_STEPS + MIN_STEPS + 4
@@ -64,7 +65,7 @@ def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices
         *(f"cluster={device}-1x{num_devices}", f"placement=actor,actor.gen=all:d{num_devices}"),
         *("models.actor.path=null", "models.actor.gen.engine=embedded"),
         *(f"steps={NUM_STEPS}", f"batch={BATCH}", "nodes.eval_gen.after=100000", "save_every=100000"),
-        *("workload.response_cv=0", f"calibration={file.resolve()}", f"name={NAME}"),
+        *("workload.response_cv=0", f"calibration={resolved(file)}", f"name={NAME}"),
     ]
     with tempfile.TemporaryDirectory(prefix="hflow-profile-") as directory:
         _run(settings, Path(directory), device)
