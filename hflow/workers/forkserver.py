@@ -13,13 +13,15 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import shutil
+import tempfile
 import time
-from multiprocessing import forkserver, popen_forkserver, reduction, spawn, synchronize, util
+from multiprocessing import forkserver, popen_forkserver, process, reduction, spawn, synchronize, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
 from hflow.standard_streams import outlive_reader
-from hflow.workers.process_guard import POLL_SECONDS, run_in_session, semaphore_prefix
+from hflow.workers.process_guard import POLL_SECONDS, SHARED_FILES, run_in_session, shared_file_prefix
 
 _PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
 """What the server imports when it starts, in this order."""
@@ -58,6 +60,7 @@ class _Popen(popen_forkserver.Popen):
                 time.sleep(POLL_SECONDS)
 
     def _start(self, message: io.BytesIO) -> None:
+        _use_own_directory()
         sentinel, to_child = _server.connect_to_new_process(self._fds)
         try:
             with open(to_child, "wb", closefd=False) as pipe:
@@ -68,6 +71,15 @@ class _Popen(popen_forkserver.Popen):
             raise
         self.sentinel = sentinel
         self.finalizer = util.Finalize(self, _close, (to_child, sentinel))
+
+
+def _use_own_directory() -> None:
+    """Let multiprocessing keep the server's socket where a guard removes it if this process is killed."""
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        directory = tempfile.mkdtemp(prefix=shared_file_prefix(os.getpid()), dir=SHARED_FILES)
+        util.Finalize(None, shutil.rmtree, (directory, True), exitpriority=-100)
+        config["tempdir"] = directory
 
 
 def _close(*descriptors: int) -> None:
@@ -96,7 +108,7 @@ class _RLock(synchronize.RLock):
 
     @staticmethod
     def _make_name() -> str:
-        return f"/{semaphore_prefix(os.getpid())}{next(_RLock._suffixes)}"
+        return f"/{shared_file_prefix(os.getpid())}{next(_RLock._suffixes)}"
 
 
 class CleanContext(ForkServerContext):

@@ -32,8 +32,8 @@ POLL_SECONDS = 0.25
 """Time between two looks of a guard. A process outlives its parent by at most this much, and its worker by
 twice as much."""
 
-SEMAPHORES = Path("/dev/shm")
-"""Directory in which the system keeps named semaphores."""
+SHARED_FILES = Path("/dev/shm")
+"""Directory in which the system keeps named semaphores, and hflow the sockets of fork servers."""
 
 OWNER_POLLS = 8
 """How often a guard that ends looks whether its owner has ended too."""
@@ -156,7 +156,7 @@ def _guard(anchor: int, server: int, owner: int) -> None:
     """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
     _continue_with_end_of(anchor)
     _close_files()
-    remove_semaphores()
+    remove_shared_files()
     while os.getppid() == anchor and server not in reap():
         kill_orphans({server})
         continue_stopped(server, *children(server))
@@ -166,26 +166,33 @@ def _guard(anchor: int, server: int, owner: int) -> None:
         if read_stat(owner)[:1] in ([], ["Z"], ["X"]):
             break
         time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
-    remove_semaphores()
+    remove_shared_files()
     os._exit(0)
 
 
-def semaphore_prefix(owner: int) -> str:
-    """Return how the names of a process's semaphores begin. If it ends without removing them, a guard does.
+def shared_file_prefix(owner: int) -> str:
+    """Return how the names of a process's shared files begin. If it ends without removing them, a guard does.
 
-    Containers may share the directory of semaphores and have equal process ids, so a name has the id of the
+    Containers may share the directory of these files and have equal process ids, so a name has the id of the
     container's processes too, and the time at which its process started.
     """
     return f"hflow-{_pid_namespace()}-{owner}-{read_stat(owner)[19]}-"
 
 
-def remove_semaphores() -> None:
-    """Remove the semaphores of all processes that have ended without removing them."""
-    for path in SEMAPHORES.glob(f"sem.hflow-{_pid_namespace()}-*"):
+def remove_shared_files() -> None:
+    """Remove the semaphores and sockets of all processes that have ended without removing them."""
+    for path in SHARED_FILES.glob(f"*hflow-{_pid_namespace()}-*"):
         owner, start = path.name.split("-")[2:4]
         state = read_stat(int(owner))
-        if not state or state[0] in "ZX" or state[19] != start:
-            path.unlink(missing_ok=True)
+        if state and state[0] not in "ZX" and state[19] == start:
+            continue
+        with suppress(OSError):  # another guard removes it too
+            if path.is_dir():
+                for socket in path.iterdir():
+                    socket.unlink()
+                path.rmdir()
+            else:
+                path.unlink()
 
 
 def _pid_namespace() -> int:

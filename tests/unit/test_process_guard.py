@@ -12,7 +12,7 @@ import psutil
 import pytest
 from test_pool import Bench
 
-from hflow.workers.process_guard import remove_semaphores, semaphore_prefix
+from hflow.workers.process_guard import remove_shared_files, shared_file_prefix
 
 LEAVES = 'import os, time; os.fork(); open(os.environ["MARKS"] + f"/{os.getpid()}", "w"); time.sleep(600)'
 
@@ -66,7 +66,7 @@ def test_what_a_body_started_ends_with_its_process(
 
 def test_what_a_body_started_lives_until_the_pool_is_closed(tmp_path: Path) -> None:
     bench = Bench(start_others, 1)
-    left = Path(f"/dev/shm/sem.{semaphore_prefix(os.getpid())}left")
+    left = Path(f"/dev/shm/sem.{shared_file_prefix(os.getpid())}left")
     ended = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}-9"))
     left.touch()
     ended.touch()  # by a process with this id that has started at another time
@@ -75,7 +75,7 @@ def test_what_a_body_started_lives_until_the_pool_is_closed(tmp_path: Path) -> N
         pids = started(tmp_path)
         bench.run({1: {"marks": str(tmp_path), "how": "returns", "x": 0}})
         assert all(psutil.pid_exists(pid) for pid in pids)
-        remove_semaphores()
+        remove_shared_files()
         assert left.exists()
         assert not ended.exists()
     finally:
@@ -113,17 +113,21 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", ["killed by Ray", "guards are stopped"])
-def test_nothing_outlives_a_killed_worker(how: str, tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_worker(
+    how: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Ray kills the direct children of a worker too. Guards that are stopped continue when it ends."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    temporary = tmp_path_factory.mktemp("temporary")
     worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", WORKER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
     )
     while len(started(tmp_path)) < 6:
         assert worker.poll() is None
         time.sleep(0.02)
-    semaphores = list(Path("/dev/shm").glob(f"sem.hflow-*-{worker.pid}-*"))
-    assert semaphores
+    shared = list(Path("/dev/shm").glob(f"*hflow-*-{worker.pid}-*"))
+    assert {path.is_dir() for path in shared} == {False, True}, "semaphores, and a socket"
     direct = psutil.Process(worker.pid).children()
     below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
     if how == "guards are stopped":
@@ -137,7 +141,8 @@ def test_nothing_outlives_a_killed_worker(how: str, tmp_path: Path) -> None:
     worker.kill()
     worker.wait()
     wait_for_end([*below, *started(tmp_path)])
-    assert not any(path.exists() for path in semaphores)
+    assert not any(path.exists() for path in shared)
+    assert list(temporary.iterdir()) == []
 
 
 STOPPED = """
