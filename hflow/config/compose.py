@@ -113,7 +113,9 @@ class ConfigLoader:
                 composed = compose(name, overrides=self._with_new_groups(name, hydra_overrides))
             for parsed in shadowed:  # Hydra would look for a file in the directory of that name
                 OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
-            check_interpolations(OmegaConf.to_container(composed, resolve=False))
+            written = OmegaConf.to_container(composed, resolve=False)
+            assert isinstance(written, dict), "a configuration has keys"
+            check_interpolations(written)
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
             _check_keys(values)
         except ConfigError:

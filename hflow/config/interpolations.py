@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$\{\s*([^${}\s]+)\s*\}")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 
 
-def check_interpolations(values: Mapping[str, Any]) -> None:
+def check_interpolations(values: Mapping[Any, Any]) -> None:
     """Check that no value of a composed configuration expands to more than memory should hold.
 
     Args:
