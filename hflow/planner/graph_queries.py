@@ -58,7 +58,7 @@ def returns_keep(node: Node) -> bool:
 
 
 def num_firings(spec: NodeSpec, num_steps: int) -> int:
-    """Return how often a batch node fires in the first steps of a run."""
+    """Return the number of times that a batch node fires in the first steps of a run."""
     return len(range(spec.after, num_steps, spec.every))
 
 

@@ -48,7 +48,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles code with the name of its file, for errors and stacks. cloudpickle 3.1.3 leaves it out."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is made again."""
+        """Return a function and its arguments that make an object again."""
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
         make, arguments = self.dispatch_table[CodeType](obj)

@@ -90,7 +90,7 @@ class RunSaving:
         self._file_of: dict[tuple[str, int], str] = {}
         """Root stream and sample of that checkpoint -> the name of its file."""
         self._extra_updates: dict[str, int] = {}
-        """Of that checkpoint."""
+        """The extra updates of that checkpoint."""
         self._was_taken = asyncio.Event()
         self.saved_at = time.monotonic()
 
