@@ -57,7 +57,7 @@ def use_directory(directory: str | Path) -> None:
     name = str(directory)
     _used.add(name)
     beside = _module_names(name)
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in sys.modules.copy().items():
         if module_name.partition(".")[0] not in beside:
             continue
         file = getattr(module, "__file__", None)

@@ -23,9 +23,9 @@ from hflow.workers.storage.sample_store import SampleStore
 
 FLOATS = st.floats(-1e30, 1e30) | st.sampled_from([math.nan, math.inf, -math.inf])
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-SCALARS = (
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | FLOATS | FLOATS.map(np.float32) | st.just(np.int32(7))
-)
+INTEGERS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.just(np.int32(7))
+# Of a field with floats, only integers that float64 holds are accepted.
+NUMBERS = FLOATS | FLOATS.map(np.float32) | st.integers(-(2**53), 2**53) | st.booleans() | st.just(np.int32(7))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -81,13 +81,14 @@ def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFacto
     """Loose values of every kind, and packed values of every dtype, of which some samples are read."""
     store, samples = SampleStore(), list(range(data.draw(st.integers(1, 5))))
     lengths = [data.draw(st.integers(1, 3)) for _ in samples]
+    scalars = data.draw(st.sampled_from([INTEGERS, NUMBERS]))
     for sample, length in zip(samples, lengths, strict=True):
         ids = data.draw(st.lists(st.integers(0, 2**40), min_size=length, max_size=length))
         logprobs = data.draw(st.lists(FLOATS, min_size=length, max_size=length))
         columns = {"prompt": (Unit.TEXT, data.draw(st.text())), "row": (Unit.JSON, data.draw(JSON))}
         store.put_trajectory("gen", sample, sample // 2, trajectory(ids, logprobs), columns)
         if data.draw(st.booleans()):
-            store.add_value("gen", "reward", Unit.SEQUENCE, (sample,), data.draw(SCALARS))
+            store.add_value("gen", "reward", Unit.SEQUENCE, (sample,), data.draw(scalars))
             numbers = data.draw(st.sampled_from([FLOATS, st.integers(-9, 9), st.booleans()]))
             tokens = data.draw(st.lists(numbers, min_size=length, max_size=length))
             store.add_value("gen", "scores", Unit.TOKEN, (sample,), tokens)
