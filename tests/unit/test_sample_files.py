@@ -25,7 +25,9 @@ FLOATS = st.floats(-1e30, 1e30) | st.sampled_from([math.nan, math.inf, -math.inf
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 INTEGERS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.just(np.int32(7))
 # Of a field with floats, only integers that float64 holds are accepted.
-NUMBERS = FLOATS | FLOATS.map(np.float32) | st.integers(-(2**53), 2**53) | st.booleans() | st.just(np.int32(7))
+NUMBERS = (
+    FLOATS | FLOATS.map(np.float32) | st.integers(-(2**53), 2**53) | st.booleans() | st.just(np.int32(7))
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
