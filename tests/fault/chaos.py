@@ -249,5 +249,4 @@ def _counted(ways: list[tuple[str, int]]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

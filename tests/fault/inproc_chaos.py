@@ -280,6 +280,4 @@ def _log(out: Path) -> str:
 
 
 if __name__ == "__main__":
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
     main()
