@@ -17,11 +17,18 @@ import shutil
 import tempfile
 import time
 from multiprocessing import forkserver, popen_forkserver, process, reduction, spawn, synchronize, util
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
 from hflow.standard_streams import outlive_reader
-from hflow.workers.process_guard import POLL_SECONDS, SHARED_FILES, run_in_session, shared_file_prefix
+from hflow.workers.process_guard import (
+    POLL_SECONDS,
+    SHARED_FILES,
+    continue_stopped,
+    run_in_session,
+    shared_file_prefix,
+)
 
 _PRELOADED = ["hflow.workers.forkserver_guard", "hflow.workers.bodies.pool_child"]
 """What the server imports when it starts, in this order."""
@@ -65,6 +72,8 @@ class _Popen(popen_forkserver.Popen):
         try:
             with open(to_child, "wb", closefd=False) as pipe:
                 pipe.write(message.getbuffer())
+            while not wait([sentinel], POLL_SECONDS):
+                continue_stopped(_server._forkserver_pid)  # type: ignore[attr-defined]
             self.pid = forkserver.read_signed(sentinel)
         except BaseException:
             _close(to_child, sentinel)

@@ -43,6 +43,8 @@ def _run_activity(tasks: Mapping[int, NodeTask]) -> str:
 
 
 MESSAGES: Mapping[str, Message] = {
+    "place": Message("device", lambda *_: "starting"),
+    "rendezvous": Message("device", lambda *_: "opening a rendezvous"),
     "build": Message("device", lambda *_: "building its models"),
     "probe": Message("probe"),
     "set_peer": Message("data"),

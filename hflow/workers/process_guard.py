@@ -11,9 +11,9 @@ unless its session is that of a living process (`run_in_session`), and kills eve
 which is when the worker ends in any way. The anchor is the process that the worker started. Without it,
 Ray, which kills the children of a worker that it ends, would kill the guard before what it guards.
 
-Each continues what it has started if that is stopped: the anchor the guard, and the guard the server and the
-processes that the server has forked. Otherwise a pool would wait for a stopped process, which it has not
-given a job yet, for ever.
+Each continues what it has started if that is stopped: the worker the anchor, while it waits for a process
+that it has asked for, the anchor the guard, and the guard the server and the processes that the server has
+forked. Otherwise a pool would wait for a stopped process, which it has not given a job yet, for ever.
 
 This module imports only what a guard needs, as a guard keeps it in memory. Linux only.
 """

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 
 import psutil
 import pytest
 from test_pool import Bench
 
+import hflow.workers.forkserver
 from hflow.workers.process_guard import remove_shared_files, shared_file_prefix
 
 LEAVES = 'import os, time; os.fork(); open(os.environ["MARKS"] + f"/{os.getpid()}", "w"); time.sleep(600)'
@@ -100,6 +103,35 @@ def test_a_process_is_started_though_the_server_was_killed(tmp_path: Path) -> No
         assert ended[1].reason is None
     finally:
         bench.pool.close()
+
+
+class StoppedServer(ForkServer):
+    """A fork server that is stopped before it has a guard."""
+
+    _forkserver_pid: int
+
+    def ensure_running(self) -> None:
+        super().ensure_running()
+        os.kill(self._forkserver_pid, signal.SIGSTOP)
+
+    def end(self) -> None:
+        os.kill(self._forkserver_pid, signal.SIGCONT)
+        self._stop()  # type: ignore[attr-defined]
+
+
+def test_a_process_is_started_though_the_server_is_stopped_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = StoppedServer()
+    server.set_forkserver_preload(hflow.workers.forkserver._PRELOADED)
+    monkeypatch.setattr(hflow.workers.forkserver, "_server", server)
+    bench = Bench(start_others, 1)
+    try:
+        ended = bench.run({0: {"marks": str(tmp_path), "how": "returns", "x": 0}})
+        assert ended[0].reason is None
+    finally:
+        bench.pool.close()
+        server.end()
 
 
 WORKER = """

@@ -144,7 +144,7 @@ class RayWorkers(Workers):
         bodies = [program.body for program in setup.programs.values()]
         pickled = pickle_with_bodies(setup, bodies)
         # Wait until every process has started, so that none times out in `build` while another imports torch.
-        places = await asyncio.gather(*(self._call(worker, "place") for worker in workers))
+        places = await self._call_devices("place", dict.fromkeys(workers, ()))
         machines = [machine for machine, _ in places]
         found = [devices for _, devices in places]
         check_devices(setup.plan, found, package_versions())
@@ -154,7 +154,7 @@ class RayWorkers(Workers):
         devices = [process.names[0] for process in found if process.names]
         self._build = _BuildArguments(setup.recipe_directory, files, pickled, self._actors, devices)
         members = collective_workers(setup.plan.replicas)
-        address = await self._call(members[0], "rendezvous") if len(members) > 1 else ""
+        (address,) = await self._call_devices("rendezvous", {members[0]: ()}) if len(members) > 1 else [""]
         ranks = [ProcessRank(w, members, address) if address and w in members else None for w in workers]
         build = self._build.in_object_store()
         arguments = {w: build.of(machines[w], ranks[w]) for w in workers}
@@ -246,7 +246,7 @@ class RayWorkers(Workers):
             raise _ray_failure(error) from None
         self._deaths.pop(worker, None)
         self._unresponsive.discard(worker)
-        machine, _ = await self._call_once(worker, "place")
+        ((machine, _),) = await self._call_devices("place", {worker: ()})
         await self._call_devices("build", {worker: self._build.of(machine, None)})
         restored: Mapping[str, Sequence[int]] = await self._call_once(worker, "restore_log")
         others = (other for other in range(len(self._actors)) if other != worker)
