@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -139,7 +140,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # runs of a program in the background ignore it
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         os.environ["RAY_TMPDIR"] = name  # Ray keeps the logs of every start
         # Ray waits a minute by default before it replaces a process that ends while it starts.

@@ -159,7 +159,8 @@ class DisturbedRun:
         """Processes of the run that were seen."""
         self._expected: set[int] = {0}
         """Exit codes that the present process may end with."""
-        self._num_metrics_bytes = 0
+        self._rows: set[bytes] = set()
+        """Rows of metrics that were seen; a run that continues rewrites their file."""
         self._num_log_characters = 0
         self._is_over = False
         self._process: subprocess.Popen[bytes]
@@ -246,15 +247,13 @@ class DisturbedRun:
     def _read_metrics(self) -> None:
         if self.directory is None or not (path := self.directory / "metrics.jsonl").is_file():
             return
-        with path.open("rb") as file:
-            file.seek(self._num_metrics_bytes)
-            text = file.read()
-        end = text.rfind(b"\n") + 1
-        for line in text[:end].splitlines():
-            row = json.loads(line)
-            if STEP in row:
-                self._note("step", row["step"])
-        self._num_metrics_bytes += end
+        text = path.read_bytes()
+        for line in text[: text.rfind(b"\n") + 1].splitlines():
+            if line not in self._rows:
+                self._rows.add(line)
+                row = json.loads(line)
+                if STEP in row:
+                    self._note("step", row["step"])
 
     def _read_log(self) -> None:
         text = self._log()
