@@ -366,8 +366,11 @@ def test_ledgers_of_agents(tmp_path: Path, recipe: str, changes: list[str], judg
     summary = run(f"recipes/{recipe}.py", tmp_path, *small)
     ledger = summary.directory / "ledger.sqlite"
     assert audit(ledger) == []
+    num_ended = num_trained = 0.0  # the next step's episodes may end before a step is reported
     for row in steps_of(summary):
-        assert row["episodes/terminated"] >= row["batch/samples"]
+        num_ended += row["episodes/terminated"]
+        num_trained += row["batch/samples"]
+        assert num_ended >= num_trained
         assert row["episodes/generating"] >= 0
     trained = select(ledger, "end = 'trained'").to_json()
     assert len(trained) == 2 * 2 * 8
