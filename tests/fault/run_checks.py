@@ -48,8 +48,9 @@ def problems_of(
         problems.append(f"metrics.jsonl has no row of the steps {missing}")
     if verify_checkpoint(directory / "checkpoints" / "latest") != steps:
         problems.append("the last checkpoint is not that of the last step")
-    # A run may be killed while it replaces its summary, which is the last thing that it does.
-    hidden = [path.name for path in directory.rglob(".*") if path.name != ".summary.json"]
+    # A run may be killed while it replaces its trace or its summary, which is the last that it does.
+    last = (".trace.json", ".summary.json")
+    hidden = [path.name for path in directory.rglob(".*") if path.name not in last]
     hidden += [name for name in ("weights", "sample_log") if (directory / name).exists()]
     if hidden:
         problems.append(f"unfinished files are left: {hidden}")
