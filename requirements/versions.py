@@ -113,7 +113,7 @@ class Environment:
                 [*command, "--junitxml", report],
                 cwd=ROOT,
                 env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+                preexec_fn=_obey_signals,
             )
             for case in ElementTree.parse(report).iter("testcase"):
                 module = case.get("classname") or case.get("name") or ""
@@ -126,6 +126,12 @@ class Environment:
                 if outcome in ("failure", "error"):
                     failed.append(f"{case.get('classname')}::{case.get('name')}")
         return {"tests": dict(counts), "failed": failed}
+
+
+def _obey_signals() -> None:
+    """Let tests send signals that a job in the background, or of `nohup`, ignores."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def main() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from worker_kit import setup_of
 
 from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
@@ -36,7 +38,7 @@ MISSING = (
 
 
 def test_every_message_has_a_receiver_and_a_lane() -> None:
-    of_the_process = {"build", "probe", "pull", "set_peer"}
+    of_the_process = {"build", "place", "probe", "pull", "rendezvous", "set_peer"}
     assert all(hasattr(Worker, name) for name in MESSAGES if name not in of_the_process)
     assert {message.lane for message in MESSAGES.values()} == LANES.keys()
     assert all((message.lane == "device") == (message.activity is not None) for message in MESSAGES.values())
@@ -120,6 +122,30 @@ def test_an_engine_that_could_not_load_does_not_wake() -> None:
     with pytest.raises(RunError, match="no"):
         messages.wake()
     assert messages.sent == UPDATE
+
+
+class StartedActors(RayActors):
+    """Processes that Ray has started."""
+
+    def start(self, report_progress: Callable[[str], None] = lambda line: None) -> None:
+        """They run."""
+
+    def actors(self, number: int) -> list[Any]:
+        return [None] * number
+
+
+class StoppedWorkers(RayWorkers):
+    """Workers whose processes were stopped before they answer anything."""
+
+    def _send(self, worker: int, method: str, *arguments: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().create_future()
+
+
+def test_workers_that_are_stopped_while_they_start_have_failed() -> None:
+    setup = dataclasses.replace(setup_of(), collective_timeout=TIMEOUT)
+    workers = StoppedWorkers(StartedActors(setup.plan.cluster))
+    with pytest.raises(WorkerFailureError, match=r"^starting: worker 0 did not join within 0\.4 s: "):
+        asyncio.run(workers.start(setup))
 
 
 def errors(*names: str) -> list[str]:
