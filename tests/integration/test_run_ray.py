@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,7 @@ def listening_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return found
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs hflow[vllm]")
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     """Answers are being drawn by vLLM. The checkpoint is saved, and no process is left."""
     options = ["models.actor.path=null", "models.actor.gen.engine=vllm", "batch=4", "steps=100000"]
