@@ -24,7 +24,8 @@ import torch
 from neighbour import architecture
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import SamplingParams
+from hflow.backends.settings import ModelSettings
 
 PROMPT = 7
 

@@ -38,8 +38,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.build import DTYPES
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.common.inputs import PackedTokens, pack_tokens
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 

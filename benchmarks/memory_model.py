@@ -31,13 +31,8 @@ import torch.distributed as dist
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import (
-    ModelSettings,
-    NodeCall,
-    RankPosition,
-    SamplingParams,
-    TrainShard,
-)
+from hflow.backends.interface import NodeCall, SamplingParams, TrainShard
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batch import Batch, Column

@@ -166,8 +166,9 @@ def compare_grpo(model: Path, case: Grpo, peer: str, rounds: int) -> dict[str, A
 
 def serve_engine(name: str, model: str) -> None:
     """Measure an engine of hflow, once for each number of sequences on stdin."""
-    from hflow.backends.interface import EngineSetup, GenerationEngine, ModelSettings, SamplingParams
-    from hflow.planner.backends import engine_kind
+    from hflow.backends.interface import EngineSetup, GenerationEngine, SamplingParams
+    from hflow.backends.settings import ModelSettings
+    from hflow.planner.descriptors import engine_kind
     from hflow.workers.process_setup import keep_freed_memory
 
     keep_freed_memory()  # as a worker does
@@ -222,7 +223,8 @@ def compare_decode(model: Path, rounds: int) -> dict[str, Any]:
 def serve_training(model: str) -> None:
     """Measure training steps and their matrix products, once for each line on stdin."""
     from hflow import nodes
-    from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, TrainShard
+    from hflow.backends.interface import NodeCall, TrainShard
+    from hflow.backends.settings import ModelSettings, RankPosition
     from hflow.backends.torch_model.backend import TorchModel
     from hflow.config.schema import OptimConfig
     from hflow.graph.ir import Read

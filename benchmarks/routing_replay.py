@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult, ModelSettings, NodeCall, RankPosition, SamplingParams
+from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.data.routed_experts import pack_rows

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import yaml
 
-from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, TrainShard
+from hflow.backends.interface import NodeCall, TrainShard
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit

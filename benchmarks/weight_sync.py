@@ -22,7 +22,7 @@ import torch
 
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_processes, make_setup
-from hflow.planner.backends import engine_kind
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.ir import Plan
 from hflow.planner.model_shape import num_parameters
 from hflow.workers.ray.ray_workers import RayWorkers

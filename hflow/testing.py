@@ -250,7 +250,7 @@ def try_recipe(
         HflowError: as `hflow.run`.
     """
     from hflow import launch
-    from hflow.launch.compile import read_recipe
+    from hflow.launch.read_recipe import read_recipe
 
     config, _, _ = read_recipe(recipe, overrides)
     random = [

@@ -13,7 +13,6 @@ import yaml
 from hflow.config.schema import ModelConfig
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import traits
 from hflow.planner.calibration import HostTimes
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
@@ -22,6 +21,7 @@ from hflow.planner.cost.roofline import Part
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.traits import traits
 from hflow.shipped import shipped_directory
 
 HERE = Path(__file__).parent

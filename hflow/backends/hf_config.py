@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, HflowError, nearest
 from hflow.json_text import read_json_object
 from hflow.model_config import check_model_config

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
 from hflow.errors import HflowError
-from hflow.planner.backends import BACKENDS, training_backend
+from hflow.planner.descriptors import training_backend
+from hflow.planner.traits import BACKENDS
 
 if TYPE_CHECKING:
     from hflow.launch.profiling.calibrate import LayerTime

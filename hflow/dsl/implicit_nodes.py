@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hflow.dsl.definition import Definition, define, definition_of
+from hflow.dsl.nodetype import Definition, define, definition_of
 from hflow.dsl.verbs import infer
 from hflow.types import Output, PerToken
 

@@ -8,8 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hflow.dsl.definition import Definition
-from hflow.dsl.nodetype import Context, NodeType
+from hflow.dsl.nodetype import Context, Definition, NodeType
 from hflow.recipe_files import local_directory
 from hflow.types.node_setup import ATTRIBUTE
 

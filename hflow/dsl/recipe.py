@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from hflow.dsl.body_check import check_of
 from hflow.dsl.dataset import Dataset
-from hflow.dsl.definition import Definition, definition_of
 from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.node_body import node_body
+from hflow.dsl.nodetype import Definition, definition_of
 from hflow.dsl.to_spec import to_spec
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hflow.dsl.definition import Definition
 from hflow.dsl.first_pass import first_pass_of
 from hflow.dsl.node_body import has_setup
-from hflow.dsl.nodetype import NodeType, Shapes
+from hflow.dsl.nodetype import Definition, NodeType, Shapes
 from hflow.dsl.options import SPEC_FIELDS
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import BodyRef, Knob, Level, NodeSpec, Parameter

@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, cast
 
 from hflow.dsl.dataset import Dataset
-from hflow.dsl.definition import Arguments, Definition, Result, define, definition_of
+from hflow.dsl.nodetype import Arguments, Definition, Result, define, definition_of
 from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.model import Model

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hflow.launch.compare_runs import compare_runs
-from hflow.launch.compile import Compiled, check, compile_recipe, compose_recipe, plan
+from hflow.launch.compile import (
+    Compiled,
+    check,
+    compare_plans,
+    compile_plan_file,
+    compile_recipe,
+    compose_recipe,
+    plan,
+    plan_file_text,
+)
 from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.ledger_queries import (
     SAMPLE_COLUMNS,
@@ -25,7 +34,7 @@ from hflow.launch.ledger_queries import (
 )
 from hflow.launch.new_recipe import NewRecipe, new_recipe
 from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
-from hflow.launch.plan_file import compare_plans, compile_plan_file, compose_plan_file, plan_file_text
+from hflow.launch.plan_file import compose_plan_file
 from hflow.launch.run_report import read_report
 from hflow.launch.size import Target, size
 from hflow.launch.what_if import what_if

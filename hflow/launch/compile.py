@@ -1,33 +1,35 @@
-"""Compiles a recipe and its configuration to a checked graph and a plan."""
+"""Compiles a recipe and its configuration, or a plan file, to a checked graph and a plan."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hflow.config import ConfigLoader, DataConfig, ModelConfig, RunConfig, to_yaml, validate_names
-from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys, override_values
-from hflow.errors import ConfigError, nearest
-from hflow.graph.build import build_graph
-from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
+from hflow.config import DataConfig, ModelConfig, RunConfig, to_mapping, to_yaml
+from hflow.dsl import apply_overrides, override_values
+from hflow.errors import ConfigError, PlanError, RecipeError
+from hflow.graph.ir import Graph
 from hflow.launch.auto_placement import AUTO, free_keys, with_choices
-from hflow.launch.data_settings import check_data, replaced_data_warnings
-from hflow.launch.model_fit import check_model_fit
-from hflow.launch.model_overrides import with_overridden_models
-from hflow.launch.plan_request import plan_request
-from hflow.launch.shown_metrics import check_metric_names
-from hflow.launch.trackers import check_trackers
+from hflow.launch.data_settings import replaced_data_warnings
+from hflow.launch.plan_file import FORMAT, read_plan_file, recipe_file
+from hflow.launch.plan_request import LearnedFromRun, plan_request
+from hflow.launch.read_recipe import ReadRecipe, RecipeReader, options_of
 from hflow.observer import Observer
-from hflow.planner.backends import BACKENDS, ENGINES
 from hflow.planner.compile import compile_plan
+from hflow.planner.diff import PlanDiff, and_more, diff_plans
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
 from hflow.planner.request import PlanRequest
 from hflow.planner.search import PastSearches
+from hflow.planner.serialise import to_json
 from hflow.planner.unused_keys import check_unused_keys
 from hflow.runtime.simulation.simulate_plan import simulated_period
+from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 
 
 @dataclass(frozen=True)
@@ -45,65 +47,6 @@ class Compiled:
     """Those of the recipe."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
-
-
-@dataclass(frozen=True)
-class ReadRecipe:
-    """A recipe with its configuration and its checked graph, before it is planned."""
-
-    path: Path
-    """The recipe's Python file."""
-    overrides: tuple[str, ...]
-    config: RunConfig
-    set_keys: frozenset[str]
-    """Keys of the configuration that the recipe's files and overrides set."""
-    graph: Graph
-    recipe: Recipe
-    is_decided: bool
-    """Whether the configuration was given as a whole, so that nothing is left to choose."""
-    warnings: tuple[str, ...] = ()
-    """What overrides replace besides the keys that they name."""
-
-
-class RecipeReader:
-    """Reads a recipe once, and its configuration with any overrides."""
-
-    def __init__(self, recipe: str | Path) -> None:
-        """Import a recipe's Python file.
-
-        Raises:
-            RecipeError: for an error in the recipe.
-        """
-        self._path = Path(recipe)
-        self._recipe = load_recipe(recipe)
-        self._configs = ConfigLoader(recipe)
-
-    def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
-        """Return the recipe with its configuration and graph.
-
-        Args:
-            overrides: configuration as `key=value`.
-            config: a whole configuration, used instead of the recipe's YAML file and overrides.
-
-        Raises:
-            RecipeError: for an error in the recipe.
-            ConfigError: for an unknown key, or a value that does not fit.
-        """
-        is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
-        if config is None:
-            config, set_keys = self._configs.load(overrides)
-            config, warnings = with_overridden_models(config, overrides)
-        spec = self._recipe.spec()
-        check_names(config, spec)
-        graph = build_graph(apply_overrides(spec, config.nodes))
-        self._recipe.check_bodies(graph)
-        check_model_fit(config, graph)
-        check_data(config, graph)
-        check_metric_names(config, graph)
-        check_trackers(config.report)
-        return ReadRecipe(
-            self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided, warnings
-        )
 
 
 def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
@@ -193,8 +136,10 @@ def compile_read(
     config, graph, recipe = read.config, read.graph, read.path
     replaced = () if read.is_decided else tuple(replaced_data_warnings(config, graph, recipe, read.overrides))
 
+    learn = cache(learn_from_run)
+
     def requested(config: RunConfig) -> PlanRequest:
-        request = plan_request(config, graph, recipe)
+        request = plan_request(config, graph, recipe, learn)
         return replace(
             request, engines=engines or {}, warnings=(*request.warnings, *read.warnings, *replaced)
         )
@@ -221,71 +166,85 @@ def compile_read(
         searched=searched,
         simulate=simulated_period,
     )
-    bodies = read.recipe.bodies(_options(graph))
+    bodies = read.recipe.bodies(options_of(graph))
     return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
 
 
-def read_recipe(
-    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
-) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
-    """Return a recipe's configuration, its graph, and its node bodies by name.
+def plan_file_text(compiled: Compiled) -> str:
+    """Return the plan file of a compiled recipe, as indented JSON."""
+    recipe, directory = compiled.recipe.absolute(), Path.cwd()
+    is_local = recipe.is_relative_to(directory)
+    values = {
+        "format": FORMAT,
+        "recipe": (recipe.relative_to(directory) if is_local else recipe).as_posix(),
+        "config": to_mapping(compiled.config),
+        "plan": to_json(compiled.plan),
+    }
+    return json.dumps(values, indent=2)
+
+
+def compile_plan_file(
+    path: str | Path, recipe: str | Path | None = None, overrides: Sequence[str] = ()
+) -> Compiled:
+    """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
 
     Args:
-        recipe: path of the recipe's Python file.
-        overrides: configuration as `key=value`.
-        config: a whole configuration, used instead of the recipe's YAML file and overrides.
+        path: a plan file or a run's directory.
+        recipe: the recipe's file, if it has moved; None: the stored path.
+        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
 
     Raises:
-        RecipeError: for an error in the recipe.
-        ConfigError: for an unknown key, or a value that does not fit.
+        ConfigError: for a file that is not a plan file, or overrides that do not fit.
+        PlanError: if the plan differs from the stored one; the message names the first change.
+        RecipeError: if there is no recipe.
     """
-    read = RecipeReader(recipe).read(overrides, config)
-    return read.config, read.graph, read.recipe.bodies(_options(read.graph))
+    file = read_plan_file(path)
+    source, config = recipe_file(file, recipe), file.configuration(overrides)
+    try:
+        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
+    except (ConfigError, PlanError, RecipeError) as error:
+        raise PlanError(f"{file.path} is out of date: {error}") from error
+    diff = diff_plans(file.rows, to_json(compiled.plan))
+    if diff.decided:
+        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(source), *overrides])
+        others = and_more(len(diff.decided) - 1)
+        raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
+    return compiled
 
 
-def read_nodes(recipe: str | Path) -> tuple[Recipe, dict[str, NodeSpec]]:
-    """Return a recipe, and its nodes by name with the values of its configuration.
+def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> PlanDiff:
+    """Compare two plans.
+
+    Args:
+        before: a plan file, a run's directory, or a recipe, which is compiled: its file (`.py`), or the name
+            of a shipped one.
+        after: the same.
+        overrides: configuration with which recipes are compiled.
 
     Raises:
-        RecipeError: for an error in the recipe.
-        ConfigError: for an unknown key, or a value that does not fit.
+        HflowError: for any other file, or a recipe that cannot be compiled.
     """
-    read = RecipeReader(recipe).read()
-    nodes = apply_overrides(read.recipe.spec(), read.config.nodes).nodes
-    return read.recipe, {node.name: node for node in nodes}
+    if overrides and not (_is_recipe(before) or _is_recipe(after)):
+        raise ConfigError(
+            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file, or the "
+            "name of a shipped one); remove it"
+        )
+    return diff_plans(_rows(before, overrides), _rows(after, overrides))
 
 
-def _options(graph: Graph) -> dict[str, dict[str, Any]]:
-    """Return node -> its options, as the configuration set them."""
-    return {node.name: dict(node.spec.options) for node in graph.nodes}
+def _rows(operand: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    if _is_recipe(operand):
+        return to_json(compile_recipe(find_recipe(operand), overrides).plan)
+    return read_plan_file(operand).rows
 
 
-def check_names(config: RunConfig, spec: RecipeSpec) -> None:
-    """Check that a configuration names only what the recipe has, and backends that exist.
-
-    Raises:
-        ConfigError: for the first other name, with the nearest one.
-    """
-    validate_names(
-        config,
-        models=[model.name for model in spec.models],
-        data=[dataset.name for dataset in spec.datasets],
-        nodes={node.name: overridable_keys(node) for node in spec.nodes},
-    )
-    _check_backends(config)
+def _is_recipe(operand: str) -> bool:
+    """Return whether an operand is a recipe. A file or directory here comes before a shipped recipe."""
+    return is_recipe_file(operand) or (operand in shipped_recipes() and not Path(operand).exists())
 
 
-def _check_backends(config: RunConfig) -> None:
-    """Check that the names of backends and engines are registered.
+def learn_from_run(run: str, device: str) -> LearnedFromRun:
+    """Learn from a run, as `profiling.from_run.learn_from_run`, which is imported by the first call."""
+    from hflow.launch.profiling import from_run
 
-    Raises:
-        ConfigError: naming the key, the nearest name and all names.
-    """
-    for name, model in config.models.items():
-        settings = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
-        for key, value, known in settings:
-            if value is not None and value not in known:
-                choices = " or ".join(map(repr, known))
-                raise ConfigError(
-                    f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"
-                )
+    return from_run.learn_from_run(run, device)

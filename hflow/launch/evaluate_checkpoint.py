@@ -20,13 +20,14 @@ from hflow.errors import ConfigError
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph, RecipeSpec
-from hflow.launch.compile import Compiled, check_names
+from hflow.launch.compile import Compiled, learn_from_run
 from hflow.launch.data_settings import check_data
 from hflow.launch.evaluation_options import EvaluationOptions
 from hflow.launch.merged_checkpoint import model_directory
 from hflow.launch.model_fit import check_model_fit
 from hflow.launch.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.plan_request import plan_request
+from hflow.launch.read_recipe import check_names
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.saved_models import find_saved_models
 from hflow.planner.compile import compile_plan
@@ -152,7 +153,7 @@ def compile_evaluation(
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph)
-    request = plan_request(config, graph, recipe)
+    request = plan_request(config, graph, recipe, learn_from_run)
     check_unused_keys(graph, request)
     plan = compile_plan(graph, request)
     return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)

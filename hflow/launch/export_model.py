@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hflow.backends.common.weight_files import INDEX, weight_file_names
-from hflow.backends.interface import SHARDS
+from hflow.backends.settings import SHARDS
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings, has_tokenizer
 from hflow.errors import ConfigError, nearest
 from hflow.json_text import read_json_object

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hflow.backends.interface import MERGED, SHARDS
+from hflow.backends.settings import MERGED, SHARDS
 from hflow.data.model_files import copy_other_files
 from hflow.errors import ConfigError
 from hflow.json_text import read_json_object

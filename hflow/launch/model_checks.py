@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from hflow.backends.common.sharded_checkpoint import check_shards
 from hflow.backends.hf_config import max_length, read_config, translate_errors
-from hflow.backends.interface import SHARDS
+from hflow.backends.settings import SHARDS
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError, ConfigError, DataError
 from hflow.graph.ir import NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.launch.plan_request import is_library_node
-from hflow.planner.backends import training_backend
+from hflow.planner.descriptors import training_backend
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.unrunnable import head_size_reason
 from hflow.types.attention_kernel import flash_attn_version

@@ -19,8 +19,8 @@ from hflow.json_text import read_json_object
 from hflow.launch.merged_checkpoint import is_adapter
 from hflow.model_config import check_model_config
 from hflow.planner.architectures import ONLY_PLANNED, read_shape
-from hflow.planner.backends import backend_of_any_family, traits
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.traits import backend_of_any_family, traits
 
 SIZES = (
     "hidden_size",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hflow.backends.interface import SHARDS, SHARDS_INDEX, ModelSettings
+from hflow.backends.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.config import ModelConfig, RunConfig
 from hflow.data.tokenizer import TokenizerSettings, eos_ids
 from hflow.errors import ConfigError

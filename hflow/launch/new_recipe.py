@@ -12,7 +12,7 @@ from typing import Any
 
 from hflow.config.yaml_files import read_yaml
 from hflow.errors import ConfigError
-from hflow.launch.compile import read_recipe
+from hflow.launch.read_recipe import read_recipe
 from hflow.shipped import find_recipe, is_recipe_file, shipped_directory, shipped_recipes
 
 CHAT = "_chat"

@@ -6,23 +6,19 @@ the result only if it equals the stored plan, row by row. Rows that were read fr
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hflow.config import RunConfig, load_config, to_mapping, to_yaml
+from hflow.config import RunConfig, load_config, to_yaml
 from hflow.errors import ConfigError, PlanError, RecipeError
 from hflow.json_text import read_json
-from hflow.launch.compile import Compiled, compile_recipe
-from hflow.planner.diff import PlanDiff, and_more, diff_plans
+from hflow.planner.diff import diff_plans
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
-from hflow.planner.serialise import is_left_out, rows_digest, to_json
-from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
+from hflow.planner.serialise import is_left_out, rows_digest
 from hflow.validation import from_mapping
 
 FORMAT = 3
@@ -89,19 +85,6 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         return load_config(Path(directory) / "plan.py", overrides, Path.cwd())
 
 
-def plan_file_text(compiled: Compiled) -> str:
-    """Return the plan file of a compiled recipe, as indented JSON."""
-    recipe, directory = compiled.recipe.absolute(), Path.cwd()
-    is_local = recipe.is_relative_to(directory)
-    values = {
-        "format": FORMAT,
-        "recipe": (recipe.relative_to(directory) if is_local else recipe).as_posix(),
-        "config": to_mapping(compiled.config),
-        "plan": to_json(compiled.plan),
-    }
-    return json.dumps(values, indent=2)
-
-
 def read_plan_file(path: str | Path) -> PlanFile:
     """Read a plan file, or the plan file in a run's directory.
 
@@ -117,66 +100,6 @@ def read_plan_file(path: str | Path) -> PlanFile:
 def compose_plan_file(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """Return the configuration of a plan file with overrides, as YAML."""
     return to_yaml(read_plan_file(path).configuration(overrides))
-
-
-def compile_plan_file(
-    path: str | Path, recipe: str | Path | None = None, overrides: Sequence[str] = ()
-) -> Compiled:
-    """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
-
-    Args:
-        path: a plan file or a run's directory.
-        recipe: the recipe's file, if it has moved; None: the stored path.
-        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
-
-    Raises:
-        ConfigError: for a file that is not a plan file, or overrides that do not fit.
-        PlanError: if the plan differs from the stored one; the message names the first change.
-        RecipeError: if there is no recipe.
-    """
-    file = read_plan_file(path)
-    source, config = recipe_file(file, recipe), file.configuration(overrides)
-    try:
-        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
-    except (ConfigError, PlanError, RecipeError) as error:
-        raise PlanError(f"{file.path} is out of date: {error}") from error
-    diff = diff_plans(file.rows, to_json(compiled.plan))
-    if diff.decided:
-        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(source), *overrides])
-        others = and_more(len(diff.decided) - 1)
-        raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
-    return compiled
-
-
-def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> PlanDiff:
-    """Compare two plans.
-
-    Args:
-        before: a plan file, a run's directory, or a recipe, which is compiled: its file (`.py`), or the name
-            of a shipped one.
-        after: the same.
-        overrides: configuration with which recipes are compiled.
-
-    Raises:
-        HflowError: for any other file, or a recipe that cannot be compiled.
-    """
-    if overrides and not (_is_recipe(before) or _is_recipe(after)):
-        raise ConfigError(
-            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file, or the "
-            "name of a shipped one); remove it"
-        )
-    return diff_plans(_rows(before, overrides), _rows(after, overrides))
-
-
-def _rows(operand: str, overrides: Sequence[str]) -> Mapping[str, Any]:
-    if _is_recipe(operand):
-        return to_json(compile_recipe(find_recipe(operand), overrides).plan)
-    return read_plan_file(operand).rows
-
-
-def _is_recipe(operand: str) -> bool:
-    """Return whether an operand is a recipe. A file or directory here comes before a shipped recipe."""
-    return is_recipe_file(operand) or (operand in shipped_recipes() and not Path(operand).exists())
 
 
 def recipe_file(file: PlanFile, recipe: str | Path | None = None) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.hardware import HardwareKind, read_hardware
@@ -25,22 +25,37 @@ from hflow.launch.model_metadata import (
     replaced_templates,
     unopened_templates,
 )
-from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.calibration import Calibration, check_device
 from hflow.planner.cluster import device_of, parse_cluster
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.graph_queries import num_firings
 from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import ENGINES
 from hflow.types.attention_kernel import flash_attn_version
 from hflow.types.layer_kernels import installed_transformer_engine
 from hflow.validation import from_mapping
 
-if TYPE_CHECKING:
-    from hflow.launch.profiling.from_run import LearnedFromRun
-
 T = TypeVar("T", Device, Link, Calibration)
+
+
+@dataclass(frozen=True)
+class LearnedFromRun:
+    """What a run says about its hardware and its data."""
+
+    calibration: Calibration
+    workload: WorkloadConfig
+    """Lengths of its samples."""
+
+
+Learn = Callable[[str, str], LearnedFromRun]
+"""Learns from a run on devices of a name: `profiling.from_run.learn_from_run`, which plans the run again."""
+
+
+def _learn_nothing(run: str, device: str) -> LearnedFromRun:
+    raise AssertionError(f"calibrate={run} is set, and the caller cannot learn from runs")
 
 
 def known_devices(recipe: str | Path) -> dict[str, Device]:
@@ -57,8 +72,15 @@ def known_links(recipe: str | Path) -> dict[str, Link]:
     return _known(Link, "links", recipe)
 
 
-def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec, Hardware]:
+def cluster_hardware(
+    config: RunConfig, recipe: str | Path, learn: Learn = _learn_nothing
+) -> tuple[ClusterSpec, Hardware]:
     """Return the cluster of a configuration, and the figures of its devices and links.
+
+    Args:
+        config: the configuration.
+        recipe: path of the recipe's Python file.
+        learn: learns from the run that `calibrate` names.
 
     Raises:
         ConfigError: for an unknown link, a hardware file that is not right, or a run that `calibrate` cannot
@@ -86,17 +108,10 @@ def cluster_hardware(config: RunConfig, recipe: str | Path) -> tuple[ClusterSpec
     if config.calibrate is None:
         calibration = device_calibration(device, recipe, config.calibration)
     elif config.calibration is None:
-        calibration = _learned(config.calibrate, device.name).calibration
+        calibration = learn(config.calibrate, device.name).calibration
     else:
         raise ConfigError("calibration and calibrate are both set; remove one of them")
     return cluster, Hardware(device, intra, inter, host, calibration, rack)
-
-
-def _learned(run: str, device: str) -> LearnedFromRun:
-    """Return what a run measured. Reading it compiles its plan, with this module."""
-    from hflow.launch.profiling.from_run import learn_from_run
-
-    return learn_from_run(run, device)
 
 
 def device_calibration(device: Device, recipe: str | Path, file: str | None = None) -> Calibration:
@@ -198,19 +213,22 @@ RESULT_KEYS = ("models.", "data.", "workers")
 """Prefixes of keys that change what a run computes, but not the plan's rows. The plan stores them besides."""
 
 
-def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanRequest:
+def plan_request(
+    config: RunConfig, graph: Graph, recipe: str | Path, learn: Learn = _learn_nothing
+) -> PlanRequest:
     """Return the planner's input for a configuration.
 
     Args:
         config: the configuration, with its names checked.
         graph: the recipe's graph.
         recipe: path of the recipe's Python file; a user's hardware files are beside it.
+        learn: learns from the run that `calibrate` names.
 
     Raises:
         ConfigError: for an unknown link, or a file that is not what it should be.
         PlanError: for an unknown device.
     """
-    cluster, hardware = cluster_hardware(config, recipe)
+    cluster, hardware = cluster_hardware(config, recipe, learn)
     return PlanRequest(
         cluster=cluster,
         batch=config.batch,
@@ -226,7 +244,7 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
         deterministic=config.deterministic,
         hardware=hardware,
         larger_devices=_larger_devices(config, hardware.device, recipe),
-        workload=_workload(config, hardware.device.name),
+        workload=_workload(config, hardware.device.name, learn),
         settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
         engine_problems=engine_problems(cluster.device),
         flash_attn=flash_attn_version(),
@@ -245,11 +263,11 @@ def plan_request(config: RunConfig, graph: Graph, recipe: str | Path) -> PlanReq
     )
 
 
-def _workload(config: RunConfig, device: str) -> WorkloadConfig:
+def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
     """Return the lengths of samples; those of the run of `calibrate` where none are configured."""
     if config.calibrate is None:
         return config.workload
-    found, asked = _learned(config.calibrate, device).workload, config.workload
+    found, asked = learn(config.calibrate, device).workload, config.workload
     return WorkloadConfig(
         prompt=asked.prompt or found.prompt,
         response_mean=asked.response_mean or found.response_mean,

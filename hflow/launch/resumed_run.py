@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hflow.backends.interface import SHARDS
+from hflow.backends.settings import SHARDS
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import Compiled, compile_recipe

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hflow.config import flatten, to_yaml
 from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, RunError, WorkerFailureError
-from hflow.launch.compile import Compiled
+from hflow.launch.compile import Compiled, plan_file_text
 from hflow.launch.observer_thread import ObserverThread
-from hflow.launch.plan_file import plan_file_text
 from hflow.launch.preflight import (
     check_determinism,
     check_faults,
@@ -40,7 +39,7 @@ from hflow.launch.stop_signals import StopSignals
 from hflow.launch.trackers import open_trackers
 from hflow.launch.worker_setup import make_processes, make_setup, make_workers, open_rows
 from hflow.observer import RunInfo
-from hflow.planner.backends import factories
+from hflow.planner.descriptors import factories
 from hflow.planner.graph_queries import saved_models
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary

@@ -18,7 +18,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from hflow.backends.hf_config import max_length, read_config
-from hflow.backends.interface import EngineSetup, ModelSettings, SamplingParams
+from hflow.backends.interface import EngineSetup, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.api_server import VllmApiServer
 from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.replies import Reply, generated_ids, reply_of
@@ -29,8 +30,9 @@ from hflow.json_text import read_json_object
 from hflow.launch.served_checkpoint import ServedCheckpoint
 from hflow.launch.stop_signals import stop_signals
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import ENGINES, engine_kind
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.layout import Layout
+from hflow.planner.traits import ENGINES
 from hflow.types import Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine

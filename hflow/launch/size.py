@@ -10,8 +10,9 @@ from typing import Any
 
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import Compiled, RecipeReader, compile_read
+from hflow.launch.compile import Compiled, compile_read
 from hflow.launch.plan_request import known_devices
+from hflow.launch.read_recipe import RecipeReader
 from hflow.planner.cluster import MAX_DEVICES, device_of, parse_cluster
 from hflow.planner.hardware import Device
 from hflow.planner.ir import Plan

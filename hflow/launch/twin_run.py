@@ -28,24 +28,19 @@ from hflow.config.schema import FaultsConfig
 from hflow.errors import ConfigError, RunError
 from hflow.graph.ir import Graph, Level
 from hflow.launch.auto_placement import AUTO
-from hflow.launch.compile import Compiled, compile_recipe, read_recipe
+from hflow.launch.compile import Compiled, compile_recipe, learn_from_run
 from hflow.launch.no_gradient_warning import MAX_NORM
 from hflow.launch.plan_request import cluster_hardware
+from hflow.launch.read_recipe import read_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
-from hflow.planner.backends import (
-    BACKENDS,
-    ENGINES,
-    EngineKind,
-    engine_kind,
-    factories,
-    model_parallel_backend,
-)
 from hflow.planner.cluster import device_of
+from hflow.planner.descriptors import EngineKind, engine_kind, factories
 from hflow.planner.graph_queries import saved_models
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.placement.placement_setting import replace_layout
 from hflow.planner.placement.replicas import GEN_SUFFIX
+from hflow.planner.traits import BACKENDS, ENGINES, model_parallel_backend
 from hflow.planner.unused_keys import without_unused_keys
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
@@ -144,7 +139,7 @@ def default_layouts(
 ) -> list[str]:
     """Return those of `LAYOUTS` for which this machine has the devices or memory."""
     config, _, _ = read_recipe(recipe, overrides)
-    max_workers = _max_workers(cluster_hardware(config, recipe)[0])
+    max_workers = _max_workers(cluster_hardware(config, recipe, learn_from_run)[0])
     layouts = []
     for name in LAYOUTS:
         world = Layout.parse(name).world

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import RecipeReader, compile_read
+from hflow.launch.compile import compile_read
+from hflow.launch.read_recipe import RecipeReader
 from hflow.planner.diff import PlanDiff, diff_plans
 from hflow.planner.plan_figures import PlanFigures, plan_figures
 from hflow.planner.search import PastSearches

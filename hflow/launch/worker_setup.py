@@ -17,7 +17,7 @@ from hflow.graph.ir import Node, Read
 from hflow.launch.compile import Compiled
 from hflow.launch.data_settings import conversation_checks, data_settings
 from hflow.launch.model_settings import model_settings, tokenizer_settings
-from hflow.planner import backends
+from hflow.planner import descriptors
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
@@ -54,7 +54,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         },
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
-        factories=backends.factories() if factories is None else factories,
+        factories=descriptors.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
         hang_seconds=compiled.config.faults.hang_seconds,
         endpoint_host=compiled.config.endpoint_host,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hflow.planner.backends import ENGINES, engine_kind
 from hflow.planner.ir import AttentionChoice, Replica
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import ENGINES, traits
 from hflow.types.attention_kernel import AttentionKernel, packed_kernel
 
 
@@ -16,7 +16,7 @@ def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tupl
 
 
 def _choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
-    if replica.backend in ENGINES and engine_kind(replica.backend).has_own_attention:
+    if replica.backend in ENGINES and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
     device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
     kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)

@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, StrictFloat
 from pydantic.dataclasses import dataclass
 
 from hflow.errors import PlanError
-from hflow.planner.backends import BACKENDS, ENGINES
+from hflow.planner.traits import BACKENDS, ENGINES
 from hflow.validation import CHECKED, FrozenMapping
 
 DTYPES = ("fp32", "bf16")

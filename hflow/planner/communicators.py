@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from hflow.planner.backends import BackendTraits
 from hflow.planner.layout import Layout, RankOrder
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.traits import BackendTraits
 
 
 def rank_groups(

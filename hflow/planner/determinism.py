@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hflow.planner.backends import Variation, descriptor
+from hflow.planner.descriptors import Variation, descriptor
 from hflow.planner.ir import ClusterSpec, Plan, Replica
 from hflow.planner.request import PlanRequest
 

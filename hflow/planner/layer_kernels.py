@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hflow.planner.backends import traits
 from hflow.planner.ir import LayerChoice, Plan, Replica
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import traits
 from hflow.types.layer_kernels import LayerKernels, choose_kernels, unsupported
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.errors import PlanError
-from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import can_split
 
 _SPLIT_TENSORS = {

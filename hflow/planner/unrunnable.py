@@ -11,18 +11,8 @@ from typing import Any
 
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.architectures import EXPERT_FAMILIES, FAMILIES, can_run
-from hflow.planner.backends import (
-    BACKENDS,
-    backend_of_any_family,
-    context_backend,
-    engine_kind,
-    engine_of_any_family,
-    expert_backend,
-    model_parallel_backend,
-    training_backend,
-    traits,
-)
 from hflow.planner.cluster import device_of
+from hflow.planner.descriptors import engine_kind, training_backend
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.layer_kernels import layer_reasons
@@ -30,6 +20,15 @@ from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import (
+    BACKENDS,
+    backend_of_any_family,
+    context_backend,
+    engine_of_any_family,
+    expert_backend,
+    model_parallel_backend,
+    traits,
+)
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.types.attention_kernel import head_size_problem, packed_kernel
 
@@ -138,7 +137,7 @@ def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
     """Return why the kernel for a replica's attention cannot compute its heads; None if it can."""
-    if replica.role == "gen" and engine_kind(replica.backend).has_own_attention:
+    if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
     problem, model = head_size_problem(kernel, head_size), replica.model

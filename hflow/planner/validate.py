@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from hflow.config.schema import ModelConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import adapter_backend, kernel_backend, model_parallel_backend, traits
 from hflow.planner.cost.collectives import axis_lines
 from hflow.planner.graph_queries import root_stream, root_streams, trained_models
 from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import adapter_backend, kernel_backend, model_parallel_backend, traits
 from hflow.types.layer_kernels import AUTO
 
 MINIMUMS = {

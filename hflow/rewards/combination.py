@@ -10,7 +10,7 @@ from hflow.errors import RecipeError
 from hflow.types import Metrics
 
 if TYPE_CHECKING:
-    from hflow.dsl.definition import Definition
+    from hflow.dsl.nodetype import Definition
 
 
 def combine(**weights: float) -> Definition[..., tuple[float, Metrics]]:

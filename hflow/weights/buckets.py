@@ -22,6 +22,17 @@ ALIGNMENT = 16
 """Slices start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
 
+Slices = Iterator[tuple[WeightSlice, Tensor]]
+"""Slices with their entries, in the order of the tensors."""
+
+
+def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
+    """Yield whole tensors as slices."""
+    for position, (name, tensor) in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        yield WeightSlice(position, name, shape, whole_box(shape)), tensor
+
+
 class SliceValues(NamedTuple):
     """A slice with its entries."""
 

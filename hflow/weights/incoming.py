@@ -16,12 +16,12 @@ from hflow.weights.buckets import (
     assemble_tensors,
     unpack_bucket,
     verify_bucket,
+    whole_slices,
 )
 from hflow.weights.channels import open_channel
 from hflow.weights.channels.interface import ChannelSettings, NearHandle
 from hflow.weights.checksum import MODULUS
 from hflow.weights.delta import delta_receiver
-from hflow.weights.outgoing import whole_slices
 from hflow.weights.prefetch import prefetched
 
 Handles = Sequence[Any]

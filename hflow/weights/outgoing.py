@@ -5,23 +5,21 @@ Each sender reads its slices from the blocks that it holds, without a collective
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hflow.planner.ir import ClusterSpec, WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
-from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within, whole_box
-from hflow.weights.buckets import SliceValues, pack_buckets
+from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within
+from hflow.weights.buckets import Slices, SliceValues, pack_buckets, whole_slices
 from hflow.weights.checksum import MODULUS
 
 if TYPE_CHECKING:
     from hflow.backends.interface import ModelBackend
     from hflow.weights.buckets import Bucket
 
-Slices = Iterator[tuple[WeightSlice, Tensor]]
-"""Slices with their entries, in the order of the tensors."""
 AddressedSlices = Iterator[tuple[Receivers, Slices]]
 """Streams of slices, and the workers that receive each."""
 
@@ -50,13 +48,6 @@ def outgoing_tensors(receivers: Receivers, backend: ModelBackend, is_sender: boo
     else:
         for _ in backend.weights():
             pass
-
-
-def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
-    """Yield whole tensors as slices."""
-    for position, (name, tensor) in enumerate(tensors):
-        shape = tuple(tensor.shape)
-        yield WeightSlice(position, name, shape, whole_box(shape)), tensor
 
 
 def local_slices(route: WeightRoute, worker: int, backend: ModelBackend) -> Iterator[SliceValues]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hflow.errors import WorkerFailureError
-from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.routing import tensor_ranks
+from hflow.planner.traits import traits
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
@@ -350,4 +350,4 @@ def channel_settings(
 
 def _has_own_process(plan: Plan, replica: str) -> bool:
     """Return whether the engines of a generation replica run in processes of their own."""
-    return engine_kind(plan.replica(replica).backend).has_own_process
+    return traits(plan.replica(replica).backend).has_own_process

@@ -18,7 +18,7 @@ from hflow.planner.ir import Plan, Replica
 from hflow.types.sleep_level import SleepLevel
 
 if TYPE_CHECKING:
-    from hflow.backends.interface import ModelSettings
+    from hflow.backends.settings import ModelSettings
     from hflow.data.datasets import DataSettings
     from hflow.data.tokenizer import TokenizerSettings
     from hflow.graph.ir import Read

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from hflow.errors import RunError
-from hflow.planner.backends import descriptor
+from hflow.planner.descriptors import descriptor
 from hflow.planner.determinism import deterministic_variables
 from hflow.planner.ir import Plan
 

@@ -33,16 +33,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hflow.backends.interface import MERGED, SHARDS, EngineSetup, ModelBackend, RankPosition
+from hflow.backends.interface import EngineSetup, ModelBackend
+from hflow.backends.settings import MERGED, SHARDS, RankPosition
 from hflow.data.model_files import copy_other_files
 from hflow.data.tokenizer import TextTokenizer, has_tokenizer
 from hflow.durable_files import FileChecksum, WriteError
 from hflow.errors import HflowError, RunError
 from hflow.graph.ir import Level
-from hflow.planner.backends import engine_kind
 from hflow.planner.ir import ClusterSpec, Plan, Replica
 from hflow.planner.replaceable import replaceable_workers
 from hflow.planner.routing import tensor_ranks
+from hflow.planner.traits import traits
 from hflow.types.node_setup import setup_of
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
@@ -590,7 +591,7 @@ def _engines_beside(plan: Plan, workers: Sequence[int]) -> list[Replica]:
         replica
         for replica in plan.replicas
         if replica.role == "gen"
-        and engine_kind(replica.backend).has_own_process
+        and traits(replica.backend).has_own_process
         and not set(replica.workers).isdisjoint(workers)
     ]
 

@@ -25,18 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.common.hf_routers import routers_of
-from hflow.backends.interface import (
-    EngineSetup,
-    GenerationEngine,
-    GenerationResult,
-    ModelSettings,
-    SamplingParams,
-)
+from hflow.backends.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.engine import VllmEngine
 from hflow.backends.vllm_engine.memory import CPU_BLOCK_TOKENS
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
-from hflow.planner.backends import engine_kind
+from hflow.planner.descriptors import engine_kind
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import ROOT, run, steps_of, weights_of
 
-from hflow.backends.interface import RankPosition
+from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe

@@ -11,7 +11,8 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.interface import ENGINE_GAP_MAX, ModelSettings, RankPosition
+from hflow.backends.interface import ENGINE_GAP_MAX
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError, ConfigError
 from hflow.launch import run_recipe

@@ -12,7 +12,8 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
-from hflow.backends.interface import GenerationResult, RankPosition
+from hflow.backends.interface import GenerationResult
+from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe

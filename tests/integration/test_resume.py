@@ -21,9 +21,8 @@ from hflow import launch
 from hflow.config import to_yaml
 from hflow.durable_files import file_checksum
 from hflow.errors import ConfigError, PlanError, RunError
-from hflow.launch.compile import compile_recipe
+from hflow.launch.compile import compile_recipe, plan_file_text
 from hflow.launch.fingerprints import read_inputs
-from hflow.launch.plan_file import plan_file_text
 from hflow.launch.resumed_run import find_resumed
 from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary

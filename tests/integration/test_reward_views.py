@@ -19,7 +19,8 @@ from transformers import (
 
 from hflow.data.tokenizer import character_tokenizer
 from hflow.errors import ConfigError, RecipeError
-from hflow.launch.compile import plan, read_recipe
+from hflow.launch.compile import plan
+from hflow.launch.read_recipe import read_recipe
 from hflow.report.plan_text.samples import samples_section
 
 RECIPE = '''"""A reward model scores the text of the actor."""

@@ -22,7 +22,8 @@ from hflow.launch.run_report import read_report
 from hflow.report.run_page import render_run_page
 from hflow.report.run_text import render_run_report
 from hflow.report.summary import RunSummary
-from hflow.runtime.execution.batch_runner import BatchRunner, StepBatch
+from hflow.runtime.execution.batch_runner import BatchRunner
+from hflow.runtime.execution.node_execution import StepBatch
 
 ROWS = "data.train.limit=64"
 """So few that a model is soon right about them now and then."""

@@ -15,8 +15,8 @@ from runs import TINY, run, steps_of
 from hflow.config.schema import ReportConfig
 from hflow.dsl import body_check
 from hflow.errors import ConfigError, RecipeError
-from hflow.launch.compile import read_recipe
 from hflow.launch.observer_thread import ObserverThread
+from hflow.launch.read_recipe import read_recipe
 from hflow.launch.run_recipe import resume_run
 from hflow.launch.trackers import MlflowTracker, check_trackers
 from hflow.observer import RunInfo

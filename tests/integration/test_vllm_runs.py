@@ -17,7 +17,8 @@ import pytest
 import ray
 from runs import ROOT, run, steps_of
 
-from hflow.backends.interface import ENGINE_GAP_MAX, ModelSettings, RankPosition
+from hflow.backends.interface import ENGINE_GAP_MAX
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe

@@ -6,7 +6,6 @@ import plan_graphs as graphs
 from model_configs import model_config
 
 from hflow.launch.plan_request import device_calibration
-from hflow.planner.backends import BACKENDS, ENGINES, traits
 from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate, TransferRates
 from hflow.planner.cost.flops import Work
 from hflow.planner.cost.generation import RolloutRequest
@@ -15,6 +14,7 @@ from hflow.planner.hardware import Device, Hardware, Link
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.traits import BACKENDS, ENGINES, traits
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)

@@ -17,7 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.endpoint.server import EndpointServer
 from hflow.types import Trajectory

@@ -30,13 +30,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hflow.backends.common.train import StepRecord
-from hflow.backends.interface import ModelSettings, RankPosition, TrainShard
+from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import training_backend
 from hflow.planner.communicators import rank_groups
 from hflow.planner.cost.flops import Work
 from hflow.planner.cost.rank_collectives import Passes, train_collectives
+from hflow.planner.descriptors import training_backend
 from hflow.planner.layout import Layout, RankOrder
 from hflow.planner.model_shape import ModelShape
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hflow.backends.common.expert_tensors import stacked_views
-from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PackedLayout
+from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.heads import ScalarHead, head_prefix, save_head
 
 VOCAB = 300

@@ -11,8 +11,8 @@ import megatron_kit as kit
 import torch
 import torch.distributed as dist
 
-from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import RankPosition
 
 prepare("cpu")
 

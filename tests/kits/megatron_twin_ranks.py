@@ -17,8 +17,9 @@ import torch_kit as kit
 
 from hflow.backends.common.inputs import prepare_batch
 from hflow.backends.common.microbatches import Minibatch
-from hflow.backends.interface import RankPosition, TrainShard
+from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import RankPosition
 from hflow.data.batch import Column
 from hflow.errors import HflowError
 from hflow.types import Unit

@@ -12,12 +12,12 @@ import torch_kit as kit
 from model_configs import model_config
 from torch.profiler import ProfilerActivity, profile
 
-from hflow.backends.interface import ModelSettings, RankPosition, TrainShard
+from hflow.backends.interface import TrainShard
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import ENGINES
 from hflow.planner.forecast import MemoryItem
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
@@ -25,6 +25,7 @@ from hflow.planner.memory.items import Items
 from hflow.planner.memory.microbatch import MicroBatch
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape
+from hflow.planner.traits import ENGINES
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)

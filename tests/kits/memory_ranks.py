@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch_kit
 
-from hflow.backends.interface import ModelSettings, RankPosition, TrainShard
+from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.config.schema import OptimConfig
 from hflow.planner.layout import Layout
 

@@ -15,7 +15,7 @@ import torch_kit as kit
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-from hflow.backends.interface import RankPosition
+from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model import fsdp
 from hflow.config.schema import LoraConfig
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(te_cases.STAND_IN))
 import torch
 import torch_kit as kit
 
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.doctor.gpus import check_layers
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.layer_kernels import installed_transformer_engine

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from hflow import algo, nodes
-from hflow.backends.interface import ModelSettings, NodeCall, RankPosition, TrainShard
+from hflow.backends.interface import NodeCall, TrainShard
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column

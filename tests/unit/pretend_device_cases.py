@@ -14,7 +14,8 @@ from hflow.backends import attention_kernels
 from hflow.backends.common.inputs import pack_batch, prepare_batch
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams, TrainShard
+from hflow.backends.interface import SamplingParams, TrainShard
+from hflow.backends.settings import ModelSettings
 from hflow.config.schema import LoraConfig
 from hflow.launch.compile import compile_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hflow
 from hflow.backends import attention_kernels
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import SamplingParams
 from hflow.backends.packed_attention import PackedLayout, attend
+from hflow.backends.settings import ModelSettings
 from hflow.launch.compile import compile_recipe
 from hflow.report.plan_text.header import attention_line
 from hflow.types.attention_kernel import AttentionKernel, head_size_problem, packed_kernel

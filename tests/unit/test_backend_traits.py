@@ -11,12 +11,13 @@ from test_shared_prefix import apart, shared_batch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hflow.backends.interface import RankPosition
+from hflow.backends.settings import RankPosition
 from hflow.data.batch import Batch
 from hflow.data.shared_prefix import share_prefixes
 from hflow.errors import PlanError
 from hflow.planner.architectures import FAMILIES
-from hflow.planner.backends import BACKENDS, ENGINES, descriptor, training_backend, traits
+from hflow.planner.descriptors import descriptor, training_backend
+from hflow.planner.traits import BACKENDS, ENGINES, traits
 
 
 def rows_computed(backend: str, batch: Batch) -> int:

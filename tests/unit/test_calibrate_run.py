@@ -10,8 +10,7 @@ import yaml
 
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.plan_file import plan_file_text
+from hflow.launch.compile import Compiled, compile_recipe, learn_from_run, plan_file_text
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.profiling.from_run import planned_run
 from hflow.launch.profiling.run_times import MIN_STEPS, WARM_STEPS
@@ -153,7 +152,7 @@ def test_lengths_come_from_the_run_unless_they_are_configured(compiled: Compiled
 
 def hardware_of(run: Path, **keys: str) -> None:
     values = {"name": "mine", "cluster": "cpu-1x1", "calibrate": str(run), **keys}
-    cluster_hardware(RunConfig(**values), RECIPE)
+    cluster_hardware(RunConfig(**values), RECIPE, learn_from_run)
 
 
 def test_runs_that_cannot_teach_are_refused(compiled: Compiled, tmp_path: Path, monkeypatch):

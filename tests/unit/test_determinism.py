@@ -19,8 +19,7 @@ from runs import TINY, run
 from hflow.algo import second_moment_mask
 from hflow.backends import attention_kernels
 from hflow.errors import ConfigError, HflowError, PlanError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.preflight import check_determinism
 from hflow.planner.compile import compile_plan
 from hflow.planner.data.group_placement import GroupPlacer

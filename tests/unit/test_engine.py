@@ -15,7 +15,8 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.families import own_forward_objection
 from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
 from hflow.backends.generation_request import new_request
-from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, ConfigError
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.incoming import IncomingWeights

@@ -12,7 +12,8 @@ import torch
 from episode_kit import Gated, driving, model_settings, new_effects, until
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, DataError, EpisodeError, RunError
 from hflow.types import Engine, Trajectory

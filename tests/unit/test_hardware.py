@@ -13,7 +13,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
-from hflow.launch.compile import compile_recipe, read_recipe
+from hflow.launch.compile import compile_recipe
 from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.launch.plan_request import (
     cluster_hardware,
@@ -23,6 +23,7 @@ from hflow.launch.plan_request import (
     plan_request,
 )
 from hflow.launch.preflight import refuse_unrunnable
+from hflow.launch.read_recipe import read_recipe
 from hflow.planner.architectures import can_run, read_shape
 from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import active_parameters, num_parameters
@@ -395,7 +396,7 @@ def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
 
 def test_a_model_by_name_is_one_that_transformers_builds():
     from hflow.backends.hf_config import read_config
-    from hflow.backends.interface import ModelSettings
+    from hflow.backends.settings import ModelSettings
 
     for name in sorted({*PUBLISHED, *PLANNED} - {"kimi-k2"}):  # transformers has no family of that name
         architecture = yaml.safe_load((shipped_directory("configs") / "model" / f"{name}.yaml").read_text())[

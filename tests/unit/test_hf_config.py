@@ -10,7 +10,7 @@ import pytest
 import torch_kit as kit
 
 from hflow.backends.hf_config import max_length, read_config
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError
 
 

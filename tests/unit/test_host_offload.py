@@ -13,8 +13,9 @@ import torch_kit as kit
 
 from hflow.backends.common import host_offload
 from hflow.backends.common.host_offload import CHUNK_BYTES, HostOffload
-from hflow.backends.interface import ModelBackend, RankPosition
-from hflow.planner.backends import factories
+from hflow.backends.interface import ModelBackend
+from hflow.backends.settings import RankPosition
+from hflow.planner.descriptors import factories
 from hflow.planner.memory import activations
 
 BATCH = kit.make_batch(kit.LENGTHS)

@@ -2,8 +2,10 @@ import json
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -40,10 +42,19 @@ def test_commands_without_a_device_import_nothing_heavy(commands: list[list[str]
     assert done.returncode == 0, done.stderr
 
 
+def test_no_module_imports_itself_through_others():
+    """Imports for type checkers, and those inside of functions, count too."""
+    graph = grimp.build_graph("hflow")
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imported) > 100
+    TopologicalSorter(imported).prepare()  # raises a CycleError that has the circle
+
+
 def test_descriptors_of_backends_import_nothing_heavy():
     code = f"""
 import sys
-from hflow.planner.backends import BACKENDS, ENGINES, descriptor
+from hflow.planner.descriptors import descriptor
+from hflow.planner.traits import BACKENDS, ENGINES
 for name in (*BACKENDS, *ENGINES):
     descriptor(name)
     heavy = [name for name in {HEAVY} if name in sys.modules]

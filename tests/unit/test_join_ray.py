@@ -16,7 +16,7 @@ import pytest
 from hflow.errors import RunError, WorkerFailureError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.preflight import refuse_unrunnable
-from hflow.planner.backends import engine_kind
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.ir import ClusterSpec
 
 GSM8K = Path(__file__).parents[2] / "recipes/gsm8k/grpo.py"

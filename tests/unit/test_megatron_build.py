@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.hf_mapping import ShardPosition
 from hflow.backends.megatron.model_dims import check_split, read_dims
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.errors import BackendError
 
 prepare("cpu")

@@ -13,9 +13,9 @@ import torch_kit as kit
 from torch.nn.functional import silu
 
 from hflow.backends.common.expert_replay import ReplayedExperts
-from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.model_dims import ExpertDims
+from hflow.backends.settings import RankPosition
 
 prepare("cpu")
 

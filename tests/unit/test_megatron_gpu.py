@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch_kit as kit
 
-from hflow.backends.interface import RankPosition
+from hflow.backends.settings import RankPosition
 from hflow.doctor.gpus import check_layers
-from hflow.planner.backends import factories
+from hflow.planner.descriptors import factories
 from hflow.types.layer_kernels import install_problem, installed_transformer_engine
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hflow.backends.common.host_copy import HostCopies
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.hf_mapping import (
     ShardPosition,
@@ -27,12 +26,13 @@ from hflow.backends.megatron.hf_mapping import (
     rank_parameters,
 )
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import tensors
+from hflow.planner.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.types.layer_kernels import LayerKernels
 from hflow.types.tensor_slices import Box

@@ -14,8 +14,9 @@ from rich.console import Console
 from search_kit import problem
 
 from hflow.graph.ir import Graph
-from hflow.launch.compile import Compiled, compile_recipe, read_recipe
+from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.plan_request import plan_request
+from hflow.launch.read_recipe import read_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
 from hflow.planner.memory import MEMORY_MARGIN

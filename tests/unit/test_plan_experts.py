@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from model_configs import model_config
 
 from hflow.errors import NotYetError, PlanError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.architectures import read_shape
 from hflow.planner.calibration import HostTimes, LinkRate

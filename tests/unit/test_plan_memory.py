@@ -20,15 +20,16 @@ from hflow.backends.embedded_engine import memory as embedded_memory
 from hflow.backends.embedded_engine.cache import KVCache, padded_length
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.options import EngineOptions
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import SamplingParams
 from hflow.backends.megatron import memory as megatron_memory
+from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model import fsdp, weight_export
 from hflow.backends.torch_model import memory as torch_memory
 from hflow.backends.vllm_engine import memory as vllm_memory
 from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
-from hflow.planner.backends import training_backend, traits
 from hflow.planner.compile import compile_plan
+from hflow.planner.descriptors import training_backend
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.ir import WeightRoute
 from hflow.planner.layout import Layout
@@ -51,6 +52,7 @@ from hflow.planner.memory.microbatch import largest_microbatch
 from hflow.planner.memory.rank import stage_sizes
 from hflow.planner.model_shape import num_parameters
 from hflow.planner.search import nearest_fit, with_settings
+from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.planner.workload import Workload
 from hflow.weights import buckets as worker_weights

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.interface import ModelSettings, RankPosition
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.weight_export import _num_held
 from hflow.errors import PlanError
 from hflow.planner.architectures import FAMILIES, read_shape
-from hflow.planner.backends import traits
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import (
     TensorSpec,
@@ -29,6 +28,7 @@ from hflow.planner.model_shape import (
     tensors,
 )
 from hflow.planner.serialise import to_plain
+from hflow.planner.traits import traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
 from hflow.types.tensor_slices import numel
 

@@ -12,8 +12,9 @@ import torch
 import torch_kit as kit
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hflow.backends.interface import ModelSettings, RankPosition, TrainShard
+from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.data.batch import Batch
 from hflow.errors import BackendError

@@ -14,8 +14,7 @@ from rich.console import Console
 from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
 from hflow.errors import PlanError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.plan_file import compile_plan_file, plan_file_text
+from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Limit
 from hflow.planner.hardware import GIB

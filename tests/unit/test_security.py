@@ -16,7 +16,7 @@ import episode_kit
 import pytest
 
 from hflow.backends.embedded_engine.module import build_module
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 from hflow.config.compose import load_config
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, ConfigError, DataError, RunError

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hflow.backends.common.sharded_checkpoint import entry_name
-from hflow.backends.interface import SHARDS_INDEX
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import SHARDS_INDEX
 from hflow.errors import BackendError
 from hflow.types.tensor_slices import slices_within, whole_box
 

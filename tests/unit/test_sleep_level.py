@@ -10,7 +10,8 @@ from state_script import ENGINE, Script, batch, changed, generated, grpo, schedu
 from torch_kit import ARCHITECTURE
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelSettings, SamplingParams
+from hflow.backends.interface import SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, RunError
 from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.runtime import events as ev

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hflow.launch.compile import compile_recipe, read_recipe
+from hflow.launch.compile import compile_recipe
+from hflow.launch.read_recipe import read_recipe
 from hflow.launch.twin_run import comparable_config, compare_with_twin, configuration, reference_config
 from hflow.planner.ir import Plan
 from hflow.report.summary import RunSummary

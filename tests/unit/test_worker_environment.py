@@ -14,7 +14,8 @@ import pytest
 from model_configs import model_config
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.backends.interface import EngineSetup, ModelSettings
+from hflow.backends.interface import EngineSetup
+from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.launch_options import environment, reads_checkpoint
 from hflow.config.schema import LoraConfig
 from hflow.planner.compile import compile_plan

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.common.host_copy import HostCopies
-from hflow.backends.interface import SHARDS_INDEX
+from hflow.backends.settings import SHARDS_INDEX
 from hflow.durable_files import WriteFiles
 from hflow.errors import BackendError, ConfigError
 from hflow.json_text import read_json_object

@@ -30,7 +30,8 @@ from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack_step
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
-from hflow.backends.interface import GenerationEngine, GenerationResult, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.data.device_copy import to_device
 from hflow.errors import BackendError
 from hflow.types.sleep_level import SleepLevel

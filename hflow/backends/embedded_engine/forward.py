@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.dense_decoder import DenseDecoder
 from hflow.backends.embedded_engine.families import THROUGH_MODULES, own_forward_objection
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 
 RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
 """Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""

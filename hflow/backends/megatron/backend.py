@@ -13,7 +13,7 @@ from hflow.backends.common.checks import check_sequences, check_temperature
 from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
-from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
+from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
 from hflow.backends.megatron.hf_export import copy_stage
 from hflow.backends.megatron.model import Stage, build_stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
@@ -22,6 +22,7 @@ from hflow.backends.megatron.runner import MegatronRunner
 from hflow.backends.megatron.schedule import PipelineSchedule
 from hflow.backends.megatron.shards import copy_stage_shards, load_stage_shards
 from hflow.backends.megatron.weight_export import held_blocks, named_weights
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.config.schema import Offload
 from hflow.data.batch import Batch
 from hflow.durable_files import WriteFiles

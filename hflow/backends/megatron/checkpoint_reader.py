@@ -13,9 +13,9 @@ from torch import Tensor
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.common.expert_tensors import file_shapes, read_stacked
 from hflow.backends.common.weight_files import open_weight_files
-from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.backends.megatron.model_dims import ModelDims
+from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.build import build_model, scalar_head
 from hflow.backends.torch_model.heads import SCORE, head_prefix
 from hflow.backends.torch_model.weight_export import named_weights

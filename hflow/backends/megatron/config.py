@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
-from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedAttention
 from hflow.backends.megatron.experts import GroupedExperts, Router
 from hflow.backends.megatron.hf_mapping import copies_key_value_heads, stage_layers
 from hflow.backends.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
+from hflow.backends.settings import ModelSettings
 from hflow.types.layer_kernels import LayerKernels
 
 _FIXED_OPTIONS: Mapping[str, Any] = {

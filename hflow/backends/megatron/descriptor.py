@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.megatron import memory
-from hflow.planner.backends import Backend, BackendTraits
+from hflow.planner.descriptors import Backend
+from hflow.planner.traits import BackendTraits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hflow.backends.interface import ModelSettings, RankPosition
+    from hflow.backends.settings import ModelSettings, RankPosition
     from hflow.planner.ir import Replica
 
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

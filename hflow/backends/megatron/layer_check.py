@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hflow.backends.common.inputs import pack_tokens
-from hflow.backends.interface import ModelSettings, RankPosition
 from hflow.backends.megatron.device import prepare
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
 from hflow.types.layer_kernels import LayerKernels

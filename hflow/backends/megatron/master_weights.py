@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.backends.megatron.model import Stage
+from hflow.backends.settings import ModelSettings
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from transformers import PreTrainedConfig
 from hflow.backends.common.expert_replay import ReplayedExperts
 from hflow.backends.device import local_device
 from hflow.backends.hf_config import read_config, translate_errors
-from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.backends.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.backends.megatron.config import block_spec, transformer_config
@@ -42,6 +41,7 @@ from hflow.backends.megatron.hf_mapping import (
 from hflow.backends.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.packed_attention import PackedLayout
+from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.build import DTYPES, HEADS, check_choice
 from hflow.backends.torch_model.heads import ScalarHead
 from hflow.types.layer_kernels import LayerKernels

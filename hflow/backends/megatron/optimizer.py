@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.learning_rate import learning_rate
-from hflow.backends.interface import ModelSettings
 from hflow.backends.megatron.master_weights import (
     load_master_weights,
     separate_master_weights,
     updated_ranges,
 )
 from hflow.backends.megatron.model import Stage
+from hflow.backends.settings import ModelSettings
 from hflow.config.schema import OptimConfig
 
 BUCKET_PARAMETERS: int | None = None

@@ -25,8 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
-from hflow.backends.interface import RankPosition
 from hflow.backends.megatron.hf_mapping import ShardPosition
+from hflow.backends.settings import RankPosition
 
 
 class Axes(NamedTuple):

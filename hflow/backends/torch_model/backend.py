@@ -18,7 +18,8 @@ from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
-from hflow.backends.interface import ModelBackend, ModelSettings, NodeCall, RankPosition, TrainShard
+from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.build import DTYPES, build_model
 from hflow.backends.torch_model.compiled_layers import compile_layers
 from hflow.backends.torch_model.fsdp import place_model, recompute_layers

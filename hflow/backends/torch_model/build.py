@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from hflow.backends.common.adapter import add_adapter
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.hf_config import read_config, translate_errors
-from hflow.backends.interface import ModelSettings
 from hflow.backends.packed_attention import PACKED, check_supported
+from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.heads import SCORE, ScalarHead, missing_head
 from hflow.backends.torch_model.held_weights import holds_parameters_of, parameters_on_meta
 from hflow.errors import BackendError, nearest

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.backends.torch_model import memory
 from hflow.planner.architectures import FAMILIES, read_shape
-from hflow.planner.backends import Backend, BackendTraits
+from hflow.planner.descriptors import Backend
 from hflow.planner.model_shape import tensors
+from hflow.planner.traits import BackendTraits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hflow.backends.interface import ModelSettings
+    from hflow.backends.settings import ModelSettings
 
 
 def _make_model(*args: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hflow.backends.common.learning_rate import learning_rate
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 from hflow.data.device_copy import to_device
 
 

@@ -20,7 +20,7 @@ from hflow.backends.common.adapter import adapter_weights, base_name, save_adapt
 from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.common.hf_files import Copies, FileDivision, check_is_shared, write_files
 from hflow.backends.common.host_copy import HostCopies
-from hflow.backends.interface import MERGED, ModelSettings
+from hflow.backends.settings import MERGED, ModelSettings
 from hflow.backends.torch_model.heads import head_file, head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.backends.torch_model.shard_collectives import gather_in_place

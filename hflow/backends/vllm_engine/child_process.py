@@ -14,7 +14,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import hflow
 from hflow.errors import WorkerFailureError
 
 _END_SECONDS = 20.0
@@ -132,5 +131,5 @@ def _last_error(log: Path) -> str | None:
 
 def _import_path() -> dict[str, str]:
     """Return variables with which the child imports this hflow."""
-    paths = [str(Path(hflow.__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

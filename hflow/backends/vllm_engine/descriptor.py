@@ -8,7 +8,8 @@ from hflow.backends.vllm_engine import memory
 from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
 from hflow.backends.vllm_engine.support import check
 from hflow.planner.architectures import FAMILIES
-from hflow.planner.backends import BackendTraits, EngineKind, Variation
+from hflow.planner.descriptors import EngineKind, Variation
+from hflow.planner.traits import BackendTraits
 
 if TYPE_CHECKING:
     from hflow.backends.interface import EngineSetup
@@ -41,11 +42,11 @@ ENGINE = EngineKind(
         vocab_multiple=64,
         pads_whole_vocab=True,
         families=tuple(FAMILIES),
+        has_own_process=True,
+        has_own_attention=True,
+        merges_adapters=True,
     ),
     factory=_make_engine,
-    has_own_process=True,
-    has_own_attention=True,
-    merges_adapters=True,
     memory=memory,
     packages=("vllm",),
     install=CUDA_INSTALL,

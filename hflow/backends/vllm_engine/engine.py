@@ -10,13 +10,8 @@ import cloudpickle
 
 from hflow.backends.generation_request import new_request
 from hflow.backends.hf_config import max_length, read_config, translate_errors
-from hflow.backends.interface import (
-    EngineSetup,
-    GenerationEngine,
-    GenerationResult,
-    ModelSettings,
-    SamplingParams,
-)
+from hflow.backends.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.engine_process import EngineProcess
 from hflow.backends.vllm_engine.launch_options import engine_arguments, environment, reads_checkpoint
 from hflow.backends.vllm_engine.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings

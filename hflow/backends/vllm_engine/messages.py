@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hflow.backends.interface import GenerationResult, ModelSettings, SamplingParams
+from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.backends.settings import ModelSettings
 from hflow.data.tokenizer import TokenizerSettings
 
 

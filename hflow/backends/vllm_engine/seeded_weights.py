@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hflow.backends.common.expert_tensors import stacked_views
 from hflow.backends.hf_config import read_config, translate_errors
-from hflow.backends.interface import ModelSettings
+from hflow.backends.settings import ModelSettings
 from hflow.weights.incoming import IncomingWeights
 
 

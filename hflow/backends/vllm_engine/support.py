@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hflow.backends.vllm_engine.memory import smallest_cache
 from hflow.planner.architectures import FAMILIES, can_run
-from hflow.planner.backends import ServedModel
+from hflow.planner.descriptors import ServedModel
 from hflow.planner.hardware import GIB
 from hflow.planner.layout import RankOrder
 from hflow.planner.memory.rank import Rank

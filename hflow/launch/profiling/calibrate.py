@@ -38,7 +38,6 @@ from hflow.launch.profiling.fit import (
 )
 from hflow.launch.profiling.short_run import ShortRunError, measure_overheads
 from hflow.planner.architectures import read_shape
-from hflow.planner.backends import BACKENDS, traits
 from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
@@ -50,6 +49,7 @@ from hflow.planner.cost.training import forward, train
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import DTYPE_BYTES
+from hflow.planner.traits import BACKENDS, traits
 
 NUM_PROCESSES = 2
 """Processes that are measured together on a CPU."""

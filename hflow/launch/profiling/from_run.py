@@ -16,20 +16,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hflow.config.schema import WorkloadConfig
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Level
-from hflow.launch.compile import read_recipe
 from hflow.launch.find_run import find_run
 from hflow.launch.plan_file import read_plan_file
-from hflow.launch.plan_request import calibration_of, plan_request
+from hflow.launch.plan_request import LearnedFromRun, calibration_of, plan_request
 from hflow.launch.profiling.run_times import STEP, RunTimes, read_run_times
+from hflow.launch.read_recipe import read_recipe
 from hflow.planner.calibration import Calibration
 from hflow.planner.compile import compile_plan
 from hflow.planner.cost import node_times
@@ -67,15 +66,6 @@ FIGURES = frozenset((*RATES, *TIMES))
 
 Predict = Callable[[Calibration], Mapping[str, float]]
 """Returns the seconds of each node by the cost model."""
-
-
-@dataclass(frozen=True)
-class LearnedFromRun:
-    """What a run says about its hardware and its data."""
-
-    calibration: Calibration
-    workload: WorkloadConfig
-    """Lengths of its samples."""
 
 
 def learn_from_run(run: str, device: str) -> LearnedFromRun:

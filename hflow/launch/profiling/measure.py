@@ -27,20 +27,14 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import (
-    ModelBackend,
-    ModelSettings,
-    NodeCall,
-    RankPosition,
-    SamplingParams,
-    TrainShard,
-)
+from hflow.backends.interface import ModelBackend, NodeCall, SamplingParams, TrainShard
 from hflow.backends.packed_attention import PackedLayout, attend
+from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_parts
 from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
 from hflow.launch.profiling.fit import CollectiveTime, LoadTime, ProductTime
-from hflow.planner.backends import factories
+from hflow.planner.descriptors import factories
 from hflow.types import Output, Unit
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights

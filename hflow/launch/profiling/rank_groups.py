@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from hflow.backends.interface import RankPosition
+from hflow.backends.settings import RankPosition
 from hflow.errors import ConfigError, RunError
 from hflow.launch.profiling.calibrate import device_at_hand, machine_hardware
 from hflow.launch.profiling.fit import CollectiveTime

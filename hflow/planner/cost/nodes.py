@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
-from hflow.planner.backends import engine_kind
 from hflow.planner.cost.collectives import RankPlacement
 from hflow.planner.cost.flops import Work, work_of
 from hflow.planner.cost.generation import RolloutRequest, generate, seconds_per_token
@@ -25,6 +24,7 @@ from hflow.planner.cost.transfers import (
     redistribute,
     save_checkpoint,
 )
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.hardware import Hardware, Link
 from hflow.planner.ir import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
@@ -33,6 +33,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.request import PlanRequest
 from hflow.planner.schedule import shared_groups
 from hflow.planner.staleness import certified_lag
+from hflow.planner.traits import traits
 from hflow.planner.workload import Workload, expected_max, sample_lengths
 
 Parts = list[Part] | None
@@ -167,7 +168,7 @@ class Costs:
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
         kind = engine_kind(self._plan.replica(route.dst).backend)
-        merges = kind.merges_adapters and replica.config.lora is not None
+        merges = kind.traits.merges_adapters and replica.config.lora is not None
         network = self._network((*senders, *workers))
         loading = load_weights(route, replica, ranks, network, len(senders), merges)
         if set(senders).isdisjoint(workers):  # they were published before
@@ -334,7 +335,7 @@ def share_of_kept_weights(
     groups = shared_groups(schedule, engine.name)
     if not groups or (is_shared and config.compute_dtype == "fp32"):
         return 0.0
-    if config.lora is not None and not engine_kind(engine.backend).merges_adapters:
+    if config.lora is not None and not traits(engine.backend).merges_adapters:
         return 1.0
     writers = [node for node in schedule.nodes if engine.model in node.writes]
     if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Literal
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.calibration import HostTimes, MatmulRate
 from hflow.planner.cost.collectives import Axis, RankPlacement, axis_ranks
 from hflow.planner.cost.flops import stage_parameters
@@ -25,6 +24,7 @@ from hflow.planner.model_shape import (
     num_tensors,
     trained_shape,
 )
+from hflow.planner.traits import BackendTraits, traits
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""

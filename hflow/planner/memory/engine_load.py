@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan
 from hflow.planner.memory.rank import Rank
+from hflow.planner.traits import traits
 from hflow.planner.weights.sharding import padded_units
 from hflow.planner.workload import Workload
 
@@ -54,7 +54,7 @@ def engine_weights(rank: Rank) -> int:
     rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
     num_matrices = 1 if shape.is_tied else 2
     padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
-    keeps_adapters = rank.config.lora is not None and not engine_kind(rank.replica.backend).merges_adapters
+    keeps_adapters = rank.config.lora is not None and not traits(rank.replica.backend).merges_adapters
     adapters = rank.trained.total if keeps_adapters else 0
     return rank.width * (rank.sizes.total + padding + adapters)
 

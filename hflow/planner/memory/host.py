@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hflow.errors import PlanError
-from hflow.planner.backends import engine_kind
 from hflow.planner.cluster import device_ranges
 from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.ir import Plan, Schedule, WeightRoute
@@ -19,6 +18,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.request import PlanRequest
 from hflow.planner.schedule import shared_groups
+from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 
 _INPUTS = "inputs of layers"
@@ -77,7 +77,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
 def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
     """Return what a rank of an engine on a GPU keeps in host memory all the time."""
     items = Items()
-    if rank.config.lora is not None and engine_kind(rank.replica.backend).merges_adapters:
+    if rank.config.lora is not None and traits(rank.replica.backend).merges_adapters:
         items += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total, _BASE)
     route = context.route_to(rank)
     return items if route is None else items + transfer.received_on_host(rank, route)
@@ -192,7 +192,7 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
             others = sum(stored.values()) - share
             kept = others if store is None else min(others, max(0, round(store) - share))
             items += item(MemoryCategory.BUFFERS, kept, _FETCHED)
-        if engine_kind(dst.backend).has_own_process:
+        if traits(dst.backend).has_own_process:
             relayed = route.moved_bytes * engines.get(machine, 0) // len(dst.heads)
             items += item(MemoryCategory.BUFFERS, relayed, _RELAYED)
         yield machine, items

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hflow.config.schema import Offload
-from hflow.planner.backends import training_backend
+from hflow.planner.descriptors import training_backend
 from hflow.planner.forecast import MemoryCategory
 from hflow.planner.memory.items import ItemKey, Items
 from hflow.planner.memory.rank import Rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 
 from hflow.graph.ir import Level
-from hflow.planner.backends import engine_kind, training_backend
+from hflow.planner.descriptors import engine_kind, training_backend
 from hflow.planner.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import DeviceGroup, Plan

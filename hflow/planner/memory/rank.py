@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.ir import Replica
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import (
@@ -19,6 +18,7 @@ from hflow.planner.model_shape import (
     other_tensors,
     trained_shape,
 )
+from hflow.planner.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
 from hflow.types.attention_kernel import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel

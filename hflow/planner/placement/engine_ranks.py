@@ -19,12 +19,12 @@ from functools import lru_cache
 import networkx as nx
 
 from hflow.graph.ir import Graph
-from hflow.planner.backends import traits
 from hflow.planner.graph_queries import written_models
 from hflow.planner.ir import ClusterSpec, Replica, batch_replica, generation_replica
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
+from hflow.planner.traits import traits
 from hflow.planner.weights.resharding import held_bytes
 
 MIN_SAVING = 0.01

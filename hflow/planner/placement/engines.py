@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hflow.planner.backends import ENGINES, EngineKind, ServedModel, engine_kind
+from hflow.planner.descriptors import EngineKind, ServedModel, engine_kind
 from hflow.planner.ir import EngineChoice, Replica
 from hflow.planner.request import PlanRequest
+from hflow.planner.traits import ENGINES
 
 UNDECIDED = ""
 """The backend of a generation replica whose engine is not chosen yet."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from hflow.config.schema import OptimConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import traits
 from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.placement.replicas import replica_roles
@@ -27,6 +26,7 @@ from hflow.planner.search.remedies import fits, nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simplify import simplified
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
+from hflow.planner.traits import traits
 
 __all__ = [
     "PLACEMENT",

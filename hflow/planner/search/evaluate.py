@@ -13,7 +13,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 
-from hflow.planner.backends import engine_kind
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.forecast import Pace
 from hflow.planner.ir import Replica, WeightRoute, joined_devices
@@ -28,6 +27,7 @@ from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.search.route_bytes import with_bytes
+from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import weight_route
 
 Total = tuple[float, float]
@@ -427,7 +427,7 @@ class Evaluator:
                 other.replica.model == option.replica.model
                 and other.replica.role == "gen"
                 and other.layout.world == 1
-                and not engine_kind(other.replica.backend).has_own_process
+                and not traits(other.replica.backend).has_own_process
                 for other in options
             )
             for option in options

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from hflow.planner.backends import engine_kind, traits
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.memory.context import MemoryContext
@@ -23,6 +23,7 @@ from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
+from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import near_transport
 from hflow.planner.workload import Workload, expected_max
 
@@ -313,7 +314,7 @@ class GroupMemory:
         source = next((replica for replica in mine if replica.role != "gen"), None)
         if engine is None or source is None or model not in self._problem.written:
             return ()
-        own_process = engine_kind(engine.backend).has_own_process
+        own_process = traits(engine.backend).has_own_process
         if common == "all" and not own_process:
             how: Literal["shared", "gather"] = "shared" if option.layout.world == 1 else "gather"
             return (WeightRoute(model, source.name, engine.name, how),)

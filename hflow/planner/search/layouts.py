@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
 
-from hflow.planner.backends import engine_kind
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import kinds_of_layers, other_tensors

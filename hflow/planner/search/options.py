@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hflow.config.schema import ModelConfig, Offload
-from hflow.planner.backends import engine_kind, training_backend
 from hflow.planner.cost.nodes import Costs
 from hflow.planner.data.minibatches import heaviest_load, minibatch_units
+from hflow.planner.descriptors import engine_kind, training_backend
 from hflow.planner.forecast import EdgeTraffic, Pace
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.hardware import GIB
@@ -24,6 +24,7 @@ from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.problem import SearchProblem
+from hflow.planner.traits import traits
 from hflow.planner.workload import sample_lengths
 
 MANY_DEVICES = 32
@@ -272,7 +273,7 @@ class OptionTable:
             rank = self._rank(replica, shape, config, stage)
             if replica.role != "gen":
                 kept = training_backend(replica.backend).memory.model_state(rank).total()
-            elif engine_kind(replica.backend).has_own_process:  # others may use the weights of their trainer
+            elif traits(replica.backend).has_own_process:  # others may use the weights of their trainer
                 kept = engine_weights(rank)
             if overhead + kept > self._problem.memory_limit:
                 return False

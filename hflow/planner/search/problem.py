@@ -12,7 +12,6 @@ from itertools import chain
 from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import BackendTraits, traits
 from hflow.planner.graph_queries import root_stream, written_models
 from hflow.planner.hardware import Hardware
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
@@ -32,6 +31,7 @@ from hflow.planner.placement.replicas import (
 from hflow.planner.request import PlanRequest
 from hflow.planner.stream_workloads import stream_workloads
 from hflow.planner.structure import plan_structure
+from hflow.planner.traits import BackendTraits, traits
 
 LONG_SEQUENCE = 1 << 14
 """Tokens from which on context ranks are tried at once, and not only where nothing else fits."""

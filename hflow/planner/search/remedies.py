@@ -13,7 +13,7 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.backends import ENGINES, engine_kind, model_parallel_backend, traits
+from hflow.planner.descriptors import engine_kind
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
@@ -27,6 +27,7 @@ from hflow.planner.search.layouts import MAX_TENSOR_RANKS
 from hflow.planner.search.pins import MEMORY_SETTINGS, Pin, layout_keys, pins_of, value_of
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
+from hflow.planner.traits import ENGINES, model_parallel_backend, traits
 from hflow.planner.unrunnable import runs_family
 
 MAX_DEVICES = 1024

@@ -9,13 +9,13 @@ from typing import Literal, Protocol
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.planner.architectures import can_run
-from hflow.planner.backends import engine_kind
 from hflow.planner.graph_queries import written_models
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
 from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
+from hflow.planner.traits import traits
 from hflow.planner.weights.resharding import add_rows
 from hflow.planner.weights.sharding import mean_copies
 
@@ -86,7 +86,7 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
 
 
 def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
-    if set(src.workers) != set(gen.workers) or engine_kind(gen.backend).has_own_process:
+    if set(src.workers) != set(gen.workers) or traits(gen.backend).has_own_process:
         return "pull"
     return "shared" if src.layout.world == gen.layout.world == 1 else "gather"
 
@@ -108,7 +108,7 @@ def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> st
     """Return the transport of what an engine's own device holds; empty where it makes no difference."""
     if route.transport not in _THROUGH_HOSTS:
         return ""
-    has_own = route.held_bytes and engine_kind(gen.backend).has_own_process
+    has_own = route.held_bytes and traits(gen.backend).has_own_process
     if not has_own or request.settings.get("workers") == "inproc":
         return ""
     near = "ipc" if request.cluster.device == "cuda" else "shared"
@@ -122,7 +122,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     engine in a process of its own on the same machine, else the object store, which each other machine
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
-    own_process, cluster = engine_kind(gen.backend).has_own_process, request.cluster
+    own_process, cluster = traits(gen.backend).has_own_process, request.cluster
     machines = cluster.machines(src.workers).keys() | cluster.machines(gen.workers).keys()
     in_one_process = request.settings.get("workers") == "inproc"
     if cluster.device == "cuda" and not in_one_process:
@@ -163,7 +163,7 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         src, gen = plan.replica(route.src), plan.replica(route.dst)
         both = set(src.workers) & set(gen.workers)
         machines = {plan.cluster.node_of(worker) for worker in (*src.workers, *gen.workers)}
-        own_process = engine_kind(gen.backend).has_own_process
+        own_process = traits(gen.backend).has_own_process
         reason = None
         if route.transport == "shared" and len(machines) > 1:
             reason = f"{src.name} and {gen.name} are on {len(machines)} machines"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import fsum
 
 from hflow.graph.ir import TRAJECTORY_FIELDS, Level
@@ -17,7 +16,7 @@ from hflow.metrics import declare
 from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
-from hflow.runtime.execution.node_execution import NodeExecution, output_fields
+from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
 from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.sample_text_log import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
@@ -37,27 +36,6 @@ from hflow.workers.interface import NodeResult, Workers
 MOVED_BYTES = declare(
     "{node}/moved_bytes", "bytes", "bytes of the node's inputs that moved between workers, if any did"
 )
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The samples of one batch, in ascending order."""
-
-    stream: str
-    step: int
-    samples: tuple[int, ...]
-    groups: tuple[int, ...]
-    """The groups of the samples, in ascending order."""
-    group_size: int
-    num_refused: int | None = None
-    """Samples that the evaluation has refused; None: no evaluation of the stream has refused one."""
-
-    def members(self) -> dict[int, list[int]]:
-        """Return group -> its samples."""
-        members: dict[int, list[int]] = {group: [] for group in self.groups}
-        for sample in self.samples:
-            members[sample // self.group_size].append(sample)
-        return members
 
 
 class BatchRunner:

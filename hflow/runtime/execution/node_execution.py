@@ -21,6 +21,27 @@ from hflow.workers.interface import NodeResult, NodeTask, ShardInput, Workers
 
 
 @dataclass(frozen=True)
+class StepBatch:
+    """The samples of one batch, in ascending order."""
+
+    stream: str
+    step: int
+    samples: tuple[int, ...]
+    groups: tuple[int, ...]
+    """The groups of the samples, in ascending order."""
+    group_size: int
+    num_refused: int | None = None
+    """Samples that the evaluation has refused; None: no evaluation of the stream has refused one."""
+
+    def members(self) -> dict[int, list[int]]:
+        """Return group -> its samples."""
+        members: dict[int, list[int]] = {group: [] for group in self.groups}
+        for sample in self.samples:
+            members[sample // self.group_size].append(sample)
+        return members
+
+
+@dataclass(frozen=True)
 class ExecutionResult:
     """What running a node returned."""
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hflow.planner.data.data_locations import DataLocations
 from hflow.runtime.events import Refusal, Refuse
+from hflow.runtime.execution.node_execution import StepBatch
 from hflow.runtime.execution.step_metrics import RunEvents
 from hflow.workers.interface import SampleText, Workers
-
-if TYPE_CHECKING:
-    from hflow.runtime.execution.batch_runner import StepBatch
 
 
 class SampleTextLog:

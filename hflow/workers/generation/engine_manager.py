@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hflow.backends.interface import ModelBackend
 from hflow.errors import RunError
-from hflow.planner.backends import engine_kind
 from hflow.planner.ir import Plan, WeightRoute
+from hflow.planner.traits import traits
 from hflow.types.sleep_level import SleepLevel
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
@@ -47,7 +47,7 @@ class EngineManager:
     ) -> None:
         self._routes: dict[str, WeightRoute] = {route.dst: route for route in plan.weights}
         self._reads_in_place = frozenset(
-            replica for replica in drivers if not engine_kind(plan.replica(replica).backend).has_own_process
+            replica for replica in drivers if not traits(plan.replica(replica).backend).has_own_process
         )
         """Engines in this process, which read what a trainer here holds in place."""
         self._drivers = drivers

@@ -17,11 +17,10 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
-import hflow
 from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.workers.error_location import relative_path
 
-_HFLOW = str(Path(hflow.__file__).parent) + "/"
+_HFLOW = str(Path(__file__).parents[2]) + "/"
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "rendezvous.py")
 """Files of torch.distributed whose functions are collectives, or wait for other processes."""
 _BINDING = "/torch/_ops.py"

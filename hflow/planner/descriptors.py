@@ -1,27 +1,24 @@
-"""Descriptors of training backends and generation engines, and the registry that finds them by name.
+"""Descriptors of training backends and generation engines.
 
 A descriptor holds everything that hflow must know about a backend outside the backend's own package: how it
 shards a model, how much memory it needs, what it can run, and which function builds it on a worker.
-Descriptors import neither torch nor ray, so planning needs neither.
-
-To add a backend, write `hflow/backends/NAME/descriptor.py` and add one line to `_BACKENDS` or `_ENGINES`.
+Descriptors import neither torch nor ray, so planning needs neither. `planner.traits` has the registry.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hflow.errors import PlanError, nearest
+from hflow.planner.traits import BACKENDS, ENGINES, BackendTraits, load_backend, load_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hflow.backends.interface import ModelSettings
+    from hflow.backends.settings import ModelSettings
     from hflow.config.schema import ModelConfig
     from hflow.planner.ir import ClusterSpec, Replica
     from hflow.planner.memory.engine_load import EngineLoad
@@ -29,62 +26,6 @@ if TYPE_CHECKING:
     from hflow.planner.memory.microbatch import MicroBatch
     from hflow.planner.memory.rank import Rank
     from hflow.planner.model_shape import ModelShape
-
-_BACKENDS = {
-    "torch": "hflow.backends.torch_model.descriptor",
-    "megatron": "hflow.backends.megatron.descriptor",
-}
-"""Training backend -> the module whose `BACKEND` describes it. The first is the default."""
-_ENGINES = {
-    "embedded": "hflow.backends.embedded_engine.descriptor",
-    "vllm": "hflow.backends.vllm_engine.descriptor",
-}
-"""Generation engine -> the module whose `ENGINE` describes it. The first is the default."""
-
-BACKENDS = tuple(_BACKENDS)
-"""Names of the training backends, the default first."""
-ENGINES = tuple(_ENGINES)
-"""Names of the generation engines, the default first."""
-
-
-@dataclass(frozen=True)
-class BackendTraits:
-    """How a backend or engine shards a model."""
-
-    sharded_over_data: Literal["nothing", "optimizer", "everything"]
-    """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
-    optimizer state (Megatron's distributed optimizer), or weights, gradients and optimizer state (FSDP2: the
-    first axis of each tensor in equal blocks of rows, of which the last ones may be short or empty)."""
-    overlaps_optimizer: bool = False
-    """Whether the collectives of a sharded optimizer state run beside the passes: gradients are scattered
-    during the last backward pass, new weights gathered during the first forward pass. FSDP always does."""
-    overlaps_tensor: bool = False
-    """Whether sums over tensor ranks run beside products (`tp_comm_overlap` of Transformer Engine)."""
-    is_model_parallel: bool = False
-    """Whether it has a tensor axis. Without one, replicas grow along the data axis only."""
-    has_pipeline_axis: bool = False
-    """Whether it divides the layers over pipeline stages as well."""
-    has_context_axis: bool = False
-    """Whether it divides the tokens of each sequence over context ranks."""
-    has_expert_axis: bool = False
-    """Whether it divides the experts of a layer over data and context ranks."""
-    sends_expert_copies: bool = False
-    """Whether a token is sent once for each of its experts, and the copies are gathered by the tensor ranks
-    that divide an expert. Otherwise it is sent once to each rank that has some of its experts."""
-    vocab_multiple: int | None = None
-    """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
-    the vocabulary."""
-    pads_whole_vocab: bool = False
-    """Whether the whole vocabulary is padded to `vocab_multiple`, which the tensor size must then divide
-    (vLLM), rather than the part of each tensor rank."""
-    shares_prompts: bool = False
-    """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
-    has_adapters: bool = False
-    """Whether it trains low-rank adapters (`models.NAME.lora`)."""
-    chooses_kernels: bool = False
-    """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
-    families: tuple[str, ...] | None = None
-    """The `model_type`s that it can build. None: every causal language model of transformers."""
 
 
 class TrainingMemory(Protocol):
@@ -259,14 +200,6 @@ class EngineKind(Descriptor):
     engine's packages."""
     remark: Callable[[ServedModel], str | None] = _no_remark
     """Return what the plan says about how it runs a model; None: nothing. It imports as little as `check`."""
-    has_own_process: bool = False
-    """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
-    devices and cores by name. Only the head of its tensor ranks builds it."""
-    has_own_attention: bool = False
-    """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
-    merges_adapters: bool = False
-    """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
-    engine that does not has the adapters beside them."""
     recording_factory: Callable[..., Any] | None = None
     """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None
@@ -280,7 +213,7 @@ def training_backend(name: str) -> Backend:
     Raises:
         PlanError: for an unknown name.
     """
-    backend = importlib.import_module(_module(_BACKENDS, "backend", name)).BACKEND
+    backend = load_backend(name)
     assert isinstance(backend, Backend)
     assert backend.name == name
     return backend
@@ -293,7 +226,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         PlanError: for an unknown name.
     """
-    engine = importlib.import_module(_module(_ENGINES, "engine", name)).ENGINE
+    engine = load_engine(name)
     assert isinstance(engine, EngineKind)
     assert engine.name == name
     return engine
@@ -305,59 +238,9 @@ def descriptor(name: str) -> Descriptor:
     Raises:
         PlanError: for an unknown name.
     """
-    return engine_kind(name) if name in _ENGINES else training_backend(name)
-
-
-def traits(name: str) -> BackendTraits:
-    """Return the traits of a training backend or generation engine.
-
-    Raises:
-        PlanError: for an unknown name.
-    """
-    return descriptor(name).traits
+    return engine_kind(name) if name in ENGINES else training_backend(name)
 
 
 def factories() -> dict[str, Callable[..., Any]]:
     """Return the factories of all backends and engines, by name."""
     return {name: descriptor(name).factory for name in (*BACKENDS, *ENGINES)}
-
-
-def model_parallel_backend() -> str:
-    """Return the name of the first training backend with a tensor and a pipeline axis."""
-    return next(name for name in BACKENDS if traits(name).is_model_parallel)
-
-
-def context_backend() -> str:
-    """Return the name of the first training backend with a context axis."""
-    return next(name for name in BACKENDS if traits(name).has_context_axis)
-
-
-def expert_backend() -> str:
-    """Return the name of the first training backend with an expert axis."""
-    return next(name for name in BACKENDS if traits(name).has_expert_axis)
-
-
-def adapter_backend() -> str:
-    """Return the name of the first training backend that trains low-rank adapters."""
-    return next(name for name in BACKENDS if traits(name).has_adapters)
-
-
-def kernel_backend() -> str:
-    """Return the name of the first training backend whose layers different kernels can compute."""
-    return next(name for name in BACKENDS if traits(name).chooses_kernels)
-
-
-def backend_of_any_family() -> str:
-    """Return the name of the first training backend that builds every language model of transformers."""
-    return next(name for name in BACKENDS if traits(name).families is None)
-
-
-def engine_of_any_family() -> str:
-    """Return the name of the first engine that generates with every language model of transformers."""
-    return next(name for name in ENGINES if traits(name).families is None)
-
-
-def _module(registry: Mapping[str, str], what: str, name: str) -> str:
-    if name not in registry:
-        raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")
-    return registry[name]

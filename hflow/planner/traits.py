@@ -1,0 +1,148 @@
+"""Names of the training backends and generation engines, and the traits that tell them apart.
+
+To add one, write `hflow/backends/NAME/descriptor.py` and add one line to `_BACKENDS` or `_ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from hflow.errors import PlanError, nearest
+
+_BACKENDS = {
+    "torch": "hflow.backends.torch_model.descriptor",
+    "megatron": "hflow.backends.megatron.descriptor",
+}
+"""Training backend -> the module whose `BACKEND` describes it. The first is the default."""
+_ENGINES = {
+    "embedded": "hflow.backends.embedded_engine.descriptor",
+    "vllm": "hflow.backends.vllm_engine.descriptor",
+}
+"""Generation engine -> the module whose `ENGINE` describes it. The first is the default."""
+
+BACKENDS = tuple(_BACKENDS)
+"""Names of the training backends, the default first."""
+ENGINES = tuple(_ENGINES)
+"""Names of the generation engines, the default first."""
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """How a backend or engine runs a model, as far as it is one choice of a few."""
+
+    sharded_over_data: Literal["nothing", "optimizer", "everything"]
+    """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
+    optimizer state (Megatron's distributed optimizer), or weights, gradients and optimizer state (FSDP2: the
+    first axis of each tensor in equal blocks of rows, of which the last ones may be short or empty)."""
+    overlaps_optimizer: bool = False
+    """Whether the collectives of a sharded optimizer state run beside the passes: gradients are scattered
+    during the last backward pass, new weights gathered during the first forward pass. FSDP always does."""
+    overlaps_tensor: bool = False
+    """Whether sums over tensor ranks run beside products (`tp_comm_overlap` of Transformer Engine)."""
+    is_model_parallel: bool = False
+    """Whether it has a tensor axis. Without one, replicas grow along the data axis only."""
+    has_pipeline_axis: bool = False
+    """Whether it divides the layers over pipeline stages as well."""
+    has_context_axis: bool = False
+    """Whether it divides the tokens of each sequence over context ranks."""
+    has_expert_axis: bool = False
+    """Whether it divides the experts of a layer over data and context ranks."""
+    sends_expert_copies: bool = False
+    """Whether a token is sent once for each of its experts, and the copies are gathered by the tensor ranks
+    that divide an expert. Otherwise it is sent once to each rank that has some of its experts."""
+    vocab_multiple: int | None = None
+    """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
+    the vocabulary."""
+    pads_whole_vocab: bool = False
+    """Whether the whole vocabulary is padded to `vocab_multiple`, which the tensor size must then divide
+    (vLLM), rather than the part of each tensor rank."""
+    shares_prompts: bool = False
+    """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
+    has_adapters: bool = False
+    """Whether it trains low-rank adapters (`models.NAME.lora`)."""
+    chooses_kernels: bool = False
+    """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
+    families: tuple[str, ...] | None = None
+    """The `model_type`s that it can build. None: every causal language model of transformers."""
+    has_own_process: bool = False
+    """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
+    devices and cores by name. Only the head of its tensor ranks builds it."""
+    has_own_attention: bool = False
+    """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
+    merges_adapters: bool = False
+    """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
+    engine that does not has the adapters beside them."""
+
+
+def load_backend(name: str) -> Any:
+    """Return the `descriptors.Backend` of a training backend.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    return importlib.import_module(_module(_BACKENDS, "backend", name)).BACKEND
+
+
+def load_engine(name: str) -> Any:
+    """Return the `descriptors.EngineKind` of a generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    return importlib.import_module(_module(_ENGINES, "engine", name)).ENGINE
+
+
+@cache
+def traits(name: str) -> BackendTraits:
+    """Return the traits of a training backend or generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    found: BackendTraits = (load_engine(name) if name in _ENGINES else load_backend(name)).traits
+    return found
+
+
+def model_parallel_backend() -> str:
+    """Return the name of the first training backend with a tensor and a pipeline axis."""
+    return next(name for name in BACKENDS if traits(name).is_model_parallel)
+
+
+def context_backend() -> str:
+    """Return the name of the first training backend with a context axis."""
+    return next(name for name in BACKENDS if traits(name).has_context_axis)
+
+
+def expert_backend() -> str:
+    """Return the name of the first training backend with an expert axis."""
+    return next(name for name in BACKENDS if traits(name).has_expert_axis)
+
+
+def adapter_backend() -> str:
+    """Return the name of the first training backend that trains low-rank adapters."""
+    return next(name for name in BACKENDS if traits(name).has_adapters)
+
+
+def kernel_backend() -> str:
+    """Return the name of the first training backend whose layers different kernels can compute."""
+    return next(name for name in BACKENDS if traits(name).chooses_kernels)
+
+
+def backend_of_any_family() -> str:
+    """Return the name of the first training backend that builds every language model of transformers."""
+    return next(name for name in BACKENDS if traits(name).families is None)
+
+
+def engine_of_any_family() -> str:
+    """Return the name of the first engine that generates with every language model of transformers."""
+    return next(name for name in ENGINES if traits(name).families is None)
+
+
+def _module(registry: Mapping[str, str], what: str, name: str) -> str:
+    if name not in registry:
+        raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")
+    return registry[name]
