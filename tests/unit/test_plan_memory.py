@@ -18,8 +18,7 @@ from model_configs import model_config
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.embedded_engine import memory as embedded_memory
 from hflow.backends.embedded_engine.cache import KVCache, padded_length
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.embedded_engine.options import EngineOptions
+from hflow.backends.embedded_engine.engine import EmbeddedEngine, EngineOptions
 from hflow.backends.interface import SamplingParams
 from hflow.backends.megatron import memory as megatron_memory
 from hflow.backends.settings import ModelSettings

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hflow.backends.vllm_engine.expert_rows import ExpertRows
+from hflow.backends.vllm_engine.stepper import ExpertRows
 from hflow.errors import BackendError
 from hflow.types.routed_experts import RoutingFormat
 

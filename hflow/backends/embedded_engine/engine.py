@@ -7,8 +7,10 @@ computed once.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -17,27 +19,56 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.embedded_engine.admission import PromptGroup, admit
+from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
+from hflow.backends.embedded_engine.dense_decoder import DenseDecoder
 from hflow.backends.embedded_engine.expert_recorder import ExpertRecorder
-from hflow.backends.embedded_engine.forward import RunModel, choose_forward
+from hflow.backends.embedded_engine.families import THROUGH_MODULES, own_forward_objection
 from hflow.backends.embedded_engine.module import (
     FreedParameters,
     build_module,
     changing_tensors,
     load_in_place,
 )
-from hflow.backends.embedded_engine.options import EngineOptions
 from hflow.backends.embedded_engine.packing import pack_step
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
 from hflow.data.device_copy import to_device
-from hflow.errors import BackendError
+from hflow.errors import BackendError, ConfigError, nearest
 from hflow.types.sleep_level import SleepLevel
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits of an engine. They change speed and memory, but not what is drawn."""
+
+    max_running: int = 256
+    """Maximum sequences that draw a token in one step; the others wait."""
+    max_tokens_per_step: int = 8192
+    """Maximum prompt tokens prefilled in one step. A longer prompt is prefilled alone."""
+    max_model_len: int = 2048
+    """Maximum tokens of a sequence, prompt included, if the model's `max_position_embeddings` is not
+    smaller."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineOptions:
+        """Read options from a mapping.
+
+        Raises:
+            ConfigError: if a name is unknown or a value is below 1.
+        """
+        names = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in names:
+                raise ConfigError(f"the embedded engine has no option {name!r}{nearest(name, names)}")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"engine option {name} is {value!r}; set an integer of at least 1")
+        return cls(**options)
 
 
 class EmbeddedEngine(GenerationEngine):
@@ -303,3 +334,30 @@ class EmbeddedEngine(GenerationEngine):
                 "choose another architecture"
             )
         self._cache.drop()
+
+
+RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
+"""Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_forward(settings: ModelSettings, module: nn.Module) -> RunModel:
+    """Return the function that runs a step of a module; log if it is that of transformers' modules."""
+    config: Any = module.config
+    objection = own_forward_objection(config.to_dict(), settings.lora is not None)
+    if objection is None:
+        return DenseDecoder(module).logits
+    _LOG.warning("engine of %s: %s: %s", settings.name, THROUGH_MODULES, objection)
+
+    def run_modules(input_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: PackedStep) -> Tensor:
+        logits: Tensor = module(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            packed_step=step,
+        ).logits[0]
+        return logits
+
+    return run_modules

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
@@ -19,9 +23,9 @@ from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter
 from hflow.backends.device import local_device
 from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
+from hflow.backends.packed_attention import PACKED, packed_attention
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.build import DTYPES, build_model
-from hflow.backends.torch_model.compiled_layers import compile_layers
 from hflow.backends.torch_model.fsdp import place_model, recompute_layers
 from hflow.backends.torch_model.held_weights import load_held_weights
 from hflow.backends.torch_model.optimizer import TorchOptimizer, local_shard
@@ -211,3 +215,32 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that HF marks as not to be split."""
     names = set(model._no_split_modules or ())
     return [module for module in model.base_model.modules() if type(module).__name__ in names]
+
+
+def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
+    """Compile the forward of layers, for packed sequences. They are compiled when they run first.
+
+    All layers of a kind share their code. Hooks, such as those of FSDP, run outside it.
+
+    Args:
+        layers: decoder layers of a model on its device.
+        name: of the model, for errors.
+
+    Raises:
+        BackendError: if there is no C++ compiler, which torch's and triton's code needs.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise BackendError(
+            f"models.{name}.compile needs a C++ compiler, and there is no {compiler!r}: install g++, or "
+            "remove the key"
+        )
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        compiled = torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_run_layer, layer.forward, compiled)
+
+
+def _run_layer(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the compiled forward on packed sequences; an engine that shares the layer runs its own way."""
+    return (compiled if "packed_layout" in kwargs else eager)(*args, **kwargs)

@@ -7,7 +7,8 @@ changed. Nothing downstream knows that a machine chose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hflow.config.schema import OptimConfig
@@ -17,14 +18,13 @@ from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.placement.replicas import replica_roles
 from hflow.planner.request import PlanRequest
-from hflow.planner.search.evaluate import Evaluator
+from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import Basis, throttles
-from hflow.planner.search.options import MIN_DIFFERENCE
+from hflow.planner.search.options import MIN_DIFFERENCE, ReplicaOption
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import fits, nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
-from hflow.planner.search.simplify import simplified
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
 from hflow.planner.traits import traits
 
@@ -170,3 +170,25 @@ def _is_open(replica: Replica, request: PlanRequest) -> bool:
     config = request.model(replica.model)
     layout = config.gen.layout if replica.role == "gen" else config.layout
     return layout is None and traits(replica.backend).is_model_parallel
+
+
+def simplified(evaluator: Evaluator, choice: Choice) -> Choice:
+    """Return the choice with as many default settings as fit and cost no time."""
+    limit = choice.period * (1 + MIN_DIFFERENCE)
+    for before in choice.options:
+        for option in _defaults(evaluator, before):
+            groups = evaluator.replaced(choice, option)
+            if groups is None:
+                continue
+            other = evaluator.choice(choice.partition.blocks, choice.devices, groups, math.inf)
+            if other is not None and other.period <= limit:
+                choice = other
+                break
+    return choice
+
+
+def _defaults(evaluator: Evaluator, option: ReplicaOption) -> Iterator[ReplicaOption]:
+    """Yield a replica's option with all settings as configured, if it is not that already."""
+    config = evaluator.problem.config(option.name)
+    if config != option.config:
+        yield evaluator.table.option(option.replica, config)

@@ -8,7 +8,9 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from hflow.planner.forecast import Candidate
 from hflow.planner.ir import Plan
+from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
 from hflow.report.plan_text.assumptions import assumptions_section
 from hflow.report.plan_text.data import data_section, routing_section
@@ -16,9 +18,8 @@ from hflow.report.plan_text.devices import devices_section, replicas_section, tu
 from hflow.report.plan_text.graph import graph_section
 from hflow.report.plan_text.header import header
 from hflow.report.plan_text.memory import memory_section
-from hflow.report.plan_text.placements import placements_section
 from hflow.report.plan_text.samples import samples_section
-from hflow.report.plan_text.section import WIDEST, Section, dim, shown
+from hflow.report.plan_text.section import WIDEST, Section, add_row, dim, lines, number, shown, table, text
 from hflow.report.plan_text.time import period_section, times_section
 from hflow.report.plan_text.weights import weights_section
 
@@ -74,3 +75,25 @@ class PlanReport:
 def render_plan(plan: Plan) -> RenderableType:
     """Return the report of a plan, as wide as its console and at most `WIDEST` columns."""
     return PlanReport(plan)
+
+
+_PLACEMENTS_NOTE = (
+    "The best plan of each way in which replicas may share devices; the first one is this plan. What the "
+    "configuration sets was not changed. Seconds leave out what the inputs of nodes move."
+)
+
+
+def placements_section(plan: Plan, width: int) -> Section:
+    """Return a row for each candidate of the search."""
+    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    rows = table(number("step"), text("placement, and why not"))
+    for candidate in candidates:
+        what = [Text(candidate.why, style="bold"), Text(candidate.placement)]
+        add_row(rows, seconds_text(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))]))
+    return Section("Placements", _PLACEMENTS_NOTE, (rows,))
+
+
+def _changed_settings(candidate: Candidate) -> list[str]:
+    """Return the settings that the search changed in one line, if there are any."""
+    texts = [f"{key}={str(value).lower()}" for key, value in candidate.settings]
+    return [" ".join(texts)] if texts else []
