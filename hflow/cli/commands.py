@@ -13,16 +13,13 @@ from typer.exceptions import TyperException
 
 from hflow import launch
 from hflow.cli import (
-    doctor_command,
     ledger_commands,
-    new_command,
-    nodes_command,
+    machine_commands,
     plan_commands,
-    profile_command,
+    recipe_commands,
     result_commands,
     run_commands,
     serve_command,
-    size_command,
 )
 from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
 from hflow.durable_files import file_fix
@@ -49,11 +46,11 @@ app = typer.Typer(
 )
 
 app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(
-    new_command.new
+    recipe_commands.new
 )
 
 app.command(epilog=_examples("nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json"))(
-    nodes_command.nodes
+    recipe_commands.nodes
 )
 
 app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plan_commands.check)
@@ -92,7 +89,7 @@ app.command(
         "size grpo --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
         "size grpo cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
     )
-)(size_command.size)
+)(plan_commands.size)
 
 app.command(
     epilog=_examples(
@@ -164,10 +161,10 @@ app.command(
 )(serve_command.serve)
 
 
-app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(profile_command.profile)
+app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(machine_commands.profile)
 
 
-app.command(epilog=_examples("doctor"))(doctor_command.doctor)
+app.command(epilog=_examples("doctor"))(machine_commands.doctor)
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from hflow import launch
 from hflow.cli.arguments import OptionalRecipe, Overrides, Recipe, split_recipe
 from hflow.cli.exit_codes import DIFFERENT
 from hflow.cli.html_files import write_html
-from hflow.errors import ConfigError
+from hflow.errors import ConfigError, PlanError
 from hflow.report.diff_text import render_diff
-from hflow.report.figures_text import render_what_if
+from hflow.report.figures_text import render_sizes, render_what_if, size_table
 from hflow.report.graph_text import plan_dot, plan_mermaid, render_graph
 from hflow.report.plan_text import render_plan
 from hflow.report.simulation_text import render_simulation
@@ -23,6 +23,7 @@ from hflow.terminal import print_data, print_json, print_text, show
 
 if TYPE_CHECKING:
     from hflow.report.page.tables import Table
+
 
 DIFF = (
     "Compare plan A with plan B, and print what resuming a checkpoint of A under B would change. Each is a "
@@ -176,3 +177,50 @@ def _compare_plans(
         show(render_diff(diff, before, after))
     if diff.changes:
         raise typer.Exit(DIFFERENT)
+
+
+_DEVICES_HELP = (
+    "A cluster, such as h100-4x8, or a device, such as h100: 1, 2, 4, ... devices of it, eight to a machine. "
+    "May be repeated."
+)
+
+
+def size(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="S", help="Target: at most S seconds a step.")
+    ] = None,
+    samples: Annotated[
+        float | None, typer.Option("--samples", metavar="N", help="Target: at least N samples per second.")
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", metavar="D", help="Target: at most D days for the whole run.")
+    ] = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on", metavar="CLUSTER", help=_DEVICES_HELP, show_default="the configured cluster's device"
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="Devices to try at most.")] = 1024,
+    cheapest: Annotated[
+        bool, typer.Option("--cheapest", help="Choose the lowest cost of the run, not the fewest devices.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the page of the chosen plan, with the sizes."),
+    ] = None,
+) -> None:
+    """Find the smallest or the cheapest cluster on which a recipe reaches a target. Needs no device."""
+    target = launch.Target(seconds, samples, days)
+    found = launch.size(recipe, overrides or [], target, on=on or (), most=most, cheapest=cheapest)
+    if html is not None and found.compiled is not None:
+        write_page(found.compiled, html, size_table(found))
+    if json:
+        print_json(found.to_json())
+    else:
+        show(render_sizes(found))
+    if found.problem is not None:
+        raise PlanError(found.problem)

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hflow.config.schema import ReportConfig
-from hflow.launch.engine_gap_warning import EngineGapWarning
-from hflow.launch.evaluation_warning import EvaluationWarning
-from hflow.launch.no_gradient_warning import NoGradientWarning
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
+from hflow.launch.step_warnings import EngineGapWarning, EvaluationWarning, NoGradientWarning
 from hflow.metrics import Metric, find_metric
 from hflow.planner.ir import Plan
 from hflow.planner.staleness import staleness_bound

@@ -29,10 +29,10 @@ from hflow.errors import ConfigError, RunError
 from hflow.graph.ir import Graph, Level
 from hflow.launch.auto_placement import AUTO
 from hflow.launch.compile import Compiled, compile_recipe, learn_from_run
-from hflow.launch.no_gradient_warning import MAX_NORM
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.read_recipe import read_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.launch.step_warnings import NO_GRADIENT_NORM
 from hflow.planner.cluster import device_of
 from hflow.planner.descriptors import EngineKind, engine_kind, factories
 from hflow.planner.graph_queries import saved_models
@@ -391,7 +391,7 @@ def refuse_without_gradient(reference: RunSummary, graph: Graph) -> None:
     for node in graph.nodes:
         if node.spec.verb == "train":
             norms = [row.get(GRAD_NORM.member(node.name)) or 0.0 for row in rows]
-            if max(norms, default=0.0) <= MAX_NORM:
+            if max(norms, default=0.0) <= NO_GRADIENT_NORM:
                 raise RunError(f"{node.name} had no gradient in the run in one process, {fix}")
     for model, moved in _movements(reference).items():
         if not moved:

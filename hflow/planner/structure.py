@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.attention import attention_choices
+from hflow.planner.choices import attention_choices, layer_choices
 from hflow.planner.data.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.determinism import determinism_warnings
 from hflow.planner.graph_queries import root_streams, saved_models
 from hflow.planner.ir import SAVE_PREFIX, Placement, Plan
-from hflow.planner.layer_kernels import layer_choices
 from hflow.planner.node_order import firing_levels, group_orders, order_edges, topological_order
 from hflow.planner.placement import place_graph
 from hflow.planner.request import PlanRequest

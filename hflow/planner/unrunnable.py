@@ -11,14 +11,13 @@ from typing import Any
 
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.planner.architectures import EXPERT_FAMILIES, FAMILIES, can_run
+from hflow.planner.choices import layer_reasons, served_model
 from hflow.planner.cluster import device_of
 from hflow.planner.descriptors import engine_kind, training_backend
 from hflow.planner.graph_queries import root_stream
 from hflow.planner.ir import Plan, Replica
-from hflow.planner.layer_kernels import layer_reasons
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.placement.engines import served_model
 from hflow.planner.request import PlanRequest
 from hflow.planner.traits import (
     BACKENDS,

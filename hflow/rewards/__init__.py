@@ -5,9 +5,7 @@ that cannot be computed refuses its sample with the reason; it is never 0.
 """
 
 from hflow.rewards.answers import exact, final_number, math, regex
-from hflow.rewards.combination import combine
-from hflow.rewards.lengths import brevity, overlong
 from hflow.rewards.programs import code
-from hflow.rewards.structure import json_schema
+from hflow.rewards.shaping import brevity, combine, json_schema, overlong
 
 __all__ = ["brevity", "code", "combine", "exact", "final_number", "json_schema", "math", "overlong", "regex"]

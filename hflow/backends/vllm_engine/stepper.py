@@ -287,7 +287,9 @@ class ExpertRows:
             )
         rows = experts[:, self.layers]
         if per_token > 1 and (rows[..., 0] == rows[..., 1]).any():
-            raise BackendError(f"vLLM returned the same expert twice, so a layer was not recorded; {_WITHOUT_EXPERTS}")
+            raise BackendError(
+                f"vLLM returned the same expert twice, so a layer was not recorded; {_WITHOUT_EXPERTS}"
+            )
         data = rows.astype(self.form.dtype).tobytes()
         size = self.form.num_bytes
         return [data[start : start + size] for start in range(0, len(data), size)]

@@ -15,11 +15,11 @@ from typing import Literal
 
 from hflow.errors import PlanError, nearest
 from hflow.graph.ir import Graph, Node
+from hflow.planner.choices import UNDECIDED
 from hflow.planner.cluster import device_ranges
 from hflow.planner.graph_queries import trained_models
 from hflow.planner.ir import ClusterSpec, DeviceGroup, Replica, devices_of
 from hflow.planner.layout import Layout, even_blocks
-from hflow.planner.placement.engines import UNDECIDED
 from hflow.planner.request import PlanRequest
 from hflow.planner.routing import on_workers
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
 
+from hflow.planner.choices import served_model
 from hflow.planner.descriptors import engine_kind
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import kinds_of_layers, other_tensors
-from hflow.planner.placement.engines import served_model
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.search.devices import EVERY_SIZE
 from hflow.planner.search.problem import SearchProblem

@@ -89,7 +89,9 @@ def placements_section(plan: Plan, width: int) -> Section:
     rows = table(number("step"), text("placement, and why not"))
     for candidate in candidates:
         what = [Text(candidate.why, style="bold"), Text(candidate.placement)]
-        add_row(rows, seconds_text(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))]))
+        add_row(
+            rows, seconds_text(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))])
+        )
     return Section("Placements", _PLACEMENTS_NOTE, (rows,))
 
 

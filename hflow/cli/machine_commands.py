@@ -1,4 +1,4 @@
-"""`hflow doctor`."""
+"""hflow doctor and hflow profile: what this machine has, and how fast it is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from hflow import launch
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_attention, check_gpus, check_layers, read_gpus
 from hflow.doctor.layer_times import check_layer_times
 from hflow.doctor.trial_runs import try_runs
-from hflow.terminal import show
+from hflow.report.formatting import share_text
+from hflow.terminal import print_text, show
 
 
 def doctor(
@@ -77,3 +79,26 @@ def _table(findings: list[Finding]) -> Table:
         fix = "" if finding.ok else finding.fix
         table.add_row(finding.topic, finding.name, mark, Text(finding.detail), Text(fix, "dim"))
     return table
+
+
+def profile(
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Its name in configs/hardware/devices.",
+            show_default="the first CUDA device, or else cpu",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write.", show_default="NAME.yaml"),
+    ] = None,
+) -> None:
+    """Measure this machine, for plans with calibration=FILE: kernels, memory, collectives, decode steps."""
+    found = launch.profile(device, out, lambda line: typer.echo(f"measuring {line}", err=True))
+    for part, error in found.calibration.missed.items():
+        print_text(f"{part}: misses what it was not fitted to by {share_text(error)}")
+    print_text(f"shipped figures for: {', '.join(found.calibration.unmeasured)}")
+    print_text(f"{found.file}: use it with calibration={found.file}")

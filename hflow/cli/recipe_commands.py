@@ -1,9 +1,10 @@
-"""`hflow nodes`."""
+"""hflow new and hflow nodes: a recipe of one's own, and what it can be made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,9 +16,33 @@ from hflow.errors import ConfigError
 from hflow.launch import CatalogNode
 from hflow.report.nodes_text import render_node, render_nodes, render_recipe_nodes
 from hflow.shipped import is_recipe_file, shipped_recipes
-from hflow.terminal import print_json, show
+from hflow.terminal import print_json, print_text, show
 
-FIRST = (
+
+def new(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The name of a shipped recipe, such as grpo.", show_default=False
+        ),
+    ],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False),
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The chat form of the recipe: its prompts are messages.")
+    ] = False,
+) -> None:
+    """Write a shipped recipe, its YAML and a test to a directory, ready to edit."""
+    made = launch.new_recipe(recipe, directory, chat=chat)
+    for file in made.files:
+        print_text(str(file))
+    name = made.recipe.name
+    print_text(f"next: cd {directory} && hflow run {name} steps=3 && pytest")
+
+
+_FIRST_HELP = (
     "A ready node, such as actor_train, or a recipe: the name of a shipped one or a Python file. Default: "
     "list all ready nodes."
 )
@@ -25,7 +50,7 @@ FIRST = (
 
 def nodes(
     subject: Annotated[
-        str | None, typer.Argument(metavar="NAME|RECIPE", help=FIRST, show_default=False)
+        str | None, typer.Argument(metavar="NAME|RECIPE", help=_FIRST_HELP, show_default=False)
     ] = None,
     name: Annotated[
         str | None,

@@ -1,0 +1,117 @@
+"""The engine and the kernels of a replica where nothing is configured, with the reason for the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from hflow.planner.descriptors import EngineKind, ServedModel, engine_kind
+from hflow.planner.ir import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
+from hflow.planner.request import PlanRequest
+from hflow.planner.traits import ENGINES, traits
+from hflow.types.attention_kernel import AttentionKernel, packed_kernel
+from hflow.types.layer_kernels import LayerKernels, choose_kernels, unsupported
+
+UNDECIDED = ""
+"""The backend of a generation replica whose engine is not chosen yet."""
+
+
+def choose_engines(
+    replicas: Iterable[Replica], request: PlanRequest
+) -> tuple[tuple[Replica, ...], tuple[EngineChoice, ...]]:
+    """Give every generation replica its engine.
+
+    The configuration decides, then the plan file that is executed again. Otherwise it is the first engine
+    that prefers the cluster's devices, is installed and can serve the model, else the default engine.
+
+    Args:
+        replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
+        request: the configuration of models, and what this machine cannot run.
+
+    Returns:
+        The replicas with their engines, and the reasons in the same order.
+    """
+    chosen, choices = [], []
+    for replica in replicas:
+        if replica.role == "gen":
+            choice = _engine_choice(replica, request)
+            replica = replace(replica, backend=choice.engine)
+            remark = engine_kind(choice.engine).remark(served_model(replica, request))
+            choices.append(choice if remark is None else replace(choice, why=f"{choice.why}; {remark}"))
+        chosen.append(replica)
+    return tuple(chosen), tuple(choices)
+
+
+def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
+    """Return what the engine of a replica has to serve."""
+    name = replica.model
+    return ServedModel(
+        replica, request.model(name), request.cluster, request.shapes.get(name), request.families.get(name)
+    )
+
+
+def _engine_choice(replica: Replica, request: PlanRequest) -> EngineChoice:
+    if replica.backend != UNDECIDED:
+        return EngineChoice(replica.name, replica.backend, "as configured")
+    if replica.model in request.engines:
+        return EngineChoice(replica.name, request.engines[replica.model], "as in the plan file")
+    device = request.cluster.device
+    preferred = [kind for kind in map(engine_kind, ENGINES) if device in kind.preferred_on]
+    objections = {kind.name: _objection(kind, replica, request) for kind in preferred}
+    for name, objection in objections.items():
+        if objection is None:
+            return EngineChoice(replica.name, name, f"installed, {device.upper()}")
+    why = next((objection for objection in objections.values() if objection), f"the cluster is {device}")
+    return EngineChoice(replica.name, ENGINES[0], why)
+
+
+def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str | None:
+    """Return why an engine cannot be the default of a replica."""
+    return next(_objections(kind, replica, request), None)
+
+
+def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Iterator[str]:
+    if kind.name in request.engine_problems:
+        yield request.engine_problems[kind.name]
+    yield from kind.check(served_model(replace(replica, backend=kind.name), request))
+
+
+def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[AttentionChoice, ...]:
+    """Return the kernel of each replica with the reason for it, as the packages of this machine allow."""
+    return tuple(_attention_choice(replica, request) for replica in replicas)
+
+
+def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
+    if replica.backend in ENGINES and traits(replica.backend).has_own_attention:
+        return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
+    device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
+    kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)
+    if kernel is AttentionKernel.FLASH_ATTN:
+        return AttentionChoice(replica.name, f"{kernel} {request.flash_attn}", f"installed, {dtype}")
+    if kernel is AttentionKernel.VARLEN:
+        return AttentionChoice(replica.name, kernel, f"{dtype}, flash-attn is not installed")
+    why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
+    return AttentionChoice(replica.name, kernel, why)
+
+
+def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[LayerChoice, ...]:
+    """Return the kernels of each replica with the reason for them, as the packages of this machine allow."""
+    return tuple(
+        _layer_choice(replica, request) for replica in replicas if traits(replica.backend).chooses_kernels
+    )
+
+
+def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
+    config, installed = request.model(replica.model), request.transformer_engine
+    kernels, why = choose_kernels(config.kernels, request.cluster.device, config.compute_dtype, installed)
+    of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
+    return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
+
+
+def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models that Transformer Engine is to compute and does not. Packages are checked by a run."""
+    of_te = (c.replica for c in plan.layers if c.kernels is LayerKernels.TRANSFORMER_ENGINE)
+    for model in dict.fromkeys(plan.replica(name).model for name in of_te):
+        if problem := unsupported(plan.cluster.device, request.model(model).compute_dtype):
+            key = f"models.{model}.kernels"
+            yield f"{key} is {LayerKernels.TRANSFORMER_ENGINE}, but {problem}. Set {key}=torch."
