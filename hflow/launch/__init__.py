@@ -35,7 +35,7 @@ from hflow.launch.ledger_queries import (
 from hflow.launch.new_recipe import NewRecipe, new_recipe
 from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
 from hflow.launch.plan_file import compose_plan_file
-from hflow.launch.run_report import read_report
+from hflow.launch.runs import read_report
 from hflow.launch.size import Target, size
 from hflow.launch.what_if import what_if
 from hflow.report.summary import RunSummary

@@ -16,7 +16,7 @@ from typing import Any
 from hflow.backends.interface import LOSS
 from hflow.config import flatten
 from hflow.errors import ConfigError, nearest
-from hflow.launch.run_record import Curve, RunRecord, read_run
+from hflow.launch.runs import Curve, RunRecord, read_run
 from hflow.report.curve_parts import MAX_POINTS, ends_of, thinned
 from hflow.runtime.execution import step_metrics
 from hflow.user_files import resolved

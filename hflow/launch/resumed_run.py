@@ -10,10 +10,10 @@ from hflow.backends.settings import SHARDS
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError, RunError
 from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.find_run import find_run
 from hflow.launch.fingerprints import RunInputs, read_inputs
 from hflow.launch.plan_file import read_plan_file, recipe_file
 from hflow.launch.run_inputs import changed_inputs
+from hflow.launch.runs import find_run
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
 from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json

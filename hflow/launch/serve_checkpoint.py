@@ -27,8 +27,8 @@ from hflow.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.endpoint.server import EndpointServer, base_url
 from hflow.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.json_text import read_json_object
+from hflow.launch.run_recipe import stop_signals
 from hflow.launch.served_checkpoint import ServedCheckpoint
-from hflow.launch.stop_signals import stop_signals
 from hflow.planner.architectures import read_shape
 from hflow.planner.descriptors import engine_kind
 from hflow.planner.layout import Layout

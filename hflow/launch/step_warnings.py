@@ -104,7 +104,7 @@ class EvaluationWarning:
                 yield f"warning: {stream} after step {step}: {missing_text(*self.missing[stream])}{reason}"
 
 
-STEPS_WITHOUT_GRADIENT = 5
+NUM_IDLE_STEPS = 5
 """Steps in a row without a gradient after which a run warns."""
 NO_GRADIENT_NORM = 1e-6
 """Largest gradient norm, and loss, that rounding alone leaves of 0."""
@@ -113,7 +113,7 @@ MANY_CUT = 0.5
 
 
 class NoGradientWarning:
-    """Warns once of each train node without gradient and loss, or an update, in `STEPS_WITHOUT_GRADIENT` steps in a row.
+    """Warns once of each train node without gradient and loss, or an update, in `NUM_IDLE_STEPS` steps.
 
     No recipe means this to happen: equal rewards, or a batch without learned tokens, leave the weights as
     they are for as long as they last.
@@ -148,11 +148,11 @@ class NoGradientWarning:
                 rows.clear()
                 continue
             rows.append(values)
-            if len(rows) == STEPS_WITHOUT_GRADIENT:
+            if len(rows) == NUM_IDLE_STEPS:
                 self._warned.add(node)
-                model = self._graph.node(node).spec.models[0]
+                model, first = self._graph.node(node).spec.models[0], step - NUM_IDLE_STEPS + 1
                 yield (
-                    f"warning: {node} had no gradient in steps {step - STEPS_WITHOUT_GRADIENT + 1} to {step}, so {model} "
+                    f"warning: {node} had no gradient in steps {first} to {step}, so {model} "
                     f"learns nothing. {self._advice(node, rows)}"
                 )
 

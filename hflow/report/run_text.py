@@ -17,7 +17,7 @@ from hflow.report.run_page.curves import number_text, with_staleness
 from hflow.report.run_page.view import STEP_SECONDS, faults, planned_seconds, story
 
 if TYPE_CHECKING:
-    from hflow.launch.run_report import RunReport
+    from hflow.launch.runs import RunReport
 
 CURVE_WIDTH = 24
 ALWAYS = (STEP_SECONDS, "time/samples_per_second", "staleness/mean", "staleness/max")

@@ -88,9 +88,8 @@ from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memo
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_log import SampleLog
-from hflow.workers.storage.sample_store import SampleStore
+from hflow.workers.storage.sample_store import PackedSamples, SampleRequest, SampleStore, pack, unpack
 from hflow.workers.storage.sample_texts import SampleTexts
-from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest, pack, unpack
 from hflow.workers.torch_determinism import use_deterministic_algorithms
 
 

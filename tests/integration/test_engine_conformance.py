@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hflow.backends.common.expert_replay import routers_of
 from hflow.backends.common.expert_tensors import stacked_views
-from hflow.backends.common.hf_routers import routers_of
 from hflow.backends.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.engine import VllmEngine

@@ -14,7 +14,7 @@ from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe
-from hflow.launch.model_settings import model_settings
+from hflow.launch.worker_setup import model_settings
 
 GOOD = ROOT / "tests" / "graphs" / "good"
 OWN_KINDS = ROOT / "tests" / "integration" / "recipes" / "own_kinds.py"

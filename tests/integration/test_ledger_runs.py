@@ -18,7 +18,7 @@ from runs import ROOT, TINY, run, steps_of
 
 from hflow import launch
 from hflow.errors import ConfigError, RunError
-from hflow.launch.run_report import read_report
+from hflow.launch.runs import read_report
 from hflow.report.ledger_text import render_story
 from hflow.report.run_page.view import story
 from hflow.report.summary import RunSummary

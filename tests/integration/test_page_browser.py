@@ -16,7 +16,7 @@ from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from hflow.launch.compare_runs import compare_runs
-from hflow.launch.run_report import read_report
+from hflow.launch.runs import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Limit, Remedy
 from hflow.planner.model_shape import ModelShape

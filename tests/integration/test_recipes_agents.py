@@ -17,8 +17,7 @@ from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import NotYetError
 from hflow.launch.compile import compile_recipe
-from hflow.launch.model_settings import model_settings
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.worker_setup import make_setup, model_settings
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import GroupOrder, SampleReady

@@ -18,7 +18,7 @@ from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.export_model import export_model
 from hflow.launch.run_recipe import resume_run
-from hflow.launch.run_report import read_report
+from hflow.launch.runs import read_report
 from hflow.report.run_page import render_run_page
 from hflow.report.run_text import render_run_report
 from hflow.report.summary import RunSummary

@@ -14,7 +14,7 @@ from run_files import DONE, reward_rows, write_run
 from hflow.cli import main
 from hflow.errors import ConfigError
 from hflow.launch.compare_runs import compare_runs
-from hflow.launch.run_record import read_run
+from hflow.launch.runs import read_run
 from hflow.report.curve_parts import ends_of, thinned
 from hflow.report.run_page.compare_view import compare_page_view
 

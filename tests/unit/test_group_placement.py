@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_plan_traffic_estimate import planned
 
 from hflow.planner.data.group_placement import GroupPlacer
-from hflow.runtime.execution.engine_control import EngineControl
-from hflow.runtime.execution.rebalance import Rebalancer
+from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.types.sleep_level import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded
 

@@ -14,7 +14,6 @@ from hflow.dsl.load import load_recipe
 from hflow.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe
-from hflow.launch.model_settings import model_settings, tokenizer_settings
 from hflow.launch.plan_request import (
     cluster_hardware,
     device_calibration,
@@ -24,6 +23,7 @@ from hflow.launch.plan_request import (
 )
 from hflow.launch.preflight import refuse_unrunnable
 from hflow.launch.read_recipe import read_recipe
+from hflow.launch.worker_setup import model_settings, tokenizer_settings
 from hflow.planner.architectures import can_run, read_shape
 from hflow.planner.cluster import used_links
 from hflow.planner.model_shape import active_parameters, num_parameters

@@ -10,7 +10,7 @@ import pytest
 
 from hflow.durable_files import replace_text
 from hflow.errors import ConfigError
-from hflow.launch.find_run import find_run
+from hflow.launch.runs import find_run
 from hflow.runtime.execution.checkpoint import BEST, LATEST, Checkpoints, replace_link
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics

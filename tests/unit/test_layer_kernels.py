@@ -13,8 +13,8 @@ from hflow import doctor
 from hflow.config.schema import ModelConfig
 from hflow.errors import BackendError, PlanError
 from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.model_settings import model_settings
 from hflow.launch.preflight import refuse_unrunnable
+from hflow.launch.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
 from hflow.report.plan_text.header import header, layers_line
 from hflow.types import layer_kernels

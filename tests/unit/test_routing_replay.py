@@ -25,8 +25,7 @@ from torch_kit import (
     with_experts,
 )
 
-from hflow.backends.common.expert_replay import ReplayedExperts
-from hflow.backends.common.hf_routers import routers_of
+from hflow.backends.common.expert_replay import ReplayedExperts, routers_of
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams, TrainShard
 from hflow.backends.torch_model.backend import TorchModel

@@ -13,7 +13,7 @@ from test_page import Page
 
 from hflow.cli import main
 from hflow.errors import ConfigError
-from hflow.launch.run_report import RunReport, read_report
+from hflow.launch.runs import RunReport, read_report
 from hflow.report.curve_parts import thinned
 from hflow.report.run_page import render_run_page
 from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, Series, curve_groups, curve_view

@@ -17,8 +17,7 @@ from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage import field_column
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
-from hflow.workers.storage.sample_store import SampleStore
-from hflow.workers.storage.sample_transfer import pack, pulls_of, unpack
+from hflow.workers.storage.sample_store import SampleStore, pack, pulls_of, unpack
 
 FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
 

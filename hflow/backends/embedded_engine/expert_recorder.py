@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hflow.backends.common.hf_routers import routers_of
+from hflow.backends.common.expert_replay import routers_of
 from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.generation_request import GenerationRequest
 from hflow.types.routed_experts import RoutingFormat

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hflow.backends.common.adapter import adapter_weights, adapters_off
 from hflow.backends.common.checks import check_sequences
-from hflow.backends.common.hf_routers import let_routers_replay
+from hflow.backends.common.expert_replay import let_routers_replay
 from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.common.host_offload import HostOffload
 from hflow.backends.common.microbatches import MicrobatchSplitter

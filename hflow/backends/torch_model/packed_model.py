@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.common.chunked import in_chunks
-from hflow.backends.common.hf_routers import REPLAYED
+from hflow.backends.common.expert_replay import REPLAYED
 from hflow.backends.common.host_offload import activations_in_host_memory
 from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.output import LmOutput, ScalarOutput

@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from hflow.errors import ConfigError, PlanError
 from hflow.graph.ir import Level
-from hflow.launch.find_run import find_run
 from hflow.launch.plan_file import read_plan_file
 from hflow.launch.plan_request import LearnedFromRun, calibration_of, plan_request
 from hflow.launch.profiling.run_times import STEP, RunTimes, read_run_times
 from hflow.launch.read_recipe import read_recipe
+from hflow.launch.runs import find_run
 from hflow.planner.calibration import Calibration
 from hflow.planner.compile import compile_plan
 from hflow.planner.cost import node_times

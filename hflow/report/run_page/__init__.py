@@ -16,7 +16,7 @@ from hflow.report.run_page.view import run_page_view
 
 if TYPE_CHECKING:
     from hflow.launch.compare_runs import Comparison
-    from hflow.launch.run_report import RunReport
+    from hflow.launch.runs import RunReport
 
 STYLES, SCRIPTS = ("base.css", "charts.css", "print.css"), ("tips.js", "theme.js", "wide.js")
 """Files of the page of a plan that these pages use too."""

@@ -10,7 +10,7 @@ from hflow.report.formatting import plural, seconds_text, share_text
 from hflow.report.page.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 
 if TYPE_CHECKING:
-    from hflow.launch.run_report import MeasuredSpan
+    from hflow.launch.runs import MeasuredSpan
 
 MAX_LANES = 16
 """Lanes of the chart."""

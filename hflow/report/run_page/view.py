@@ -15,7 +15,7 @@ from hflow.report.run_page.curves import MAX_STALENESS, CurveGroup, CurveView, c
 from hflow.report.run_page.timeline import measured_gantt, planned_gantt
 
 if TYPE_CHECKING:
-    from hflow.launch.run_report import RunReport
+    from hflow.launch.runs import RunReport
 
 STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
 NO_TRACE = "The run has no trace: it is written when the run ends."

@@ -17,7 +17,6 @@ from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
-from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.sample_text_log import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
@@ -268,3 +267,31 @@ def _token_fields(plan: Plan) -> set[str]:
         if returned.unit is Unit.TOKEN
     }
     return fields | from_nodes
+
+
+class SampleRelease:
+    """Frees the data of samples.
+
+    Args:
+        workers: hold the data.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._is_allowed = asyncio.Event()
+        self._is_allowed.set()
+
+    def hold(self) -> None:
+        """Free nothing until `go_on` is called."""
+        self._is_allowed.clear()
+
+    def go_on(self) -> None:
+        """Free what had to wait."""
+        self._is_allowed.set()
+
+    async def release(
+        self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
+    ) -> None:
+        """Free fields of samples on a worker; see `Workers.release`."""
+        await self._is_allowed.wait()
+        await self._workers.release(worker, samples, stream, fields)

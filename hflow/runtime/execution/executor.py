@@ -21,15 +21,13 @@ from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.ir import SAVE_PREFIX, Plan
 from hflow.runtime import events as ev
-from hflow.runtime.execution.batch_runner import BatchRunner
+from hflow.runtime.execution.batch_runner import BatchRunner, SampleRelease
 from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.engine_control import EngineControl
+from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.runtime.execution.engine_recovery import EngineRecovery
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, streamed_outputs
-from hflow.runtime.execution.rebalance import Rebalancer
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_saving import RunSaving
-from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.saved_run import ResumePoint
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner

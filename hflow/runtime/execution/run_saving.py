@@ -21,9 +21,9 @@ from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.planner.graph_queries import saved_models, scheduled_updates
 from hflow.planner.ir import Plan
+from hflow.runtime.execution.batch_runner import SampleRelease
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.node_execution import NodeExecution, streamed_outputs
-from hflow.runtime.execution.sample_release import SampleRelease
 from hflow.runtime.execution.saved_run import SAMPLES, ResumePoint, SavedRun
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.execution.trace import CONTROLLER

@@ -22,7 +22,7 @@ from hflow.workers.process_setup import freeze_gc
 if TYPE_CHECKING:
     from hflow.workers.process_groups import ProcessRank
     from hflow.workers.real_devices import ProcessDevices
-    from hflow.workers.storage.sample_transfer import PackedSamples, SampleRequest
+    from hflow.workers.storage.sample_store import PackedSamples, SampleRequest
 
 
 class WorkerProcess:

@@ -38,7 +38,7 @@ from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.real_devices import check_devices, package_versions
-from hflow.workers.storage.sample_transfer import pulls_of
+from hflow.workers.storage.sample_store import pulls_of
 
 PROBE_SECONDS = 10.0
 """Longest wait for a worker's answer to a probe after a failure."""
