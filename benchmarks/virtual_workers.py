@@ -25,7 +25,7 @@ from hflow.durable_files import FileChecksum
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import (
     ComputeOrder,
     ComputeReady,

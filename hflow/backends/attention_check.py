@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hflow.backends.packed_attention import PackedLayout, attend
-from hflow.types.attention_kernel import AttentionKernel
+from hflow.types.kernels import AttentionKernel
 
 LENGTHS = (1, 7, 64, 129, 33)
 """Tokens of the sequences: of one token, within a block of a kernel, of whole blocks, and one more."""

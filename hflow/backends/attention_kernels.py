@@ -1,6 +1,6 @@
 """Calls of attention kernels. All attention of the backends and of the embedded engine is computed here.
 
-`hflow.types.attention_kernel` chooses the kernel; `num_calls` counts the calls of each. After
+`hflow.types.kernels` chooses the kernel; `num_calls` counts the calls of each. After
 `torch.use_deterministic_algorithms` all of them add in a fixed order, also in the backward pass: torch's own
 by themselves, and flash-attn's because it is asked to.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hflow.types.attention_kernel import (
+from hflow.types.kernels import (
     AttentionKernel,
     decode_kernel,
     flash_attn_package,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.errors import BackendError
 from hflow.metrics import declare
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 
 if TYPE_CHECKING:
     import torch

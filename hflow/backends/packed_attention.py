@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hflow.backends.attention_kernels import kernel_of, padded_attention, varlen_attention
 from hflow.data.device_copy import to_device
 from hflow.errors import BackendError
-from hflow.types.attention_kernel import AttentionKernel
+from hflow.types.kernels import AttentionKernel
 
 PACKED = "hflow_packed"
 """Name of this attention for `attn_implementation`."""

@@ -16,8 +16,7 @@ from hflow import launch
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_attention, check_gpus, check_layers, read_gpus
-from hflow.doctor.layer_times import check_layer_times
+from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers, read_gpus
 from hflow.doctor.trial_runs import try_runs
 from hflow.report.formatting import share_text
 from hflow.terminal import print_text, show

@@ -18,7 +18,7 @@ from hflow.machine_memory import machine_memory
 from hflow.planner.descriptors import Descriptor, engine_kind, training_backend
 from hflow.planner.hardware import GIB
 from hflow.planner.traits import BACKENDS, ENGINES
-from hflow.types.layer_kernels import PACKAGE, install_problem, installed_transformer_engine
+from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine
 
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
@@ -49,7 +49,7 @@ OPTIONAL_PARTS = (
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
     OptionalPart(
-        PACKAGE,
+        TE_PACKAGE,
         "layers of megatron models on CUDA, models.NAME.kernels",
         ("transformer_engine",),
         _transformer_engine_problem,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import le
+from typing import TYPE_CHECKING
 
+from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
-from hflow.errors import BackendError
+from hflow.errors import BackendError, HflowError
 from hflow.machine_memory import machine_memory
+from hflow.planner.descriptors import training_backend
 from hflow.planner.hardware import GIB
-from hflow.types.attention_kernel import flash_attn_version
-from hflow.types.layer_kernels import PACKAGE, installed_transformer_engine
+from hflow.planner.traits import BACKENDS
+from hflow.types.kernels import TE_PACKAGE, flash_attn_version, installed_transformer_engine
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
     build_problem,
@@ -24,6 +30,10 @@ from hflow.workers.real_devices import (
     expandable_segments,
     flash_attn_problem,
 )
+
+if TYPE_CHECKING:
+    from hflow.launch.profiling.calibrate import LayerTime
+
 
 MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
@@ -172,11 +182,11 @@ def check_layers(device: str) -> Iterator[Finding]:
             error = layer_error(device, "bf16", architecture)
         except _FAILURES as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
-            yield Finding("kernel", name, False, f"{PACKAGE} {installed.version}: {line}", _LAYER_FIX)
+            yield Finding("kernel", name, False, f"{TE_PACKAGE} {installed.version}: {line}", _LAYER_FIX)
             continue
         is_right = all(map(le, error, MAX_LAYER_ERROR))
         detail = (
-            f"{PACKAGE} {installed.version}: logits and gradients differ from torch's layers by "
+            f"{TE_PACKAGE} {installed.version}: logits and gradients differ from torch's layers by "
             f"{error.output:.1g} and {error.gradient:.1g}, at most {MAX_LAYER_ERROR[0]:g} and "
             f"{MAX_LAYER_ERROR[1]:g} are expected"
         )
@@ -241,3 +251,52 @@ def check_capability(index: int, name: str, capability: tuple[int, int]) -> Find
     detail = f"compute capability {capability[0]}.{capability[1]}"
     fix = "train in fp32, models.NAME.dtype=fp32, or use a newer GPU"
     return Finding("gpu", f"kernels {index}", capability >= BF16_CAPABILITY, detail, fix, required=False)
+
+
+_SLOW_FIX = "nvidia-smi -q -d PERFORMANCE shows what slows a GPU down; hflow profile measures it for plans"
+_FAILED_FIX = "hflow profile shows all of the error"
+
+
+def check_layer_times(device: str) -> Iterator[Finding]:
+    """Check the speed of each training backend that can run on a device, `cuda` or `cpu`."""
+    for backend in BACKENDS:
+        if training_backend(backend).find_problem(device) is None:
+            yield _check(backend, device)
+
+
+def _check(backend: str, device: str) -> Finding:
+    # A process of its own, as what torch keeps on a GPU is freed only when a process ends.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            return layers_finding(backend, process.submit(_measure, backend, device).result())
+        except (HflowError, RuntimeError, BrokenProcessPool) as error:
+            detail = (str(error).splitlines() or [type(error).__name__])[0]
+            return Finding("speed", backend, False, detail, _FAILED_FIX, required=False)
+
+
+def _measure(backend: str, device: str) -> list[LayerTime]:
+    import torch
+
+    from hflow.launch.profiling.calibrate import layer_times
+
+    if device == "cpu":
+        torch.set_num_threads(1)  # a device is one core
+    return layer_times(backend, device)
+
+
+def layers_finding(backend: str, times: Sequence[LayerTime]) -> Finding:
+    """Return whether passes through layers are about as fast as plans count with."""
+    model = times[0].model
+    detail = "; ".join(
+        f"{'training' if time.trains else 'inference'} {1000 * time.seconds:,.1f} ms, "
+        f"planned {1000 * time.expected_seconds:,.1f} ms"
+        for time in times
+    )
+    detail += (
+        f" ({model.num_layers} layers of {model.hidden:,} x {model.intermediate:,}, "
+        f"{times[0].num_tokens:,} tokens, {times[0].dtype})"
+    )
+    if all(time.seconds * MIN_RATE_SHARE <= time.expected_seconds for time in times):
+        return Finding("speed", backend, True, detail)
+    detail += f"; less than {MIN_RATE_SHARE:.0%} of the planned speed"
+    return Finding("speed", backend, False, detail, _SLOW_FIX, required=False)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, column_fields
+from hflow.graph.framework_reads import computes_own_prox, framework_parameters, replay_parameters
 from hflow.graph.ir import Level, Node, NodeSpec, Parameter, Read, RecipeSpec
-from hflow.graph.prox import computes_own_prox, framework_parameters
-from hflow.graph.routing_replay import replay_parameters
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 

@@ -11,9 +11,8 @@ from hflow.graph.binding import bind_node, unbound_notes
 from hflow.graph.check import check_graph, warnings_of
 from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, state_edges, weight_edges
 from hflow.graph.field_table import build_field_table
+from hflow.graph.framework_reads import check_prox, check_routing_replay, resolve_prox, unread_prox
 from hflow.graph.ir import Edge, Graph, Node, RecipeSpec, Stream
-from hflow.graph.prox import check_prox, resolve_prox, unread_prox
-from hflow.graph.routing_replay import check_routing_replay
 from hflow.graph.streams import assign_streams
 from hflow.graph.tensordicts import add_tensordict_reads
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.errors import ConfigError, nearest
+from hflow.graph.framework_reads import ROUTING_REPLAY
 from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
-from hflow.graph.routing_replay import OPTION as ROUTING_REPLAY
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 SAMPLED = "_sampled"

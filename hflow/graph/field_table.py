@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
+from hflow.graph.framework_reads import records_experts
 from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
-from hflow.graph.routing_replay import records_experts
 from hflow.graph.streams import StreamAssignment, dataset_columns
 from hflow.types import Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS

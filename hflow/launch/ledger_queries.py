@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.errors import ConfigError
 from hflow.launch.runs import find_run
-from hflow.runtime.execution.sample_text_files import SampleRow, by_sample, read_samples
+from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS

@@ -17,7 +17,7 @@ from hflow.launch.plan_request import is_library_node
 from hflow.planner.descriptors import training_backend
 from hflow.planner.ir import Plan, Replica
 from hflow.planner.unrunnable import head_size_reason
-from hflow.types.attention_kernel import flash_attn_version
+from hflow.types.kernels import flash_attn_version
 from hflow.workers.interface import WorkerSetup
 
 if TYPE_CHECKING:

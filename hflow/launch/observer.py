@@ -21,7 +21,7 @@ from hflow.runtime.execution import step_metrics as metrics
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_text_files import write_samples
+from hflow.runtime.execution.sample_texts import write_samples
 from hflow.runtime.execution.trace import Trace
 from hflow.runtime.state import run_state
 from hflow.secret_text import mask_secrets

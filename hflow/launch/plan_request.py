@@ -34,8 +34,7 @@ from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape
 from hflow.planner.request import PlanRequest
 from hflow.planner.traits import ENGINES
-from hflow.types.attention_kernel import flash_attn_version
-from hflow.types.layer_kernels import installed_transformer_engine
+from hflow.types.kernels import flash_attn_version, installed_transformer_engine
 from hflow.validation import from_mapping
 
 T = TypeVar("T", Device, Link, Calibration)

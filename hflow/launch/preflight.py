@@ -14,8 +14,8 @@ from hflow.planner.descriptors import descriptor, engine_kind
 from hflow.planner.determinism import deterministic_variables
 from hflow.planner.ir import Replica
 from hflow.planner.traits import ENGINES
-from hflow.types.layer_kernels import (
-    PACKAGE,
+from hflow.types.kernels import (
+    TE_PACKAGE,
     LayerKernels,
     install_problem,
     installed_transformer_engine,
@@ -44,8 +44,8 @@ def refuse_unrunnable(compiled: Compiled) -> None:
             _refuse_missing_gpus(compiled)
             key = f"models.{compiled.plan.replica(choice.replica).model}.kernels"
             raise BackendError(
-                f"{key} is {choice.kernels}, but {problem_of_te}. Run pip install 'hflow[{PACKAGE}]', or set "
-                f"{key}=torch"
+                f"{key} is {choice.kernels}, but {problem_of_te}. Run pip install "
+                f"'hflow[{TE_PACKAGE}]', or set {key}=torch"
             )
     check_packages(compiled.graph)
 

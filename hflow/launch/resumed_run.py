@@ -19,7 +19,7 @@ from hflow.planner.graph_queries import saved_models
 from hflow.planner.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_text_files import SampleKey, drop_samples_after, keep_samples
+from hflow.runtime.execution.sample_texts import SampleKey, drop_samples_after, keep_samples
 from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select

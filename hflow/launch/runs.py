@@ -15,7 +15,7 @@ from hflow.launch.shown_metrics import builtin_metrics
 from hflow.metrics import find_metric
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
-from hflow.runtime.execution.sample_text_files import SampleRow, by_sample, read_samples
+from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.ledger.overview import LedgerOverview, read_overview
 from hflow.user_files import resolved
 

@@ -30,7 +30,7 @@ from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.shipped import shipped_recipes
 from hflow.types import Unit
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 from hflow.user_files import resolved
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 from hflow.workers.process_setup import device_environment

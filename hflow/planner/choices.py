@@ -9,8 +9,7 @@ from hflow.planner.descriptors import EngineKind, ServedModel, engine_kind
 from hflow.planner.ir import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
 from hflow.planner.request import PlanRequest
 from hflow.planner.traits import ENGINES, traits
-from hflow.types.attention_kernel import AttentionKernel, packed_kernel
-from hflow.types.layer_kernels import LayerKernels, choose_kernels, unsupported
+from hflow.types.kernels import AttentionKernel, LayerKernels, choose_kernels, packed_kernel, unsupported
 
 UNDECIDED = ""
 """The backend of a generation replica whose engine is not chosen yet."""

@@ -19,7 +19,7 @@ from hflow.planner.forecast import Forecast
 from hflow.planner.hardware import Hardware
 from hflow.planner.layout import Layout
 from hflow.planner.model_shape import LEFT_OUT_BY_DEFAULT, ModelShape
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
 from hflow.planner.hardware import Device, Hardware
 from hflow.planner.ir import ClusterSpec
 from hflow.planner.model_shape import ModelShape, trained_shape
-from hflow.types.layer_kernels import TransformerEngine
+from hflow.types.kernels import TransformerEngine
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hflow.planner.traits import (
     traits,
 )
 from hflow.planner.weights.weight_routes import transport_reasons
-from hflow.types.attention_kernel import head_size_problem, packed_kernel
+from hflow.types.kernels import head_size_problem, packed_kernel
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
 """Returns whether a plan with other settings fits into memory."""

@@ -16,7 +16,7 @@ from hflow.planner.ir import BatchCut, EdgeRule, Replica
 from hflow.planner.model_shape import trained_shape
 from hflow.planner.request import PlanRequest
 from hflow.planner.traits import adapter_backend, kernel_backend, model_parallel_backend, traits
-from hflow.types.layer_kernels import AUTO
+from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
     "batch": 1,
@@ -43,7 +43,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
                 f"models.{name}.backend={model_parallel_backend()}"
             )
-        if config.kernels != AUTO and not traits(config.backend).chooses_kernels:
+        if config.kernels != AUTO_KERNELS and not traits(config.backend).chooses_kernels:
             raise PlanError(
                 f"models.{name}.kernels is {config.kernels}, but the {config.backend} backend computes with "
                 f"the modules of transformers; remove it, or set models.{name}.backend={kernel_backend()}"

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from hflow.runtime.state.snapshot import RunSnapshot
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 
 
 class Refusal(enum.StrEnum):

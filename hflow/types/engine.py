@@ -153,3 +153,14 @@ class Tokenizer(Protocol):
 
 class State(dict[str, Any]):
     """A dict of JSON values that a node keeps from one step to the next. Checkpoints include it."""
+
+
+class SleepLevel(enum.IntEnum):
+    """What an engine keeps, from most to least."""
+
+    PAUSE = 0
+    """Everything: the engine has devices of its own, so it only stops."""
+    KEEP_WEIGHTS = 1
+    """A copy of its weights in host memory, since it may wake with the same version."""
+    DROP_WEIGHTS = 2
+    """Nothing, since it loads new weights when it wakes, or does not wake again."""

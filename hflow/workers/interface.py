@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hflow.durable_files import FileChecksum
 from hflow.planner.data.redistribute import Move
 from hflow.planner.ir import Plan, Replica
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 
 if TYPE_CHECKING:
     from hflow.backends.settings import ModelSettings

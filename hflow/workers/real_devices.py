@@ -15,8 +15,14 @@ from hflow.machine_memory import machine_memory
 from hflow.planner.cluster import device_ranges
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
-from hflow.types.attention_kernel import AttentionKernel, flash_attn_package, flash_attn_version
-from hflow.types.layer_kernels import PACKAGE, LayerKernels, installed_transformer_engine
+from hflow.types.kernels import (
+    TE_PACKAGE,
+    AttentionKernel,
+    LayerKernels,
+    flash_attn_package,
+    flash_attn_version,
+    installed_transformer_engine,
+)
 
 MIN_MEMORY_SHARE = 0.95
 """Share of the plan's memory that a device must have. Drivers keep some of what data sheets say."""
@@ -279,11 +285,14 @@ def _check_layers(where: str, process: ProcessDevices, planned: Iterable[LayerCh
         is_of_te = choice.kernels is LayerKernels.TRANSFORMER_ENGINE
         if is_of_te and choice.version != process.transformer_engine:
             theirs = (
-                f"{PACKAGE} {process.transformer_engine}" if process.transformer_engine else f"no {PACKAGE}"
+                f"{TE_PACKAGE} {process.transformer_engine}"
+                if process.transformer_engine
+                else f"no {TE_PACKAGE}"
             )
             raise RunError(
-                f"{where} has {theirs}, but the plan computes the layers of {choice.replica} with {PACKAGE} "
-                f"{choice.version}, as installed on this machine. Install the same on all machines"
+                f"{where} has {theirs}, but the plan computes the layers of {choice.replica} with "
+                f"{TE_PACKAGE} {choice.version}, as installed on this machine. Install the same on all "
+                "machines"
             )
 
 

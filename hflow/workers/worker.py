@@ -44,8 +44,8 @@ from hflow.planner.ir import ClusterSpec, Plan, Replica
 from hflow.planner.replaceable import replaceable_workers
 from hflow.planner.routing import tensor_ranks
 from hflow.planner.traits import traits
+from hflow.types.engine import SleepLevel
 from hflow.types.node_setup import setup_of
-from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import (
     BucketHandles,

@@ -19,7 +19,7 @@ from hflow.errors import RunError
 from hflow.launch.worker_setup import make_processes
 from hflow.planner.data.redistribute import Move
 from hflow.types import Unit
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 from hflow.workers.ray import ray_actors
 from hflow.workers.ray.ray_workers import RayWorkers

@@ -27,7 +27,7 @@ from hflow.launch.resumed_run import find_resumed
 from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_text_files import read_samples
+from hflow.runtime.execution.sample_texts import read_samples
 from hflow.runtime.execution.saved_run import SavedRun, read_saved_run
 from hflow.runtime.ledger.audit import audit
 from hflow.runtime.state.snapshot import (

@@ -16,12 +16,12 @@ from hflow.planner.ir import Schedule, ScheduledNode
 from hflow.planner.schedule import streaming_queues
 from hflow.planner.staleness import staleness_bound
 from hflow.runtime import events as ev
-from hflow.runtime.state.firing_rules import evaluation_due, node_fires
 from hflow.runtime.state.invariants import check_invariants
+from hflow.runtime.state.rules import evaluation_due, node_fires
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.runtime.state.weight_updates import can_lose
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 
 
 @dataclass

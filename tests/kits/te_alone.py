@@ -15,7 +15,7 @@ from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.doctor.gpus import check_layers
 from hflow.planner.weights.weight_slices import WeightSlice
-from hflow.types.layer_kernels import installed_transformer_engine
+from hflow.types.kernels import installed_transformer_engine
 from hflow.weights.outgoing import _SliceReader
 
 prepare("cpu")

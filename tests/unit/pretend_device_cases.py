@@ -20,7 +20,7 @@ from hflow.config.schema import LoraConfig
 from hflow.launch.compile import compile_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.types import Unit
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 
 ROOT = Path(__file__).parents[2]

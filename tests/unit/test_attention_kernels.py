@@ -17,17 +17,17 @@ from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.backends.settings import ModelSettings
 from hflow.launch.compile import compile_recipe
 from hflow.report.plan_text.header import attention_line
-from hflow.types.attention_kernel import AttentionKernel, head_size_problem, packed_kernel
+from hflow.types.kernels import AttentionKernel, head_size_problem, packed_kernel
 
 KERNELS = ("scaled_dot_product_attention", "varlen_attn", "flash_attn_varlen_func", "flex_attention")
-PACKAGE = Path(hflow.__file__).parent
+TE_PACKAGE = Path(hflow.__file__).parent
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 
 
 def test_no_other_module_names_a_kernel():
-    paths = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    paths = {path: path.read_text() for path in TE_PACKAGE.rglob("*.py")}
     users = {
-        path.relative_to(PACKAGE).as_posix()
+        path.relative_to(TE_PACKAGE).as_posix()
         for path, text in paths.items()
         if any(name in text for name in KERNELS) and _uses_a_kernel(ast.parse(text))
     }

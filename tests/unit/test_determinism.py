@@ -29,7 +29,7 @@ from hflow.planner.ir import Plan
 from hflow.planner.serialise import to_json
 from hflow.shipped import find_recipe
 from hflow.types import Sequences
-from hflow.types.attention_kernel import AttentionKernel
+from hflow.types.kernels import AttentionKernel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.process_setup import device_environment
 from hflow.workers.torch_determinism import use_deterministic_algorithms

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hflow.doctor import layer_times
-from hflow.doctor.layer_times import check_layer_times, layers_finding
+from hflow.doctor import gpus
+from hflow.doctor.gpus import check_layer_times, layers_finding
 from hflow.errors import ConfigError
 from hflow.launch.profiling import calibrate, measure
 from hflow.launch.profiling.calibrate import LayerTime
@@ -60,7 +60,7 @@ def fail(backend: str, device: str) -> list[LayerTime]:
 
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron")
-    monkeypatch.setattr(layer_times, "_measure", fail)
+    monkeypatch.setattr(gpus, "_measure", fail)
     found = list(check_layer_times("cpu"))
     assert [finding.name for finding in found] == ["torch", "megatron"]
     assert all("no hardware file is for 'other'" in finding.detail for finding in found)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.embedded_engine.families import own_forward_objection
 from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
+from hflow.backends.embedded_engine.packing import PromptGroup
 from hflow.backends.generation_request import new_request
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, ConfigError
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 
 VOCAB = 32

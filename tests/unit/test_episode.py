@@ -17,7 +17,7 @@ from hflow.backends.settings import ModelSettings
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, DataError, EpisodeError, RunError
 from hflow.types import Engine, Trajectory
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed

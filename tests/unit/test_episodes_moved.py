@@ -12,7 +12,7 @@ import torch
 import worker_kit as kit
 
 from hflow.types import Engine, EpisodeState, Trajectory
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import Failed, GroupOrder, SampleReady, SavedJournals, WorkerSetup

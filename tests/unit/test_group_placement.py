@@ -12,7 +12,7 @@ from test_plan_traffic_estimate import planned
 
 from hflow.planner.data.group_placement import GroupPlacer
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded
 
 STREAM, SIZE, NUM_ENGINES = "actor_gen", 3, 4

@@ -33,7 +33,7 @@ from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import EpisodeError, RecipeError
 from hflow.testing import ScriptedEngine
 from hflow.types import EpisodeState, Trajectory
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine
 from hflow.workers.generation.journal import Journal, JournalEntry

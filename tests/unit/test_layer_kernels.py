@@ -18,7 +18,7 @@ from hflow.launch.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
 from hflow.report.plan_text.header import header, layers_line
 from hflow.types import layer_kernels
-from hflow.types.layer_kernels import LayerKernels, TransformerEngine, choose_kernels
+from hflow.types.kernels import LayerKernels, TransformerEngine, choose_kernels
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 MEGATRON = "models.actor.backend=megatron"

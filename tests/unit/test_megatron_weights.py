@@ -34,7 +34,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.model_shape import tensors
 from hflow.planner.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 from hflow.types.tensor_slices import Box
 
 prepare("cpu")

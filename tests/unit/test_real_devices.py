@@ -16,7 +16,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.hardware import GIB
 from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 from hflow.weights.rendezvous import connect_store
 from hflow.workers.ray.machines import Machine, choose_machines
 from hflow.workers.real_devices import (

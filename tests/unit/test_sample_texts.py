@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.report.sample_text import render_samples_with_text, render_texts, sample_markdown
-from hflow.runtime.execution.sample_text_files import (
+from hflow.runtime.execution.sample_texts import (
     drop_samples_after,
     keep_samples,
     read_samples,

@@ -15,7 +15,7 @@ from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, RunError
 from hflow.planner.ir import Schedule, ScheduledStream
 from hflow.runtime import events as ev
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.worker import Worker

@@ -11,7 +11,7 @@ import worker_kit as kit
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_setup
 from hflow.types import Engine, Trajectory
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup
 

@@ -19,7 +19,7 @@ from hflow.durable_files import file_checksum
 from hflow.errors import RunError
 from hflow.planner.data.redistribute import Move
 from hflow.types import Sequences, State
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import ComputeReady, Failed, SampleReady, SavedSamples, Workers, WorkerSetup
 

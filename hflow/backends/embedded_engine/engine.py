@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hflow.backends.embedded_engine.admission import PromptGroup, admit
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, assign_slots, outgrows_band
 from hflow.backends.embedded_engine.dense_decoder import DenseDecoder
@@ -30,14 +29,14 @@ from hflow.backends.embedded_engine.module import (
     changing_tensors,
     load_in_place,
 )
-from hflow.backends.embedded_engine.packing import pack_step
+from hflow.backends.embedded_engine.packing import PromptGroup, admit, pack_step
 from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
 from hflow.data.device_copy import to_device
 from hflow.errors import BackendError, ConfigError, nearest
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hflow.backends.common.expert_replay import routers_of
-from hflow.backends.embedded_engine.admission import PromptGroup
+from hflow.backends.embedded_engine.packing import PromptGroup
 from hflow.backends.generation_request import GenerationRequest
 from hflow.types.routed_experts import RoutingFormat
 

@@ -5,6 +5,7 @@ Axes: B decoding sequences, S sequences that draw a token, N tokens stored in th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hflow.backends.embedded_engine.admission import PromptGroup
 from hflow.backends.embedded_engine.attention import PackedStep
 from hflow.backends.embedded_engine.cache import KVCache, additive_mask, length_bands, padded_length
 from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.packed_attention import PackedLayout, PaddedLayout
 from hflow.data.device_copy import to_device
-from hflow.types.attention_kernel import AttentionKernel
+from hflow.types.kernels import AttentionKernel
 
 Ints = npt.NDArray[np.int64]
 
@@ -172,3 +172,31 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
 def _fill_up(values: Ints) -> Ints:
     missing = _MIN_ROWS - len(values)
     return values if missing <= 0 else np.concatenate((values, np.zeros(missing, np.int64)))
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Requests that continue the same tokens, whose prompt is computed once."""
+
+    ids: tuple[int, ...]
+    members: tuple[GenerationRequest, ...]
+
+
+def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int) -> list[PromptGroup]:
+    """Take requests from the front of `waiting`, in order, and group those with equal prompts.
+
+    Stops at the first request without a free slot, or whose prompt would exceed the budget of distinct prompt
+    tokens. The first prompt of a step is admitted regardless of its length.
+    """
+    groups: dict[tuple[int, ...], list[GenerationRequest]] = {}
+    num_tokens = 0
+    while waiting and free_slots:
+        ids = tuple(waiting[0].ids)
+        if ids not in groups:
+            if groups and num_tokens + len(ids) > token_budget:
+                break
+            num_tokens += len(ids)
+            groups[ids] = []
+        groups[ids].append(waiting.popleft())
+        free_slots -= 1
+    return [PromptGroup(ids, tuple(members)) for ids, members in groups.items()]

@@ -27,7 +27,7 @@ from hflow.backends.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims
 from hflow.backends.megatron.parallel_state import ParallelState
 from hflow.backends.settings import ModelSettings
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 
 _FIXED_OPTIONS: Mapping[str, Any] = {
     "normalization": "RMSNorm",

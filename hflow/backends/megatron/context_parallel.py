@@ -39,7 +39,7 @@ from hflow.backends.common.output import Logits
 from hflow.data.batch import Batch
 from hflow.data.batch_arguments import get_column, to_tensor
 from hflow.data.shared_prefix import PrefixSharing
-from hflow.types.attention_kernel import AttentionKernel
+from hflow.types.kernels import AttentionKernel
 
 Rows = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ import torch
 
 from hflow.backends.device import local_device
 from hflow.errors import BackendError
-from hflow.types.layer_kernels import PACKAGE, import_transformer_engine, installed_transformer_engine
+from hflow.types.kernels import TE_PACKAGE, import_transformer_engine, installed_transformer_engine
 
 
 def prepare(name: str) -> torch.device:
@@ -45,7 +45,7 @@ def _import_megatron() -> None:
         if installed is None:
             raise
         raise BackendError(
-            f"megatron-core {metadata.version('megatron-core')} cannot be imported with {PACKAGE} "
+            f"megatron-core {metadata.version('megatron-core')} cannot be imported with {TE_PACKAGE} "
             f"{installed.version}: {str(error).splitlines()[0]}. Install the versions that fit together, or "
-            f"uninstall {PACKAGE}"
+            f"uninstall {TE_PACKAGE}"
         ) from None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hflow.backends.megatron.model_dims import ModelDims
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
 """Each tensor rank's part of the vocabulary has a multiple of this many rows."""

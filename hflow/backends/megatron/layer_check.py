@@ -17,7 +17,7 @@ from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.data.batch import Batch, Column
 from hflow.types import Unit
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.tensor_slices import Block, box_slices
 

@@ -44,7 +44,7 @@ from hflow.backends.packed_attention import PackedLayout
 from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.build import DTYPES, HEADS, check_choice
 from hflow.backends.torch_model.heads import ScalarHead
-from hflow.types.layer_kernels import LayerKernels
+from hflow.types.kernels import LayerKernels
 
 PADDING_LOGIT = -1e30
 """Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""

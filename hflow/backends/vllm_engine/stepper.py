@@ -27,8 +27,8 @@ from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import BackendError
+from hflow.types.engine import SleepLevel
 from hflow.types.routed_experts import RoutingFormat
-from hflow.types.sleep_level import SleepLevel
 from hflow.weights.loading import LoadedWeights
 
 Results = list[tuple[int, GenerationResult]]

@@ -20,7 +20,7 @@ from hflow.planner.model_shape import (
 )
 from hflow.planner.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
-from hflow.types.attention_kernel import AttentionKernel, packed_kernel
+from hflow.types.kernels import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]

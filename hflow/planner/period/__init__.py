@@ -15,15 +15,20 @@ holds:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from hflow.planner.forecast import Period
+from hflow.planner.forecast import CycleStep, Period, Slot
 from hflow.planner.ir import Schedule
-from hflow.planner.period.cycle_ratio import steady_state
-from hflow.planner.period.generation_edges import add_generation, link_generation
-from hflow.planner.period.period_rows import cycle_rows, idle_shares, slots
-from hflow.planner.period.steady_events import SteadyEvents
-from hflow.planner.period.timed_graph import Fields, TimedGraph, link_batch_nodes
+from hflow.planner.period.cycle_ratio import SteadyState, steady_state
+from hflow.planner.period.step_graph import (
+    Fields,
+    SteadyEvents,
+    TimedGraph,
+    add_generation,
+    link_batch_nodes,
+    link_generation,
+)
 
 
 def steady_period(
@@ -70,3 +75,93 @@ def timed_graph(events: SteadyEvents, seconds: Mapping[str, float], fields: Fiel
     link_batch_nodes(graph, events, fields)
     link_generation(graph, events, fields)
     return graph
+
+
+REASONS_WITH_LAG = ("next ", "turn of ", "one batch ahead")
+"""Beginnings of reasons that already say that an edge leads to a later step."""
+
+
+NUM_DIGITS = 9
+"""Digits of a fraction that are not rounding errors."""
+
+
+def cycle_rows(schedule: Schedule, graph: TimedGraph, state: SteadyState) -> tuple[CycleStep, ...]:
+    """Return the critical cycle from the node that comes first in the schedule. Equal laps appear once."""
+    names = [schedule.streams[0].source, *(node.name for node in schedule.nodes)]
+    rank = {name: place for place, name in enumerate(names)}
+    tails = [graph.vertices[arc.src] for arc in state.cycle]
+    shown = [i for i, tail in enumerate(tails) if tail.is_shown]
+    first = min(shown, key=lambda i: (rank.get(tails[i].name, len(rank)), tails[i].step))
+    rows: list[CycleStep] = []
+    for i in (*range(first, len(tails)), *range(first)):
+        tail, arc = tails[i], state.cycle[i]
+        if tail.is_shown:
+            rows.append(CycleStep(tail.name, tail.seconds, arc.why, arc.lag))
+        else:
+            rows[-1] = _merge_hidden(rows[-1], arc.why, arc.lag)
+    return tuple(_name_lag(row) for row in _first_lap(_shift_negative_lags(rows)))
+
+
+def slots(graph: TimedGraph, state: SteadyState) -> tuple[Slot, ...]:
+    """Return what takes time, by its start. The first starts at 0."""
+    bars = [
+        Slot(vertex.name, lane, start + vertex.step * state.ratio, vertex.seconds, vertex.step)
+        for vertex, start in zip(graph.vertices, state.starts, strict=True)
+        if vertex.is_shown and vertex.seconds > 0
+        for lane in vertex.lanes
+    ]
+    first = min(bar.start for bar in bars)
+    return tuple(sorted((replace(bar, start=bar.start - first) for bar in bars), key=lambda bar: bar.start))
+
+
+def idle_shares(lanes: Sequence[str], bars: Sequence[Slot], seconds: float) -> tuple[tuple[str, float], ...]:
+    """Return the fraction of a period in which each lane has no slot. Slots wrap around its end."""
+    covered = ((lane, _covered(_wrapped(lane, bars, seconds))) for lane in lanes)
+    return tuple((lane, round(max(0.0, 1 - busy / seconds), NUM_DIGITS)) for lane, busy in covered)
+
+
+def _merge_hidden(row: CycleStep, why: str, lag: int) -> CycleStep:
+    """Extend a row's edge through a vertex that is not shown."""
+    keeps = not why or (row.lag and not lag)
+    return replace(row, why=row.why if keeps else why, lag=row.lag + lag)
+
+
+def _shift_negative_lags(rows: list[CycleStep]) -> list[CycleStep]:
+    """Make all lags at least 0 by moving a negative lag to the next edge."""
+    for i in (*range(len(rows)), *range(len(rows))):
+        if rows[i].lag < 0:
+            after = (i + 1) % len(rows)
+            rows[after] = replace(rows[after], lag=rows[after].lag + rows[i].lag)
+            rows[i] = replace(rows[i], lag=0)
+    return rows
+
+
+def _first_lap(rows: list[CycleStep]) -> list[CycleStep]:
+    sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
+    return next(rows[:size] for size in sizes if rows[:size] * (len(rows) // size) == rows)
+
+
+def _name_lag(row: CycleStep) -> CycleStep:
+    if row.lag == 0 or row.why.startswith(REASONS_WITH_LAG):
+        return row
+    return replace(row, why=f"{row.why}, {row.lag} step{'s' if row.lag > 1 else ''} later")
+
+
+def _wrapped(lane: str, bars: Sequence[Slot], seconds: float) -> Iterator[tuple[float, float]]:
+    """Yield (start, end) of a lane's slots within one period."""
+    for bar in bars:
+        if bar.lane == lane:
+            start = bar.start % seconds
+            end = start + bar.seconds
+            yield start, min(end, seconds)
+            if end > seconds:
+                yield 0.0, end - seconds
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

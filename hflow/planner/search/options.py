@@ -19,7 +19,7 @@ from hflow.planner.layout import Layout
 from hflow.planner.memory.engine_load import engine_weights
 from hflow.planner.memory.rank import Rank
 from hflow.planner.model_shape import ModelShape
-from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.period.step_graph import SteadyEvents
 from hflow.planner.placement.replicas import Devices
 from hflow.planner.routing import on_workers
 from hflow.planner.search.layouts import layouts_for

@@ -11,7 +11,7 @@ from hflow.planner.cost.nodes import share_of_kept_weights
 from hflow.planner.ir import PUBLISH_PREFIX, Plan
 from hflow.planner.period import timed_graph
 from hflow.planner.period.cycle_ratio import Arc, find_slower_cycle
-from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.period.step_graph import SteadyEvents
 
 Blocks = tuple[tuple[str, ...], ...]
 """Replicas by group. A replica in several groups uses the devices of all of them."""

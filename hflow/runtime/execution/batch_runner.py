@@ -17,7 +17,7 @@ from hflow.planner.data.data_locations import DataLocations
 from hflow.planner.ir import EdgeRule, Plan
 from hflow.planner.reported_field import reported_field
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
-from hflow.runtime.execution.sample_text_log import SampleTextLog
+from hflow.runtime.execution.sample_texts import SampleTextLog
 from hflow.runtime.execution.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
@@ -27,7 +27,7 @@ from hflow.runtime.execution.step_metrics import (
     StepMetrics,
     average_fields,
 )
-from hflow.runtime.state.firing_rules import node_fires
+from hflow.runtime.state.rules import node_fires
 from hflow.types import Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.workers.interface import NodeResult, Workers

@@ -18,7 +18,7 @@ from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Re
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.state.stream_state import StreamState
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded, Workers
 
 

@@ -22,7 +22,7 @@ from hflow.runtime.execution.step_metrics import RunEvents
 from hflow.runtime.execution.trace import CONTROLLER
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import can_lose
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import Span, Workers
 
 NOTICE_SECONDS = 5.0

@@ -12,7 +12,7 @@ from hflow.graph.ir import Level
 from hflow.planner.forecast import Forecast, Pace, SimulatedStep
 from hflow.planner.ir import Plan, Schedule
 from hflow.planner.period import steady_period
-from hflow.planner.period.steady_events import SteadyEvents
+from hflow.planner.period.step_graph import SteadyEvents
 from hflow.planner.plan_figures import step_seconds
 from hflow.planner.workload import Workload
 from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run

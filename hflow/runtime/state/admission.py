@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hflow.runtime.state.checkpoints import pending_checkpoint
 from hflow.runtime.state.device_state import EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
-from hflow.runtime.state.staleness import capacity
+from hflow.runtime.state.rules import capacity
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import can_begin
 

@@ -14,7 +14,7 @@ from hflow.planner.ir import ScheduledNode
 from hflow.runtime.events import RunBatch, StepDone
 from hflow.runtime.state.checkpoints import saves_at, take_checkpoint
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase
-from hflow.runtime.state.firing_rules import is_due, node_fires
+from hflow.runtime.state.rules import is_due, node_fires
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import blocks_writer, needs_turn, publish_weights
 

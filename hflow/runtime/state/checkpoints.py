@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hflow.planner.ir import ScheduledNode
 from hflow.runtime.events import TakeCheckpoint
-from hflow.runtime.state.firing_rules import node_fires
+from hflow.runtime.state.rules import node_fires
 from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import can_begin

@@ -12,9 +12,9 @@ from hflow.graph.ir import Level
 from hflow.planner.ir import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.engine_weights import EngineWeights
-from hflow.runtime.state.firing_rules import evaluation_due, next_evaluation
 from hflow.runtime.state.groups import Emit, Group
 from hflow.runtime.state.progress import RunProgress
+from hflow.runtime.state.rules import evaluation_due, next_evaluation
 from hflow.runtime.state.snapshot import EvaluationSnapshot, GroupSnapshot, StreamSnapshot
 from hflow.runtime.state.stream_state import StreamState
 

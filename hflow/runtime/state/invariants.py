@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
 from hflow.runtime.state.groups import Group
+from hflow.runtime.state.rules import is_stale
 from hflow.runtime.state.run_state import RunState
-from hflow.runtime.state.staleness import is_stale
 from hflow.runtime.state.stream_state import StreamState
 
 

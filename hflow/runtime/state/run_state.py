@@ -61,8 +61,8 @@ from hflow.runtime.state.checkpoints import (
     take_last_checkpoint,
 )
 from hflow.runtime.state.device_state import EnginePhase
+from hflow.runtime.state.rules import LOOK_AHEAD
 from hflow.runtime.state.snapshot import RunSnapshot
-from hflow.runtime.state.staleness import LOOK_AHEAD
 from hflow.runtime.state.state_parts import StateParts, assemble
 from hflow.runtime.state.stream_state import StreamState
 from hflow.runtime.state.weight_updates import lose_engine, pause_engines, update_engines

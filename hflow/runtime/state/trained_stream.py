@@ -16,8 +16,8 @@ from hflow.planner.staleness import admission_limit, staleness_bound
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress
+from hflow.runtime.state.rules import is_stale, look_ahead_limit
 from hflow.runtime.state.snapshot import StreamSnapshot
-from hflow.runtime.state.staleness import is_stale, look_ahead_limit
 from hflow.runtime.state.stream_state import StreamState
 
 MIN_FAILED_GROUPS = 16

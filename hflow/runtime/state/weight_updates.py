@@ -39,9 +39,9 @@ from collections.abc import Sequence
 from hflow.runtime.events import Publish, Sleep, Wake
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
-from hflow.runtime.state.firing_rules import next_evaluation
+from hflow.runtime.state.rules import next_evaluation
 from hflow.runtime.state.state_parts import StateParts
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 
 
 def needs_turn(device: DeviceOrder, parts: StateParts) -> bool:

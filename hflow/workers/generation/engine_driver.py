@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams, extended
 from hflow.errors import HflowError, RunError, WorkerFailureError
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.workers.interface import EngineStats
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hflow.backends.interface import ModelBackend
 from hflow.errors import RunError
 from hflow.planner.ir import Plan, WeightRoute
 from hflow.planner.traits import traits
-from hflow.types.sleep_level import SleepLevel
+from hflow.types.engine import SleepLevel
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights

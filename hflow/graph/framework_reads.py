@@ -1,8 +1,4 @@
-"""The source of `prox_logprobs`, which only `@train(prox=...)` decides.
-
-With `recompute` and `metrics` an infer node (`actor_inf`) on the trained model computes them, with
-`loglinear` the train node itself; with `none` the train node reads `behav_logprobs` instead.
-"""
+"""Fields that hflow itself reads of samples, beside those that bodies read."""
 
 from __future__ import annotations
 
@@ -10,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import Node, NodeSpec, Parameter, RecipeSpec
+from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
-FIELD = "prox_logprobs"
+PROX = "prox_logprobs"
 _INTERPOLATING = ("loglinear", "metrics")
 
 
@@ -29,7 +26,7 @@ def resolve_prox(spec: RecipeSpec, assignment: StreamAssignment) -> RecipeSpec:
 
 def computes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
     """Return whether the train node itself computes the field of this parameter."""
-    return parameter.field == FIELD and node.verb == "train" and node.option("prox") == "loglinear"
+    return parameter.field == PROX and node.verb == "train" and node.option("prox") == "loglinear"
 
 
 def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Parameter, ...]:
@@ -56,7 +53,7 @@ def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Para
 def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:
     """Yield the infer nodes that return only prox_logprobs, if no node reads them."""
     for node in nodes:
-        only_prox = node.spec.verb == "infer" and [r.field for r in node.spec.returns] == [FIELD]
+        only_prox = node.spec.verb == "infer" and [r.field for r in node.spec.returns] == [PROX]
         if only_prox and not any(read.producer == node.name for other in nodes for read in other.reads):
             yield node
 
@@ -71,7 +68,7 @@ def check_prox(spec: RecipeSpec, assignment: StreamAssignment) -> None:
     """
     for train in spec.nodes:
         _check_used(train)
-        if train.verb == "train" and any(parameter.name == FIELD for parameter in train.parameters):
+        if train.verb == "train" and any(parameter.name == PROX for parameter in train.parameters):
             same = [n for n in spec.nodes if assignment.stream_of[n.name] == assignment.stream_of[train.name]]
             for node in same:
                 _check_producer(node, train)
@@ -81,23 +78,23 @@ def check_prox(spec: RecipeSpec, assignment: StreamAssignment) -> None:
 def _check_used(node: NodeSpec) -> None:
     if node.verb != "train" or node.option("prox") in (None, "none"):
         return
-    if all(parameter.name.rpartition(".")[2] != FIELD for parameter in node.parameters):
+    if all(parameter.name.rpartition(".")[2] != PROX for parameter in node.parameters):
         raise recipe_error(
             node.where,
             node.name,
-            f"prox={node.option('prox')!r} has no effect: its body does not read {FIELD}. Remove prox=",
+            f"prox={node.option('prox')!r} has no effect: its body does not read {PROX}. Remove prox=",
         )
 
 
 def _resolve(node: NodeSpec) -> NodeSpec:
     if node.verb != "train" or node.option("prox") != "none":
         return node
-    bound = (replace(p, field="behav_logprobs") if p.field == FIELD else p for p in node.parameters)
+    bound = (replace(p, field="behav_logprobs") if p.field == PROX else p for p in node.parameters)
     return replace(node, parameters=tuple(bound))
 
 
 def _returns_prox(node: NodeSpec) -> bool:
-    return any(result.field == FIELD for result in node.returns)
+    return any(result.field == PROX for result in node.returns)
 
 
 def _check_producer(node: NodeSpec, train: NodeSpec) -> None:
@@ -108,14 +105,14 @@ def _check_producer(node: NodeSpec, train: NodeSpec) -> None:
         raise recipe_error(
             node.where,
             node.name,
-            f"it returns {FIELD}, but only prox={mode!r} of {train.name} decides where they come from. "
+            f"it returns {PROX}, but only prox={mode!r} of {train.name} decides where they come from. "
             f"Rename the field with returns=",
         )
     if node.models != train.models:
         raise recipe_error(
             node.where,
             node.name,
-            f"it computes {FIELD} with model {node.models[0]!r}, but {train.name} on the same stream trains "
+            f"it computes {PROX} with model {node.models[0]!r}, but {train.name} on the same stream trains "
             f"{train.models[0]!r}. Use {train.models[0]!r} here, or rename the field with returns=",
         )
 
@@ -125,11 +122,55 @@ def _check_reader(node: NodeSpec, train: NodeSpec) -> None:
     if node.verb == "train" or mode not in ("none", "loglinear"):
         return
     for parameter in node.parameters:
-        if parameter.field == FIELD:
+        if parameter.field == PROX:
             raise recipe_error(
                 node.where,
                 node.name,
-                f"{FIELD} do not exist, because {train.name} has prox={mode!r}. "
+                f"{PROX} do not exist, because {train.name} has prox={mode!r}. "
                 f"Set prox='recompute' there, or read 'behav_logprobs' here",
                 parameter.name,
             )
+
+
+ROUTING_REPLAY = "routing_replay"
+
+
+def records_experts(spec: RecipeSpec, source: str) -> bool:
+    """Return whether the source of a stream records experts."""
+    return any(node.name == source and node.option(ROUTING_REPLAY, False) for node in spec.nodes)
+
+
+def replay_parameters(
+    node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment
+) -> tuple[Parameter, ...]:
+    """Return the parameter with which a train or infer node reads its model's experts, if it replays them."""
+    source = assignment.stream(assignment.stream_of[node.name]).source
+    if node.verb not in ("train", "infer") or not records_experts(spec, source):
+        return ()
+    generates = next(other for other in spec.nodes if other.name == source)
+    if not {*node.models} & {*generates.models}:
+        return ()
+    return (Parameter(f"@{ROUTED_EXPERTS}", ROUTED_EXPERTS, Unit.TOKEN, "tensor"),)
+
+
+def check_routing_replay(graph: Graph) -> None:
+    """Check that each generate node that records experts has one model, and that a node reads them.
+
+    Raises:
+        RecipeError: if not.
+    """
+    read = {read.producer for node in graph.nodes for read in node.reads if read.field == ROUTED_EXPERTS}
+    for node in graph.nodes:
+        if not node.spec.option(ROUTING_REPLAY, False):
+            continue
+        first, *others = node.spec.models
+        if others:
+            problem = (
+                f"{ROUTING_REPLAY} is for episodes of one model, but it has {first}, {', '.join(others)}"
+            )
+        elif node.name not in read:
+            reason = f"as no node trains {first!r} or infers with it on its samples"
+            problem = f"{ROUTING_REPLAY} has no effect, {reason}"
+        else:
+            continue
+        raise recipe_error(node.spec.where, node.name, f"{problem}. Remove {ROUTING_REPLAY}")

@@ -1,0 +1,64 @@
+"""Rules of the state machine: when a node fires, and how old its samples may be."""
+
+from __future__ import annotations
+
+from hflow.planner.ir import ScheduledNode, ScheduledStream
+from hflow.planner.staleness import admission_limit
+
+
+def is_due(step: int, every: int, after: int) -> bool:
+    """Return whether `step` is `after`, or a multiple of `every` steps later."""
+    return step >= after and (step - after) % every == 0
+
+
+def node_fires(node: ScheduledNode, step: int, num_steps: int) -> bool:
+    """Return whether a batch node of the trained stream fires at a step of a run with `num_steps` steps."""
+    if step >= num_steps:
+        return False
+    return is_due(step, node.every, node.after) or (node.at_end and step == num_steps - 1)
+
+
+def evaluation_due(stream: ScheduledStream, version: int, num_steps: int) -> bool:
+    """Return whether a side stream is evaluated at a version. The last version always is."""
+    return version == num_steps or is_due(version, stream.every, stream.after)
+
+
+def next_evaluation(stream: ScheduledStream, last: int, num_steps: int) -> int | None:
+    """Return the first version after `last` at which a side stream is due; None after the last version."""
+    if last >= num_steps:
+        return None
+    distance = max(0, last + 1 - stream.after)
+    next_due = stream.after + -(-distance // stream.every) * stream.every
+    return min(next_due, num_steps)
+
+
+LOOK_AHEAD = 1
+"""Batches beyond the current one that may be prepared where no trained weights are involved."""
+
+
+def look_ahead_limit(steps_trained: int, batch: int) -> int:
+    """Return the `admission_limit` of a source that reads no trained weights, whose samples never age."""
+    return admission_limit(steps_trained, batch, LOOK_AHEAD)
+
+
+def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> int:
+    """Return the number of groups that may be opened now.
+
+    Args:
+        free_samples: `max_concurrent` minus the samples in flight.
+        group_size: samples per group (G).
+        limit: from `admission_limit` or `look_ahead_limit`.
+        admitted: groups accepted so far plus groups running.
+    """
+    return max(0, min(free_samples // group_size, limit - admitted))
+
+
+def is_stale(oldest: int, step: int, lag: int) -> bool:
+    """Return whether a sample is too old to train at `step`.
+
+    Args:
+        oldest: version of its oldest token; -1 if no token was generated. Such samples never age.
+        step: the step.
+        lag: the largest lag allowed.
+    """
+    return 0 <= oldest < step - lag

@@ -1,0 +1,214 @@
+"""Kernels of attention and of layers: what there is, and where each can be used."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hflow.errors import BackendError
+
+MAX_HEAD_SIZE = 256
+"""Largest head size of the variable-length kernels."""
+HEAD_SIZE_MULTIPLE = 8
+"""Head sizes of the variable-length kernels are a multiple of it."""
+
+
+class AttentionKernel(StrEnum):
+    """A kernel of causal attention over sequences of different lengths."""
+
+    FLASH_ATTN = "flash-attn"
+    """`flash_attn_varlen_func` of the package flash-attn."""
+    VARLEN = "torch varlen"
+    """`varlen_attn` of torch, a variable-length flash kernel."""
+    SDPA = "torch sdpa"
+    """`scaled_dot_product_attention` of torch over sequences that are padded in buckets."""
+    PRODUCTS = "torch matmul"
+    """Products of matrices, for one query per sequence in fp32."""
+
+
+def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> AttentionKernel:
+    """Return the kernel for packed sequences: of training, log-probs and prompts.
+
+    Variable-length kernels compute in half precision on CUDA only.
+
+    Args:
+        device: `cpu`, `cuda`.
+        dtype: of q, k and v: `fp32`, `bf16`.
+        has_flash_attn: whether the package flash-attn is installed.
+    """
+    if device != "cuda" or dtype == "fp32":
+        return AttentionKernel.SDPA
+    return AttentionKernel.FLASH_ATTN if has_flash_attn else AttentionKernel.VARLEN
+
+
+def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
+    """Return why a kernel cannot compute heads of a size; None if it can."""
+    if kernel not in (AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN):
+        return None
+    if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
+        return None
+    return (
+        f"has heads of size {head_size}, but {kernel} needs a multiple of {HEAD_SIZE_MULTIPLE} up to "
+        f"{MAX_HEAD_SIZE}"
+    )
+
+
+def decode_kernel(dtype: str) -> AttentionKernel:
+    """Return the embedded engine's kernel for one query per sequence.
+
+    In fp32 products are twice as fast as SDPA's CPU kernel, which is made for many queries per sequence, and
+    on CUDA SDPA has no fused kernel for grouped queries in fp32.
+    """
+    return AttentionKernel.PRODUCTS if dtype == "fp32" else AttentionKernel.SDPA
+
+
+@cache
+def flash_attn_version() -> str | None:
+    """Return the version of the installed package flash-attn; None if there is none."""
+    try:
+        return metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def flash_attn_package() -> ModuleType:
+    """Import the package flash-attn.
+
+    Raises:
+        BackendError: if it was built for another torch, or another CUDA.
+    """
+    try:
+        return import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendError(
+            f"flash-attn {flash_attn_version()} cannot be imported with torch {metadata.version('torch')}: "
+            f"{reason}. Install a build for this torch, or uninstall flash-attn"
+        ) from None
+
+
+TE_PACKAGE = "transformer-engine"
+"""Name of the distribution of Transformer Engine."""
+
+
+_IMPORT_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
+"""What an import of the package raises that was built for another torch, or is installed in part."""
+
+
+class LayerKernels(StrEnum):
+    """What computes the norms, linear layers and experts of a layer."""
+
+    TORCH = "torch"
+    """Functions of torch."""
+    TRANSFORMER_ENGINE = "transformer_engine"
+    """Modules of Transformer Engine."""
+
+
+AUTO_KERNELS = "auto"
+"""The setting that leaves the choice to the plan."""
+
+
+class TransformerEngine(NamedTuple):
+    """The installed Transformer Engine."""
+
+    version: str
+    mismatch: str
+    """Why the installed megatron-core is not made for it; empty if it is."""
+
+
+class KernelChoice(NamedTuple):
+    """The kernels of a model, with the reason for them."""
+
+    kernels: LayerKernels
+    why: str
+
+
+def choose_kernels(
+    setting: str, device: str, dtype: str, installed: TransformerEngine | None
+) -> KernelChoice:
+    """Return the kernels of a model.
+
+    Args:
+        setting: `models.NAME.kernels`.
+        device: `cpu` or `cuda`.
+        dtype: of the forward pass, `fp32` or `bf16`.
+        installed: Transformer Engine; None if it is not installed.
+    """
+    if setting != AUTO_KERNELS:
+        return KernelChoice(LayerKernels(setting), "as set")
+    if problem := unsupported(device, dtype) or install_problem(installed):
+        return KernelChoice(LayerKernels.TORCH, problem)
+    return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"installed, {dtype}")
+
+
+def unsupported(device: str, dtype: str) -> str:
+    """Return why Transformer Engine computes no model on a device in a dtype; empty if it does.
+
+    It multiplies fp32 in TF32, which has 10 bits of mantissa, while fp32 means 23 everywhere else.
+    """
+    if device != "cuda":
+        return f"the cluster is {device}"
+    return "" if dtype == "bf16" else f"{TE_PACKAGE} multiplies {dtype} in TF32"
+
+
+def install_problem(installed: TransformerEngine | None) -> str:
+    """Return why a machine cannot use Transformer Engine, by the metadata of packages; empty if it can."""
+    return f"{TE_PACKAGE} is not installed" if installed is None else installed.mismatch
+
+
+@cache
+def installed_transformer_engine() -> TransformerEngine | None:
+    """Return the installed Transformer Engine, from metadata alone; None if there is none."""
+    try:
+        version = metadata.version(TE_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
+    return TransformerEngine(version, _mismatch(version))
+
+
+def import_transformer_engine() -> None:
+    """Import Transformer Engine if it is installed, as megatron does.
+
+    Raises:
+        BackendError: if it was built for another torch, or another CUDA, or is installed in part.
+    """
+    installed = installed_transformer_engine()
+    if installed is None:
+        return
+    try:
+        import_module("transformer_engine.pytorch")
+    except _IMPORT_FAILURES as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendError(
+            f"{TE_PACKAGE} {installed.version} cannot be imported with torch {metadata.version('torch')}: "
+            f"{reason}. Install a build for this torch, or uninstall {TE_PACKAGE}"
+        ) from None
+
+
+def _mismatch(version: str) -> str:
+    """Return why the installed megatron-core is not made for a version; empty if it is, or is missing."""
+    try:
+        megatron = metadata.distribution("megatron-core")
+    except metadata.PackageNotFoundError:
+        return ""
+    supported = _supported(megatron.requires or ())
+    if supported is None or supported.contains(version, prereleases=True):
+        return ""
+    return (
+        f"megatron-core {megatron.version} is made for {TE_PACKAGE} {supported}, but {version} is installed"
+    )
+
+
+def _supported(requirements: list[str] | tuple[str, ...]) -> SpecifierSet | None:
+    """Return the versions of Transformer Engine that one of the extras of megatron-core asks for."""
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.name == TE_PACKAGE:
+            return requirement.specifier
+    return None
