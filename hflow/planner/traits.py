@@ -72,7 +72,7 @@ class BackendTraits:
     """Whether it runs in a process of its own, so that it never shares a module with a trainer and needs
     devices and cores by name. Only the head of its tensor ranks builds it."""
     has_own_attention: bool = False
-    """Whether it chooses attention kernels itself, unlike the backends (`types.attention_kernel`)."""
+    """Whether it chooses attention kernels itself, unlike the backends (`types.kernels`)."""
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""

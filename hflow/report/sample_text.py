@@ -23,7 +23,7 @@ def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Render the texts of one sample: a headline and the indented text of each turn.
 
     Args:
-        rows: one for each of its trajectories, see `sample_text_files.SampleRow`; none if none was kept.
+        rows: one for each of its trajectories, see `sample_texts.SampleRow`; none if none was kept.
     """
     if not rows:
         return Text(f"its text was not kept: {KEY}=N keeps {KEPT}", style="dim")

@@ -10,12 +10,11 @@ COLD = {
     "algo": "__init__",
     "backends/common": "__init__ adapter checks expert_tensors hf_files host_copy sharded_checkpoint "
     "weight_files",
-    "backends/embedded_engine": "__init__ descriptor families memory module options",
+    "backends/embedded_engine": "__init__ descriptor families memory module",
     "backends/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
-    "hf_mapping layer_check master_weights memory model_dims parallel_state shards weight_export",
-    "backends/torch_model": "__init__ build compiled_layers descriptor held_weights memory shards "
-    "weight_export",
-    "weights": "__init__ channels prefetch rendezvous",
+    "hf_mapping layer_check memory model_dims parallel_state shards weight_export",
+    "backends/torch_model": "__init__ build descriptor held_weights memory shards weight_export",
+    "weights": "__init__ channels rendezvous",
 }
 """Modules that build, load, save and move models, or describe them."""
 

@@ -10,7 +10,7 @@ holds:
   (`sync_every` above 1, or a source whose weights do not change), and samples pass through sample or group
   nodes. While those nodes run, the engines already generate samples of the next batch, for which the period
   waits until their next turn. If those nodes take no time, the period is exact again.
-- The period of asynchronous generation is an estimate; see `generation_edges`.
+- The period of asynchronous generation is an estimate; see `step_graph`.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class RunDirectory:
 
     @property
     def samples(self) -> Path:
-        """Directory of the texts of some samples, see `sample_text_files`."""
+        """Directory of the texts of some samples, see `sample_texts`."""
         return self.path / "samples"
 
     @property

@@ -129,7 +129,7 @@ class RunEvents(Protocol):
 
         Args:
             number: the completed steps of the row of metrics that has the batch.
-            rows: see `sample_text_files.SampleRow`.
+            rows: see `sample_texts.SampleRow`.
         """
         ...
 

@@ -18,9 +18,9 @@ What is decided after an event, in this order:
 
 1. which batch is formed, and which evaluation is complete (`RunState._close_batches`, `may_form_batch`);
 2. which evaluation begins (`admission`);
-3. which weights are published and which batch nodes fire (`batch_nodes`, by the rules of `firing_rules`);
+3. which weights are published and which batch nodes fire (`batch_nodes`, by `rules`);
 4. which engines sleep and wake, with which weights (`weight_updates`);
-5. which groups are opened (`admission`, by the formulas of `staleness`).
+5. which groups are opened (`admission`, by the formulas of `planner.staleness` and `rules`).
 
 Invariant: after every event, everything that can be done has been asked for, and nothing twice.
 `invariants.check_invariants` states the rest, and property tests call it after every event.
