@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hflow.errors import RecipeError
-from hflow.graph.source_location import caller_location
 from hflow.types.sampling import MAX_TEMPERATURE
 from hflow.validation import check_value
-
-_RENAMED = {"least": "minimum", "most": "maximum"}
 
 
 @dataclass(frozen=True)
@@ -26,24 +22,12 @@ class Option:
         default: the value if the recipe does not set the option.
         minimum: smallest number allowed.
         maximum: largest number allowed.
-
-    Raises:
-        RecipeError: for `least=` and `most=`, the earlier names of `minimum=` and `maximum=`.
     """
 
     type: str
     default: Any = None
     minimum: float | None = None
     maximum: float | None = None
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: Any, **options: Any) -> Option:
-            """Refuse the names that bounds had before."""
-            for old, new in _RENAMED.items():
-                if old in options:
-                    raise RecipeError(f"{caller_location()}: Option: {old}= is now called {new}=. Rename it")
-            return super().__new__(cls)
 
     def check(self, value: Any) -> Any:
         """Return the value in the option's type: an int becomes a float, a list a tuple.
