@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-_LANGUAGE_PACKAGES = ("hflow.dsl", "hflow.graph", "hflow.rewards.shaping")
+_LANGUAGE_PACKAGES = ("hflow.dsl", "hflow.graph", "hflow.rewards.combination")
 
 
 @dataclass(frozen=True)

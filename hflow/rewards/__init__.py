@@ -5,7 +5,9 @@ that cannot be computed refuses its sample with the reason; it is never 0.
 """
 
 from hflow.rewards.answers import exact, final_number, math, regex
+from hflow.rewards.combination import combine
+from hflow.rewards.lengths import brevity, overlong
 from hflow.rewards.programs import code
-from hflow.rewards.shaping import brevity, combine, json_schema, overlong
+from hflow.rewards.structure import json_schema
 
 __all__ = ["brevity", "code", "combine", "exact", "final_number", "json_schema", "math", "overlong", "regex"]
