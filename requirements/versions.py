@@ -3,7 +3,8 @@
 A lane is an environment without any extra: `newest` is what `pip install .` installs today, `oldest` has
 every dependency at its lower bound. An extra is installed on top of its lane, in an environment that sees
 the lane's packages, and runs the tests that need it. Extras that need a GPU are only resolved. Versions,
-counts and the names of tests that failed are written whenever an environment ends.
+counts and the names of tests that failed are written whenever an environment ends. Results of lanes that are
+not run again are kept.
 
     python requirements/versions.py --lanes newest oldest --out benchmarks/results/versions.json
 """
@@ -142,7 +143,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "versions", help="of environments")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "versions.json")
     options = parser.parse_args()
-    results = []
+    earlier = json.loads(options.out.read_text())["lanes"] if options.out.is_file() else []
+    results = [row for row in earlier if row["lane"] not in options.lanes]
     for lane in options.lanes:
         base = Environment(options.directory / lane, lane)
         base.install("")
