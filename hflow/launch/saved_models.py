@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, nearest
-from hflow.launch.find_run import run_candidates
 from hflow.launch.merged_checkpoint import is_saved_model
+from hflow.launch.runs import run_candidates
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.user_files import resolved
 

@@ -17,7 +17,7 @@ from hflow.launch.preflight import refuse_unrunnable
 from hflow.launch.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
 from hflow.report.plan_text.header import header, layers_line
-from hflow.types import layer_kernels
+from hflow.types import kernels
 from hflow.types.kernels import LayerKernels, TransformerEngine, choose_kernels
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
@@ -117,9 +117,9 @@ def test_megatron_says_which_versions_it_is_made_for(monkeypatch, version, fits)
     monkeypatch.setattr(
         metadata, "version", lambda name: version if name == "transformer-engine" else real(name)
     )
-    layer_kernels.installed_transformer_engine.cache_clear()
-    found = layer_kernels.installed_transformer_engine()
-    layer_kernels.installed_transformer_engine.cache_clear()
+    kernels.installed_transformer_engine.cache_clear()
+    found = kernels.installed_transformer_engine()
+    kernels.installed_transformer_engine.cache_clear()
     assert found is not None
     assert found.version == version
     assert (found.mismatch == "") is fits
