@@ -61,6 +61,7 @@ class Environment:
         self.skipped: dict[str, set[str]] = collections.defaultdict(set)
         """Extra -> files with tests that were skipped for want of it."""
         self.python = path / "bin" / "python"
+        self.uv: Path = path / "bin" / "uv" if base is None else base.uv
         shutil.rmtree(path, ignore_errors=True)
         run(sys.executable, "-m", "venv", path)
         if base is not None:
@@ -94,7 +95,7 @@ class Environment:
         resolution = "lowest-direct" if self.lane == "oldest" else "highest"
         options = ["--quiet", "--resolution", resolution, "--no-annotate", "--no-header"]
         names = [word for extra in extras for word in ("--extra", extra)]
-        command = [self.path / "bin" / "uv", "pip", "compile", *options, *names, "pyproject.toml"]
+        command = [self.uv, "pip", "compile", *options, *names, "pyproject.toml"]
         return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def versions(self) -> dict[str, str]:
