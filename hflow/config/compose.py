@@ -280,7 +280,7 @@ def _notation(override: str, has_several: bool = False) -> str:
     """Return how to type an override whose value needs quotes: itself if it is short, else an example.
 
     Args:
-        override: as it was given.
+        override: the override as it was given.
         has_several: whether its value may be meant as a list, although it has no brackets.
     """
     key, is_given, value = override.partition("=")

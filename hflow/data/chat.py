@@ -86,7 +86,7 @@ class ChatTemplate:
         Args:
             tokenizer: of Hugging Face, with the template.
             stop_ids: tokens that end a turn.
-            max_tokens: of the model's longest sequence; None: there is no bound.
+            max_tokens: tokens of the model's longest sequence; None: there is no bound.
 
         Raises:
             DataError: if it is not a Jinja template, or renders the same text for all messages.

@@ -15,9 +15,9 @@ def find_length_problem(tokenizer: Any, text: str, max_tokens: int | None) -> st
     them so few.
 
     Args:
-        tokenizer: of Hugging Face.
-        text: to encode.
-        max_tokens: of the longest sequence; None: there is no bound.
+        tokenizer: a Hugging Face tokenizer.
+        text: the text to encode.
+        max_tokens: tokens of the longest sequence; None: there is no bound.
     """
     if max_tokens is None or len(text) <= _CHARACTERS_PER_TOKEN * max_tokens:
         return None

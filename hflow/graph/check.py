@@ -1,4 +1,4 @@
-"""Checks of a graph, one function each. The first problem is raised."""
+"""Checks of a graph, one function each. The first problem is raised; what is seldom intended is warned of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Fields that hflow itself reads of samples, beside those that bodies read."""
+"""Fields that hflow itself reads of samples, beside those that bodies read.
+
+**The source of `prox_logprobs`**, which only `@train(prox=...)` decides. With `recompute` and `metrics` an
+infer node (`actor_inf`) on the trained model computes them, with `loglinear` the train node itself; with
+`none` the train node reads `behav_logprobs` instead.
+
+**Routing replay**: nodes compute with the experts that the engine chose for each token:
+Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370). The option `routing_replay` of a generate node adds
+the field `routed_experts` to its stream. Every train and infer node that runs the generating model on this
+stream reads it, without its body.
+"""
 
 from __future__ import annotations
 

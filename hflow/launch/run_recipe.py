@@ -451,6 +451,8 @@ its group."""
 class StopSignals:
     """Handles the signals that schedulers and people send to end a run. It belongs to the running event loop.
 
+    Ctrl-C, SIGTERM and SIGHUP ask a run to stop; a second signal ends it at once.
+
     Args:
         note: shows a line to the user.
     """

@@ -1,4 +1,4 @@
-"""Builds what workers and the executor need: setup, workers and the rows of datasets."""
+"""Builds what workers and the executor need: setup, workers, settings of models and tokenizers, and rows."""
 
 from __future__ import annotations
 

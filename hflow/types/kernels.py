@@ -1,4 +1,4 @@
-"""Kernels of attention and of layers: what there is, and where each can be used."""
+"""Kernels of attention and of layers, and the choice between them, which a plan states without torch."""
 
 from __future__ import annotations
 

@@ -310,7 +310,12 @@ class GroupAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class MasterWeight:
-    """The range of one flattened parameter that a data rank updates."""
+    """The fp32 master weights of the range of one flattened parameter that a data rank updates.
+
+    Where the model computes in half precision, master weights are stored separately from it: rounded and
+    gathered, they are the model's weights. Checkpoints are read into them, and their shards are part of
+    sharded checkpoints, so that no precision is lost.
+    """
 
     shard: Tensor
     """fp32 `[stop - start]`; the parameter's own storage if that is fp32."""

@@ -220,11 +220,16 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
     """Compile the forward of layers, for packed sequences. They are compiled when they run first.
 
+    This makes fewer and larger kernels, after some tens of seconds of compilation: the operations between the
+    matrix products of a layer (norms, activations, rotary embeddings, residuals) are fused. Attention stays
+    as it is, as its sequences differ from one micro-batch to the next; the number of tokens is symbolic, so
+    that none of them is compiled for.
+
     All layers of a kind share their code. Hooks, such as those of FSDP, run outside it.
 
     Args:
         layers: decoder layers of a model on its device.
-        name: of the model, for errors.
+        name: the model's name, for errors.
 
     Raises:
         BackendError: if there is no C++ compiler, which torch's and triton's code needs.

@@ -256,7 +256,9 @@ _WITHOUT_EXPERTS = "set models.NAME.gen.engine=embedded, or remove routing_repla
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The format of the rows of a model.
+    """The format of a model's rows of `routed_experts`, into which it converts what vLLM returns.
+
+    Axes: T tokens, N layers of the model, K experts of a token in a layer.
 
     vLLM returns the experts of a request with the tokens that it draws: first those of the prompt, then those
     of each token that is drawn, when it is computed. A preempted request is computed again, but vLLM returns

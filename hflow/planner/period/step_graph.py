@@ -1,4 +1,28 @@
-"""The cyclic graph of a steady step: events, the times between them, and the edges of generation."""
+"""A schedule as a timed event graph: one vertex for each event that takes time, in each unrolled step.
+
+Every arc is something that `RunState` enforces, so the steady state of the graph is that of a run. Within a
+step, a node waits for its batch, its needs and its group's order. Across steps, it waits for the weights that
+it reads and for the previous step on its group. `link_generation` adds generation and new weights.
+
+What generation waits for: turns on devices, new weights, and staleness.
+
+The devices of an engine repeat turns: the engine loads new weights if they are due, then generates one batch;
+on a shared group, the batch nodes of the group run next. Synchronous generation does exactly this. In an
+asynchronous run, new weights interrupt samples, which continue afterwards. Here the weights are loaded before
+the first batch that needs them (a run may begin a part of that batch without them). The engine does the same
+work per step, so the pace is the same as long as loading weights is short; tests check for which durations.
+
+A model that runs as samples or groups arrive has its own devices. Its seconds are those of a whole batch. It
+starts when the batch is generated, and works on one batch after another.
+
+Weights of an engine on its own devices are first published, on the devices that hold them, right after the
+nodes that write them. The next step's training waits for the publishing, but not for the loading. With
+staleness 1, the run may be slower than this by up to half of the loading, which then happens in the middle of
+a batch.
+
+A source's seconds are those that its engines need for a whole batch, so they generate one batch after
+another. A run with samples of two batches in flight is faster if its engines have free slots.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +139,9 @@ MAX_UNROLLED_STEPS = 12
 
 class SteadyEvents:
     """What repeats on the trained stream of a schedule.
+
+    Other streams than the trained one are left out, as their seconds depend on datasets that the planner does
+    not read. So is what runs at most once, such as a save at the end.
 
     Attributes:
         nodes: batch nodes.

@@ -270,7 +270,7 @@ def _token_fields(plan: Plan) -> set[str]:
 
 
 class SampleRelease:
-    """Frees the data of samples.
+    """Frees the data of samples on workers, and waits while a checkpoint copies it.
 
     Args:
         workers: hold the data.

@@ -105,7 +105,12 @@ def verify_weights(replica: str, version: int, loaded: WeightsLoaded) -> str | N
 
 
 class Rebalancer:
-    """Moves groups between the engines of a replica.
+    """Moves groups from engines with much work to engines with little, while new weights arrive.
+
+    A group goes to the least loaded engine when it is opened, but how long its samples become is not known
+    then. While engines sleep, moving a group costs nothing extra: its prefix must be computed again with the
+    new weights anyway. Only groups move of which no member has ended. They take their tokens with them, so no
+    token is generated twice.
 
     Args:
         plan: the plan of the run.

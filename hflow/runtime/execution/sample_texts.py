@@ -1,4 +1,12 @@
-"""The samples of a run whose text is written: which are read, and their files."""
+"""The texts of a few samples of each batch, and of a few that nodes refused: which are read, and their files.
+
+Invariant: the tokens of a chosen sample stay on the workers until its text is read, and its numbers until
+they are read.
+
+The files are `samples/step-N.jsonl` in the run's directory. N is the number of completed steps, as in
+`metrics.jsonl` and in the names of checkpoints: the batch of step k is in
+`step-(k + 1).jsonl`, with the evaluation of version k + 1 and with what was refused during step k.
+"""
 
 from __future__ import annotations
 

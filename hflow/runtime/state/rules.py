@@ -1,4 +1,29 @@
-"""Rules of the state machine: when a node fires, and how old its samples may be."""
+"""Rules of the state machine: when nodes fire, how many groups may be admitted, and how old a sample may be.
+
+Firing. `every`, `after` and the last step decide, by pure functions of the step and the number of steps.
+
+Staleness counts groups (a prompt with its G samples), as `batch` does. Only `free_samples` counts samples,
+and is rounded down to groups. B is the batch, eta is `max_staleness`, and engines get new weights
+every `s = sync_every` steps, so that an engine with the weights of `version` has had
+`syncs = version // s` updates.
+
+Admission. The number of groups that may be opened now is
+
+    capacity = min(free_samples // G,  floor((eta + syncs + 1) * s * B) - (accepted + running))
+
+`accepted` counts every group ever accepted, trained ones included. A group that was refused or dropped is
+in neither term, so another group may be opened in its place at once. eta may be a fraction: with eta = 0.5
+half of the groups of the next sync are admitted with the present weights.
+
+Age. A group admitted with `syncs` updates is among the first `(eta + syncs + 1) * s * B`. If groups train in
+the order of admission, it trains at step `ceil((eta + syncs + 1) * s) - 1` at the latest, and its oldest
+token has at least version `syncs * s`. So the certified lag is
+
+    L = ceil((eta + 1) * s) - 1          (eta = 0, s = 1: L = 0, the synchronous algorithm)
+
+A slow sample can be overtaken, however, and train later than in its turn. So admission bounds the amount
+of data, and not its age. The age rule (`is_stale`) ensures that L holds for every trained token.
+"""
 
 from __future__ import annotations
 
