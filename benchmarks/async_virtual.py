@@ -32,7 +32,7 @@ from virtual_workers import ControllerTime, Traffic, VirtualWorkers
 
 from hflow import launch
 from hflow.data.row_order import RowOrder
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor

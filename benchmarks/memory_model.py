@@ -39,12 +39,12 @@ from hflow.data.batch import Batch, Column
 from hflow.dsl import apply_overrides
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
-from hflow.planner.architectures import read_shape
 from hflow.planner.compile import compile_plan
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.memory import memory_phases
-from hflow.planner.model_shape import num_parameters
-from hflow.planner.request import PlanRequest
+from hflow.planner.forecast.memory import memory_phases
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.model_shape import num_parameters
+from hflow.planner.plan.request import PlanRequest
 from hflow.types import Unit
 
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}

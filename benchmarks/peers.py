@@ -168,7 +168,7 @@ def serve_engine(name: str, model: str) -> None:
     """Measure an engine of hflow, once for each number of sequences on stdin."""
     from hflow.backends.interface import EngineSetup, GenerationEngine, SamplingParams
     from hflow.backends.settings import ModelSettings
-    from hflow.planner.descriptors import engine_kind
+    from hflow.planner.models.descriptors import engine_kind
     from hflow.workers.process_setup import keep_freed_memory
 
     keep_freed_memory()  # as a worker does

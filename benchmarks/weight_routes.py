@@ -27,9 +27,9 @@ import harness
 
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.worker_setup import make_processes, make_setup
-from hflow.planner import placement
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import num_parameters
+from hflow.planner.make import placement
+from hflow.planner.plan.model_shape import num_parameters
+from hflow.planner.plan.rows import Plan
 from hflow.workers.interface import WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
 

@@ -22,9 +22,9 @@ import torch
 
 from hflow.launch.compile import compile_recipe
 from hflow.launch.worker_setup import make_processes, make_setup
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import num_parameters
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.model_shape import num_parameters
+from hflow.planner.plan.rows import Plan
 from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"

@@ -7,7 +7,6 @@ of the same names do. Importing hflow imports neither torch nor ray.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hflow import nodes, rewards
 from hflow.dsl import (
     Context,
     Dataset,
@@ -61,7 +60,6 @@ from hflow.types import (
 )
 
 if TYPE_CHECKING:
-    from hflow import algo
     from hflow.launch import check, plan, run, simulate
 
 _LAZY = {

@@ -12,16 +12,16 @@ import yaml
 
 from hflow.config.schema import ModelConfig
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
-from hflow.planner.architectures import read_shape
-from hflow.planner.calibration import HostTimes
-from hflow.planner.cost.collectives import RankPlacement
-from hflow.planner.cost.flops import Work, work_of
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.roofline import Part
-from hflow.planner.hardware import Hardware
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.traits import traits
+from hflow.planner.forecast.cost.collectives import RankPlacement
+from hflow.planner.forecast.cost.flops import Work, work_of
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.roofline import Part
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.calibration import HostTimes
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.traits import traits
 from hflow.shipped import shipped_directory
 
 HERE = Path(__file__).parent

@@ -18,12 +18,17 @@ from comparison import (
     whole_sequences,
 )
 
-from hflow.planner.cost.flops import kv_entries
-from hflow.planner.cost.generation import continuous_batching, decode_collectives, decode_step, prefill
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.hardware import GIB
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import cached_tokens
+from hflow.planner.forecast.cost.flops import kv_entries
+from hflow.planner.forecast.cost.generation import (
+    continuous_batching,
+    decode_collectives,
+    decode_step,
+    prefill,
+)
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import cached_tokens
 
 WAITING = 1.8
 """Seconds of TensorRT-LLM's steps with experts over those of their kernels, fitted to its fitted rows: ranks

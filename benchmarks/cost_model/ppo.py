@@ -10,13 +10,13 @@ from comparison import Comparison, Row, compare, costs, hardware, rows, seconds,
 from decoding import decode_seconds
 
 from hflow.config.schema import LoraConfig
-from hflow.planner.cost.collectives import all_gather, send
-from hflow.planner.cost.flops import Work, work_of
-from hflow.planner.cost.generation import prefill
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.training import forward, local_weights, train
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import num_parameters
+from hflow.planner.forecast.cost.collectives import all_gather, send
+from hflow.planner.forecast.cost.flops import Work, work_of
+from hflow.planner.forecast.cost.generation import prefill
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.training import forward, local_weights, train
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import num_parameters
 
 LAYER_US, PASSES = 1935, 2.21
 """Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one by

@@ -12,14 +12,14 @@ from comparison import Comparison, Row, compare, costs, hardware, model, rows, s
 from weights import PAGEABLE_GB_PER_S, Update, exported_tensors
 
 from hflow.config.schema import GenConfig
-from hflow.planner.cost.flops import kv_entries, work_of
-from hflow.planner.cost.generation import RolloutRequest, generate
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.training import forward, local_weights, train
-from hflow.planner.hardware import GIB
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import cached_tokens, num_parameters
-from hflow.planner.workload import Workload
+from hflow.planner.forecast.cost.flops import kv_entries, work_of
+from hflow.planner.forecast.cost.generation import RolloutRequest, generate
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.training import forward, local_weights, train
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import cached_tokens, num_parameters
+from hflow.planner.plan.workload import Workload
 
 LEARNING = {
     ("h100", "dense"): 1.43,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from comparison import Comparison, compare, costs, hardware, model, rows, seconds, whole_sequences
 
-from hflow.planner.cost.training import train
-from hflow.planner.layout import Layout
+from hflow.planner.forecast.cost.training import train
+from hflow.planner.plan.layout import Layout
 
 TRITON_ATTENTION = {"h100": 0.158, "a100": 0.283}
 """Fraction of the data sheet that LLM Foundry's own attention kernels reach, fitted to its fitted rows."""

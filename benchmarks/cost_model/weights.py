@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from comparison import MACHINE, Comparison, Row, compare, costs, hardware, rows, seconds, spread
 
-from hflow.planner.cost.collectives import RankPlacement, all_gather, send
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.transfers import load_weights
-from hflow.planner.hardware import Hardware
-from hflow.planner.ir import WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.forecast.cost.collectives import RankPlacement, all_gather, send
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.transfers import load_weights
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import WeightRoute
 
 PAGEABLE_GB_PER_S = {"h100": 1.5, "h20": 1.5, "gb200": 2.2}
 """Rate at which a device's weights and optimizer states go to pageable memory of the host or back, while the

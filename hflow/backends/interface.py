@@ -135,7 +135,7 @@ class ModelBackend(abc.ABC):
     """One rank's shard of a model that runs infer and train nodes.
 
     To add a backend, implement this class, describe it in `hflow/backends/NAME/descriptor.py` and add it to
-    the registry in `hflow/planner/traits.py`; `torch_model` is an example. Results may not depend on the
+    the registry in `hflow/planner/plan/traits.py`; `torch_model` is an example. Results may not depend on the
     layout: losses and metrics use denominators that are global over the replica.
     """
 

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_cuda
 from hflow.machine_memory import machine_memory
-from hflow.planner.descriptors import Descriptor, engine_kind, training_backend
-from hflow.planner.hardware import GIB
-from hflow.planner.traits import BACKENDS, ENGINES
+from hflow.planner.models.descriptors import Descriptor, engine_kind, training_backend
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine
 
 PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hflow.doctor.finding import Finding
 from hflow.errors import RunError
-from hflow.planner.cluster import device_ranges
-from hflow.planner.hardware import GIB
+from hflow.planner.plan.cluster import device_ranges
+from hflow.planner.plan.hardware import GIB
 
 if TYPE_CHECKING:
     from hflow.launch.profiling.rank_groups import GroupTimes, OperationTime, RuntimeMemory

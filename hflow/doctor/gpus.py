@@ -18,9 +18,9 @@ from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
 from hflow.errors import BackendError, HflowError
 from hflow.machine_memory import machine_memory
-from hflow.planner.descriptors import training_backend
-from hflow.planner.hardware import GIB
-from hflow.planner.traits import BACKENDS
+from hflow.planner.models.descriptors import training_backend
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.traits import BACKENDS
 from hflow.types.kernels import TE_PACKAGE, flash_attn_version, installed_transformer_engine
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hflow.doctor.finding import Finding
-from hflow.planner.hardware import GIB
+from hflow.planner.plan.hardware import GIB
 
 TIMEOUT = 600.0
 """Seconds that one run may take."""

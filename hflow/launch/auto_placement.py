@@ -8,9 +8,9 @@ from typing import Any
 
 from hflow.config import RunConfig
 from hflow.graph.ir import Graph
-from hflow.planner.placement.placement_setting import parse_items
-from hflow.planner.placement.replicas import GEN_SUFFIX, replica_roles
-from hflow.planner.request import PlanRequest
+from hflow.planner.make.placement_setting import parse_items
+from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
+from hflow.planner.plan.request import PlanRequest
 from hflow.planner.search import PLACEMENT, free_settings, with_settings, without_places
 
 AUTO = "auto"

@@ -20,14 +20,14 @@ from hflow.launch.plan_file import FORMAT, read_plan_file, recipe_file
 from hflow.launch.plan_request import LearnedFromRun, plan_request
 from hflow.launch.read_recipe import ReadRecipe, RecipeReader, options_of
 from hflow.observer import Observer
+from hflow.planner.checks.settings import check_unused_keys
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import PlanDiff, and_more, diff_plans
-from hflow.planner.forecast import Candidate
-from hflow.planner.ir import Plan
-from hflow.planner.request import PlanRequest
+from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PastSearches
-from hflow.planner.serialise import to_json
-from hflow.planner.unused_keys import check_unused_keys
 from hflow.runtime.simulation.simulate_plan import simulated_period
 from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
 

@@ -20,6 +20,7 @@ from hflow.errors import ConfigError
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph, RecipeSpec
+from hflow.graph.queries import reported_field
 from hflow.launch.compile import Compiled, learn_from_run
 from hflow.launch.data_settings import check_data
 from hflow.launch.evaluation_options import EvaluationOptions
@@ -30,9 +31,8 @@ from hflow.launch.plan_request import plan_request
 from hflow.launch.read_recipe import check_names
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.saved_models import find_saved_models
+from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan
-from hflow.planner.reported_field import reported_field
-from hflow.planner.unused_keys import check_unused_keys, without_unused_keys
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.scores import StreamScores, read_scores
 

@@ -14,9 +14,9 @@ from hflow.errors import BackendError, ConfigError, DataError
 from hflow.graph.ir import NodeSpec
 from hflow.launch.compile import Compiled
 from hflow.launch.plan_request import is_library_node
-from hflow.planner.descriptors import training_backend
-from hflow.planner.ir import Plan, Replica
-from hflow.planner.unrunnable import head_size_reason
+from hflow.planner.checks.unrunnable import head_size_reason
+from hflow.planner.models.descriptors import training_backend
+from hflow.planner.plan.rows import Plan, Replica
 from hflow.types.kernels import flash_attn_version
 from hflow.workers.interface import WorkerSetup
 

@@ -20,7 +20,7 @@ from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.model_metadata import source_model
-from hflow.planner.architectures import read_shape
+from hflow.planner.models.architectures import read_shape
 
 CLASSIFIER = "ForSequenceClassification"
 NUM_BLOCKS, BLOCK_BYTES = 256, 1 << 16

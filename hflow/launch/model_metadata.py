@@ -18,9 +18,9 @@ from hflow.graph.model import Model
 from hflow.json_text import read_json_object
 from hflow.launch.merged_checkpoint import is_adapter
 from hflow.model_config import check_model_config
-from hflow.planner.architectures import ONLY_PLANNED, read_shape
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.traits import backend_of_any_family, traits
+from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.traits import backend_of_any_family, traits
 
 SIZES = (
     "hidden_size",

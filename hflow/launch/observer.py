@@ -11,8 +11,8 @@ from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.launch.step_warnings import EngineGapWarning, EvaluationWarning, NoGradientWarning
 from hflow.metrics import Metric, find_metric
-from hflow.planner.ir import Plan
-from hflow.planner.staleness import staleness_bound
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.staleness import staleness_bound
 from hflow.report.live import Display, LiveRow
 from hflow.report.live_rollout import Lags, RolloutView
 from hflow.report.sample_text import sample_markdown

@@ -16,9 +16,9 @@ from hflow.config import RunConfig, load_config, to_yaml
 from hflow.errors import ConfigError, PlanError, RecipeError
 from hflow.json_text import read_json
 from hflow.planner.diff import diff_plans
-from hflow.planner.forecast import Candidate
-from hflow.planner.ir import Plan
-from hflow.planner.serialise import is_left_out, rows_digest
+from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import is_left_out, rows_digest
 from hflow.validation import from_mapping
 
 FORMAT = 3

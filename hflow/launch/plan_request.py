@@ -14,6 +14,7 @@ from hflow.config.yaml_files import read_yaml
 from hflow.errors import ConfigError, nearest, shorten
 from hflow.graph.ir import Graph, NodeSpec
 from hflow.graph.model import Model
+from hflow.graph.queries import num_firings
 from hflow.launch.model_metadata import (
     has_chat_template,
     missing_checkpoints,
@@ -25,15 +26,13 @@ from hflow.launch.model_metadata import (
     replaced_templates,
     unopened_templates,
 )
-from hflow.planner.calibration import Calibration, check_device
-from hflow.planner.cluster import device_of, parse_cluster
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.graph_queries import num_firings
-from hflow.planner.hardware import Device, Hardware, Link
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.request import PlanRequest
-from hflow.planner.traits import ENGINES
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.calibration import Calibration, check_device
+from hflow.planner.plan.cluster import ClusterSpec, device_of, parse_cluster
+from hflow.planner.plan.hardware import Device, Hardware, Link
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.traits import ENGINES
 from hflow.types.kernels import flash_attn_version, installed_transformer_engine
 from hflow.validation import from_mapping
 

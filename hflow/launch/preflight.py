@@ -10,10 +10,10 @@ from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.graph.ir import Graph
 from hflow.launch.compile import Compiled
 from hflow.launch.worker_setup import make_processes
-from hflow.planner.descriptors import descriptor, engine_kind
-from hflow.planner.determinism import deterministic_variables
-from hflow.planner.ir import Replica
-from hflow.planner.traits import ENGINES
+from hflow.planner.models.choices import deterministic_variables
+from hflow.planner.models.descriptors import descriptor, engine_kind
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import ENGINES
 from hflow.types.kernels import (
     TE_PACKAGE,
     LayerKernels,

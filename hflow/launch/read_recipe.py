@@ -18,7 +18,7 @@ from hflow.launch.model_fit import check_model_fit
 from hflow.launch.model_metadata import check_is_whole, differing_size, has_config, missing_text
 from hflow.launch.shown_metrics import check_metric_names
 from hflow.launch.trackers import check_trackers
-from hflow.planner.traits import BACKENDS, ENGINES
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 
 @dataclass(frozen=True)

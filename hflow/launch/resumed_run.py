@@ -9,14 +9,14 @@ from pathlib import Path
 from hflow.backends.settings import SHARDS
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, PlanError, RunError
+from hflow.graph.queries import saved_models
 from hflow.launch.compile import Compiled, compile_recipe
 from hflow.launch.fingerprints import RunInputs, read_inputs
 from hflow.launch.plan_file import read_plan_file, recipe_file
 from hflow.launch.run_inputs import changed_inputs
 from hflow.launch.runs import find_run
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
-from hflow.planner.graph_queries import saved_models
-from hflow.planner.serialise import to_json
+from hflow.planner.plan.serialise import to_json
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.sample_texts import SampleKey, drop_samples_after, keep_samples

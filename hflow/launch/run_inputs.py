@@ -9,6 +9,7 @@ from pathlib import Path
 from hflow.config import ModelConfig, RunConfig
 from hflow.errors import ConfigError
 from hflow.graph.model import Model
+from hflow.graph.queries import saved_models
 from hflow.launch.compile import Compiled
 from hflow.launch.fingerprints import (
     FORMAT,
@@ -19,7 +20,6 @@ from hflow.launch.fingerprints import (
     fingerprint,
 )
 from hflow.launch.model_metadata import source_model
-from hflow.planner.graph_queries import saved_models
 from hflow.recipe_files import imported_files
 from hflow.user_files import resolved
 

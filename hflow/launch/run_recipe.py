@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.config import flatten, to_yaml
 from hflow.durable_files import WriteError, replace_text
 from hflow.errors import HflowError, RunError, WorkerFailureError
+from hflow.graph.queries import saved_models
 from hflow.launch.compile import Compiled, plan_file_text
 from hflow.launch.observer_thread import ObserverThread
 from hflow.launch.preflight import (
@@ -39,8 +40,7 @@ from hflow.launch.shown_metrics import builtin_metrics
 from hflow.launch.trackers import open_trackers
 from hflow.launch.worker_setup import make_processes, make_setup, make_workers, open_rows
 from hflow.observer import RunInfo
-from hflow.planner.descriptors import factories
-from hflow.planner.graph_queries import saved_models
+from hflow.planner.models.descriptors import factories
 from hflow.report.live import Display, open_display
 from hflow.report.summary import RunSummary
 from hflow.runtime.execution.checkpoint import Checkpoints

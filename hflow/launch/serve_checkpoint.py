@@ -29,10 +29,10 @@ from hflow.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.json_text import read_json_object
 from hflow.launch.run_recipe import stop_signals
 from hflow.launch.served_checkpoint import ServedCheckpoint
-from hflow.planner.architectures import read_shape
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.layout import Layout
-from hflow.planner.traits import ENGINES
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.traits import ENGINES
 from hflow.types import Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_engine import EpisodeEngine

@@ -9,9 +9,9 @@ from hflow.backends.interface import LOSS
 from hflow.config import RunConfig
 from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Stream
+from hflow.graph.queries import reported_field
 from hflow.metrics import Metric, declared
-from hflow.planner.ir import Plan
-from hflow.planner.reported_field import reported_field
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution import batch_runner, step_metrics
 from hflow.runtime.state import run_state
 from hflow.types import Unit

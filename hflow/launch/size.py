@@ -13,10 +13,10 @@ from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import Compiled, compile_read
 from hflow.launch.plan_request import known_devices
 from hflow.launch.read_recipe import RecipeReader
-from hflow.planner.cluster import MAX_DEVICES, device_of, parse_cluster
-from hflow.planner.hardware import Device
-from hflow.planner.ir import Plan
-from hflow.planner.plan_figures import SECONDS_PER_DAY, PlanFigures, plan_figures
+from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures, plan_figures
+from hflow.planner.plan.cluster import MAX_DEVICES, device_of, parse_cluster
+from hflow.planner.plan.hardware import Device
+from hflow.planner.plan.rows import Plan
 from hflow.report.formatting import seconds_text
 
 PER_MACHINE = 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from hflow.backends.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
 from hflow.graph.ir import Graph
-from hflow.planner.reported_field import reported_field
+from hflow.graph.queries import reported_field
 from hflow.report.formatting import missing_text
 from hflow.runtime.execution.step_metrics import EVALUATION_REFUSED, NUM_EVALUATED
 

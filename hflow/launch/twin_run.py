@@ -27,21 +27,20 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.config.schema import FaultsConfig
 from hflow.errors import ConfigError, RunError
 from hflow.graph.ir import Graph, Level
+from hflow.graph.queries import saved_models
 from hflow.launch.auto_placement import AUTO
 from hflow.launch.compile import Compiled, compile_recipe, learn_from_run
 from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.read_recipe import read_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.step_warnings import NO_GRADIENT_NORM
-from hflow.planner.cluster import device_of
-from hflow.planner.descriptors import EngineKind, engine_kind, factories
-from hflow.planner.graph_queries import saved_models
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.layout import Layout
-from hflow.planner.placement.placement_setting import replace_layout
-from hflow.planner.placement.replicas import GEN_SUFFIX
-from hflow.planner.traits import BACKENDS, ENGINES, model_parallel_backend
-from hflow.planner.unused_keys import without_unused_keys
+from hflow.planner.checks.settings import without_unused_keys
+from hflow.planner.make.placement_setting import replace_layout
+from hflow.planner.make.replicas import GEN_SUFFIX
+from hflow.planner.models.descriptors import EngineKind, engine_kind, factories
+from hflow.planner.plan.cluster import ClusterSpec, device_of
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.traits import BACKENDS, ENGINES, model_parallel_backend
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import MetricPair, TwinResult, WeightPair
 from hflow.runtime.execution.checkpoint import Checkpoints

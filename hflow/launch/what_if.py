@@ -12,9 +12,9 @@ from hflow.errors import ConfigError, PlanError
 from hflow.launch.compile import compile_read
 from hflow.launch.read_recipe import RecipeReader
 from hflow.planner.diff import PlanDiff, diff_plans
-from hflow.planner.plan_figures import PlanFigures, plan_figures
+from hflow.planner.forecast.figures import PlanFigures, plan_figures
+from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PastSearches
-from hflow.planner.serialise import to_json
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
 

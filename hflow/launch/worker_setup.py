@@ -18,15 +18,15 @@ from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.errors import ConfigError
 from hflow.graph.ir import Node, Read
 from hflow.graph.model import Model
+from hflow.graph.queries import reported_field
 from hflow.json_text import read_json_object
 from hflow.launch.compile import Compiled
 from hflow.launch.data_settings import conversation_checks, data_settings
 from hflow.launch.model_metadata import check_is_whole, model_dtype, source_model
 from hflow.model_config import max_positions
-from hflow.planner import descriptors
-from hflow.planner.graph_queries import scheduled_updates
-from hflow.planner.ir import Plan, Replica
-from hflow.planner.reported_field import reported_field
+from hflow.planner.models import descriptors
+from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.shipped import shipped_recipes
 from hflow.types import Unit

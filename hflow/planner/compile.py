@@ -1,23 +1,36 @@
-"""`compile_plan`: place a graph on a cluster. A pure function that needs neither torch nor ray."""
+"""`compile_plan`: place a graph on a cluster. A pure function that needs neither torch nor ray.
+
+Build the forecast of a plan: lengths, memory, traffic, seconds and the period.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
-from hflow.graph.ir import Graph
-from hflow.planner.build_forecast import build_forecast
-from hflow.planner.forecast import Candidate, Forecast
-from hflow.planner.ir import Plan
-from hflow.planner.memory import (
+from hflow.graph.ir import EdgeKind, Graph
+from hflow.graph.model import Model
+from hflow.planner.checks.unrunnable import unrunnable_reasons
+from hflow.planner.forecast.cost import generation_pace, node_times
+from hflow.planner.forecast.figures import leaves_waiting_out
+from hflow.planner.forecast.memory import (
     check_host_memory,
     check_memory,
     engine_caches,
+    host_memory,
     host_memory_warnings,
     margin_warnings,
+    memory_phases,
+    unknown_models,
 )
-from hflow.planner.plan_figures import leaves_waiting_out
-from hflow.planner.request import PlanRequest
-from hflow.planner.routing import routing_table
+from hflow.planner.forecast.period import steady_period
+from hflow.planner.forecast.traffic import estimate_traffic
+from hflow.planner.make.structure import plan_structure
+from hflow.planner.plan.forecast import Candidate, Forecast, NodeTime, Period
+from hflow.planner.plan.request import PlanRequest, stream_workloads
+from hflow.planner.plan.routing import routing_table
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import plan_digest
 from hflow.planner.search import (
     Basis,
     PeriodFunction,
@@ -27,9 +40,6 @@ from hflow.planner.search import (
     nearest_fit,
     throttles,
 )
-from hflow.planner.serialise import plan_digest
-from hflow.planner.structure import plan_structure
-from hflow.planner.unrunnable import unrunnable_reasons
 from hflow.planner.weights.weight_routes import weight_routes
 
 
@@ -124,3 +134,54 @@ def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
         routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
         weights=weight_routes(plan.graph, plan.groups, plan.replicas, request),
     )
+
+
+def build_forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
+    """Return all that can be estimated of a plan, or None without figures of the hardware."""
+    if request.hardware is None:
+        return None
+    lengths = stream_workloads(plan, request)
+    traffic = estimate_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
+    times = node_times(plan, request, dict(lengths), traffic)
+    missing = tuple(_missing(plan, request))
+    return Forecast(
+        workload=lengths,
+        memory=memory_phases(plan, request),
+        times=times,
+        period=None if missing else _period(plan, times),
+        traffic=traffic,
+        missing=missing,
+        pace=generation_pace(plan, request, dict(lengths), traffic),
+        host=host_memory(plan, request),
+    )
+
+
+def _period(plan: Plan, times: Iterable[NodeTime]) -> Period | None:
+    data = [edge for edge in plan.graph.edges if edge.kind is EdgeKind.DATA and edge.lag == 0]
+    fields = {(edge.src, edge.dst): ", ".join(edge.fields) for edge in data if edge.fields}
+    return steady_period(plan.schedule, {row.node: row.seconds for row in times}, fields)
+
+
+def _missing(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    if not plan.graph.learns:
+        yield f"{plan.recipe} learns nothing, so it has no steps and no period"
+    for model in unknown_models(plan):
+        cause = "the planner does not know its sizes"
+        if model not in request.families:
+            source = plan.graph.model(model)
+            while (path := _path(source, request)) is None and source.init_from is not None:
+                source = source.init_from
+            cause = (
+                f"it has no weights yet (set models.{model}.path to a checkpoint directory, or "
+                f"model@models.{model}=tiny-qwen2)"
+                if path is None
+                else f"there is no checkpoint in {path} (models.{source.name}.path)"
+            )
+        yield (
+            f"{model}: {cause}, so its memory, weight routes and seconds, and the period of the plan, are "
+            "not estimated"
+        )
+
+
+def _path(model: Model, request: PlanRequest) -> str | None:
+    return request.models[model.name].path if model.name in request.models else None

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hflow.planner.diff import Change
-from hflow.planner.plan_figures import SECONDS_PER_DAY, PlanFigures
+from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures
 from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
 from hflow.report.plan_text.section import add_row, dim, number, table, text
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hflow.planner.ir import Replica
-from hflow.planner.model_shape import ModelShape, num_parameters
-from hflow.planner.plan_figures import SECONDS_PER_DAY, SECONDS_PER_HOUR
+from hflow.planner.forecast.figures import SECONDS_PER_DAY, SECONDS_PER_HOUR
+from hflow.planner.plan.model_shape import ModelShape, num_parameters
+from hflow.planner.plan.rows import Replica
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 SECOND_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))

@@ -7,8 +7,8 @@ from rich.text import Text
 from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.graph.render import render_text
-from hflow.planner.diff.formatting import device_ranges
-from hflow.planner.ir import SAVE_PREFIX, Plan, devices_of
+from hflow.planner.diff.values import device_ranges
+from hflow.planner.plan.rows import SAVE_PREFIX, Plan, devices_of
 
 
 def render_graph(graph: Graph) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from hflow.planner.forecast import Limit, Remedy
+from hflow.planner.plan.forecast import Limit, Remedy
 from hflow.report.formatting import share_text
 
 NO_REMEDY = "More staleness and other placements were tried: none makes a step noticeably shorter."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hflow.planner.forecast import PhaseMemory
+from hflow.planner.plan.forecast import PhaseMemory
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.forecast import Period, Slot
-from hflow.planner.plan_figures import step_seconds
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.plan.forecast import Period, Slot
 from hflow.report.formatting import count_text, plural, seconds_text, share_text
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.header import staleness_line

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hflow.planner.ir import ClusterSpec, WeightRoute
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
 from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within
 from hflow.weights.buckets import Slices, SliceValues, pack_buckets, whole_slices

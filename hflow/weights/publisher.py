@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hflow.errors import WorkerFailureError
-from hflow.planner.ir import Plan, WeightRoute
-from hflow.planner.routing import tensor_ranks
-from hflow.planner.traits import traits
+from hflow.planner.plan.routing import tensor_ranks
+from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.traits import traits
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Replica
+from hflow.data_plane.redistribute import Move
+from hflow.planner.plan.rows import Replica
 from hflow.weights.publisher import BucketHandles, PublishReport
 from hflow.workers.interface import (
     NodeResult,

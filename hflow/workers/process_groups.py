@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
-from hflow.planner.ir import Replica
+from hflow.planner.plan.rows import Replica
 from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
 

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 from hflow.errors import RunError
-from hflow.planner.descriptors import descriptor
-from hflow.planner.determinism import deterministic_variables
-from hflow.planner.ir import Plan
+from hflow.planner.models.choices import deterministic_variables
+from hflow.planner.models.descriptors import descriptor
+from hflow.planner.plan.rows import Plan
 
 
 def device_environment(plan: Plan, worker: int) -> dict[str, str]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from hflow.errors import BackendError, RunError
 from hflow.machine_memory import machine_memory
-from hflow.planner.cluster import device_ranges
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
+from hflow.planner.plan.cluster import ClusterSpec, device_ranges
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
 from hflow.types.kernels import (
     TE_PACKAGE,
     AttentionKernel,

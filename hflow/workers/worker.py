@@ -40,10 +40,10 @@ from hflow.data.tokenizer import TextTokenizer, has_tokenizer
 from hflow.durable_files import FileChecksum, WriteError
 from hflow.errors import HflowError, RunError
 from hflow.graph.ir import Level
-from hflow.planner.ir import ClusterSpec, Plan, Replica
-from hflow.planner.replaceable import replaceable_workers
-from hflow.planner.routing import tensor_ranks
-from hflow.planner.traits import traits
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.routing import tensor_ranks
+from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.traits import traits
 from hflow.types.engine import SleepLevel
 from hflow.types.node_setup import setup_of
 from hflow.weights.loading import LoadedWeights
@@ -85,6 +85,7 @@ from hflow.workers.interface import (
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
+from hflow.workers.replaceable import replaceable_workers
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_log import SampleLog

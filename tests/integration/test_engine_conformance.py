@@ -31,7 +31,7 @@ from hflow.backends.vllm_engine.engine import VllmEngine
 from hflow.backends.vllm_engine.memory import CPU_BLOCK_TOKENS
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import BackendError, RunError
-from hflow.planner.descriptors import engine_kind
+from hflow.planner.models.descriptors import engine_kind
 from hflow.types.engine import SleepLevel
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel

@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from hflow.launch.compare_runs import compare_runs
 from hflow.launch.runs import read_report
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import Limit, Remedy
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.plan.forecast import Limit, Remedy
+from hflow.planner.plan.model_shape import ModelShape
 from hflow.report.page import render_page
 from hflow.report.run_page import render_compare_page, render_run_page
 

@@ -18,7 +18,7 @@ from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import RunError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
-from hflow.planner.descriptors import factories
+from hflow.planner.models.descriptors import factories
 from hflow.report.summary import RunSummary
 from hflow.weights.buckets import Bucket
 from hflow.weights.channels.disk import DiskChannel

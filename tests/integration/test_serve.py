@@ -28,7 +28,7 @@ from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.errors import ConfigError
 from hflow.launch.serve_checkpoint import _example
 from hflow.launch.served_checkpoint import find_checkpoint
-from hflow.planner.descriptors import engine_kind
+from hflow.planner.models.descriptors import engine_kind
 
 JOINED = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 ASK: Any = [{"role": "user", "content": "17+25="}]

@@ -16,8 +16,8 @@ import worker_kit as kit
 from safetensors.torch import load_file
 
 from hflow.data.batch import Batch, Column
-from hflow.planner import placement
-from hflow.planner.routing import on_workers
+from hflow.planner.make import placement
+from hflow.planner.plan.routing import on_workers
 from hflow.types import Unit
 from hflow.workers.interface import NodeTask, ShardInput, WeightsLoaded, WorkerSetup
 from hflow.workers.ray.ray_actors import RayActors

@@ -6,15 +6,22 @@ import plan_graphs as graphs
 from model_configs import model_config
 
 from hflow.launch.plan_request import device_calibration
-from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate, TransferRates
-from hflow.planner.cost.flops import Work
-from hflow.planner.cost.generation import RolloutRequest
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.hardware import Device, Hardware, Link
-from hflow.planner.ir import Replica
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.traits import BACKENDS, ENGINES, traits
+from hflow.planner.forecast.cost.flops import Work
+from hflow.planner.forecast.cost.generation import RolloutRequest
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.plan.calibration import (
+    Calibration,
+    HostTimes,
+    LinkRate,
+    MatmulRate,
+    MemoryRate,
+    TransferRates,
+)
+from hflow.planner.plan.hardware import Device, Hardware, Link
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)

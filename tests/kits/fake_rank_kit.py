@@ -33,13 +33,13 @@ from hflow.backends.common.train import StepRecord
 from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.planner.architectures import read_shape
-from hflow.planner.communicators import rank_groups
-from hflow.planner.cost.flops import Work
-from hflow.planner.cost.rank_collectives import Passes, train_collectives
-from hflow.planner.descriptors import training_backend
-from hflow.planner.layout import Layout, RankOrder
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.forecast.communicators import rank_groups
+from hflow.planner.forecast.cost.flops import Work
+from hflow.planner.forecast.cost.rank_collectives import Passes, train_collectives
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.models.descriptors import training_backend
+from hflow.planner.plan.layout import Layout, RankOrder
+from hflow.planner.plan.model_shape import ModelShape
 
 LENGTHS = (512, 512, 512, 512)
 OTHERS = "others"

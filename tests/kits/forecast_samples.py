@@ -12,7 +12,7 @@ from dataclasses import replace
 from cost_kit import SHIPPED
 
 from hflow.graph.ir import Level
-from hflow.planner.forecast import (
+from hflow.planner.plan.forecast import (
     CycleStep,
     EdgeTraffic,
     Forecast,
@@ -24,9 +24,9 @@ from hflow.planner.forecast import (
     Slot,
     StepTraffic,
 )
-from hflow.planner.hardware import Device, Hardware, Link
-from hflow.planner.ir import EdgeRule, Plan, ScheduledNode, WeightRoute
-from hflow.planner.workload import Workload
+from hflow.planner.plan.hardware import Device, Hardware, Link
+from hflow.planner.plan.rows import EdgeRule, Plan, ScheduledNode, WeightRoute
+from hflow.planner.plan.workload import Workload
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -13,7 +13,7 @@ from state_driver import Generating, World
 from state_script import grpo
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule
+from hflow.planner.plan.rows import Schedule
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.ledger.header import schedule_header

@@ -17,15 +17,14 @@ from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
-from hflow.planner.architectures import read_shape
-from hflow.planner.forecast import MemoryItem
-from hflow.planner.ir import Replica
-from hflow.planner.layout import Layout
-from hflow.planner.memory.items import Items
-from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.traits import ENGINES
+from hflow.planner.forecast.memory.parts import Items, MicroBatch
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.forecast import MemoryItem
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import ENGINES
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)

@@ -18,7 +18,7 @@ from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.config.schema import OptimConfig
-from hflow.planner.layout import Layout
+from hflow.planner.plan.layout import Layout
 
 prepare("cpu")
 

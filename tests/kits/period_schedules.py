@@ -11,7 +11,7 @@ from state_script import orders_of, publishers
 
 from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
-from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
 
 MODELS = ("actor", "critic")

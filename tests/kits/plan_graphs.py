@@ -24,9 +24,8 @@ from hflow.graph.ir import (
 )
 from hflow.graph.model import Model
 from hflow.launch.plan_request import known_devices
-from hflow.planner.cluster import parse_cluster
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.request import PlanRequest
+from hflow.planner.plan.cluster import ClusterSpec, parse_cluster
+from hflow.planner.plan.request import PlanRequest
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}

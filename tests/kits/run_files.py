@@ -12,7 +12,7 @@ from ledger_kit import recorded
 from plan_graphs import grpo, request
 
 from hflow.planner.compile import compile_plan
-from hflow.planner.serialise import to_json
+from hflow.planner.plan.serialise import to_json
 from hflow.runtime.events import Refusal
 from hflow.runtime.execution.sample_texts import write_samples
 from hflow.runtime.execution.trace import CONTROLLER, Trace

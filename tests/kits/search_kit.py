@@ -12,8 +12,8 @@ from pathlib import Path
 from hflow.graph.ir import Graph
 from hflow.launch.plan_request import plan_request
 from hflow.launch.read_recipe import read_recipe
-from hflow.planner.layout import Layout
-from hflow.planner.request import PlanRequest
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings
 from hflow.planner.search.devices import assign_devices, compositions
 from hflow.planner.search.evaluate import GroupChoice

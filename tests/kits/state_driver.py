@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode
-from hflow.planner.schedule import streaming_queues
-from hflow.planner.staleness import staleness_bound
+from hflow.planner.plan.rows import Schedule, ScheduledNode
+from hflow.planner.plan.schedule import streaming_queues
+from hflow.planner.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.rules import evaluation_due, node_fires

@@ -9,7 +9,7 @@ from state_script import changed, orders_of, publishers
 
 from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
 
 GROUPS = ("g0", "g1", "g2")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.config.schema import ScheduleConfig
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.invariants import check_invariants
 from hflow.runtime.state.run_state import RunState

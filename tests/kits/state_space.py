@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from state_driver import Generating, World
 
 from hflow.config.schema import ScheduleConfig
-from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.groups import SampleDependencies
 

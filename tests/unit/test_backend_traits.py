@@ -15,9 +15,9 @@ from hflow.backends.settings import RankPosition
 from hflow.data.batch import Batch
 from hflow.data.shared_prefix import share_prefixes
 from hflow.errors import PlanError
-from hflow.planner.architectures import FAMILIES
-from hflow.planner.descriptors import descriptor, training_backend
-from hflow.planner.traits import BACKENDS, ENGINES, traits
+from hflow.planner.models.architectures import FAMILIES
+from hflow.planner.models.descriptors import descriptor, training_backend
+from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 
 
 def rows_computed(backend: str, batch: Batch) -> int:

@@ -15,8 +15,8 @@ from hflow.launch.plan_request import cluster_hardware
 from hflow.launch.profiling.from_run import planned_run
 from hflow.launch.profiling.run_times import MIN_STEPS, WARM_STEPS
 from hflow.launch.profiling.short_run import find_overheads
-from hflow.planner.ir import Plan
-from hflow.planner.serialise import to_plain
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_plain
 from hflow.runtime import events as ev
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace

@@ -10,7 +10,7 @@ import pytest
 
 from hflow.errors import ConfigError, HflowError
 from hflow.launch.compile import plan
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.report.plan_text.header import cluster_line
 
 RECIPE = "recipes/grpo.py"

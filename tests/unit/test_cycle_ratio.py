@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hflow.planner.period.cycle_ratio import Arc, SteadyState, cycle_ratio, steady_state
+from hflow.planner.forecast.period.cycle_ratio import Arc, SteadyState, cycle_ratio, steady_state
 
 
 def solve(*arcs: tuple[int, int, float, int]) -> SteadyState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hflow.planner.data.data_locations import DataLocations
+from hflow.data_plane.locations import DataLocations
 
 FIRST, SECOND = (0, 1, 2, 3), (4, 5, 6, 7)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hflow.errors import PlanError
 from hflow.launch.compile import compile_recipe
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.plan_text import render_plan
 
 GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"

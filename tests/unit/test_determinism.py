@@ -18,15 +18,15 @@ from runs import TINY, run
 
 from hflow.algo import second_moment_mask
 from hflow.backends import attention_kernels
+from hflow.data_plane.group_placement import GroupPlacer
 from hflow.errors import ConfigError, HflowError, PlanError
 from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.preflight import check_determinism
 from hflow.planner.compile import compile_plan
-from hflow.planner.data.group_placement import GroupPlacer
-from hflow.planner.determinism import CUDA_VARIABLES, determinism_line
 from hflow.planner.diff import diff_plans
-from hflow.planner.ir import Plan
-from hflow.planner.serialise import to_json
+from hflow.planner.models.choices import CUDA_VARIABLES, determinism_line
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_json
 from hflow.shipped import find_recipe
 from hflow.types import Sequences
 from hflow.types.kernels import AttentionKernel

@@ -19,8 +19,8 @@ from hflow.launch.profiling.rank_groups import (
     RuntimeMemory,
     axis_layouts,
 )
-from hflow.planner.cost.collectives import axis_lines
-from hflow.planner.hardware import GIB
+from hflow.planner.forecast.cost.collectives import axis_lines
+from hflow.planner.plan.hardware import GIB
 
 KINDS = ("replica", "data", "tensor", "pipe", "context", "expert")
 

@@ -19,7 +19,7 @@ from hflow.doctor.gpus import (
 )
 from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
 from hflow.launch.compile import compile_recipe
-from hflow.planner.hardware import GIB
+from hflow.planner.plan.hardware import GIB
 from hflow.shipped import find_recipe
 
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"

@@ -13,7 +13,7 @@ from hflow.config.schema import ModelConfig
 from hflow.graph.draw import to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.planner.compile import compile_plan
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.graph_text import plan_dot, plan_mermaid
 
 STRING = r'"(?:[^"\\]|\\.)*"'

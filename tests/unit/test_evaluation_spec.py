@@ -12,7 +12,7 @@ from hflow.errors import ConfigError
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph
-from hflow.planner.reported_field import reported_field
+from hflow.graph.queries import reported_field
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

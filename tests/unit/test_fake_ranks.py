@@ -10,9 +10,9 @@ from pathlib import Path
 import fake_rank_kit as kit
 import pytest
 
-from hflow.planner.communicators import rank_groups
-from hflow.planner.layout import Layout
-from hflow.planner.traits import traits
+from hflow.planner.forecast.communicators import rank_groups
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.traits import traits
 
 TIED = {
     "model_type": "qwen2",

@@ -7,7 +7,7 @@ from hflow.launch.size import SizedCluster, Sizes, Target
 from hflow.launch.what_if import Changed, WhatIf, what_if
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
-from hflow.planner.plan_figures import PlanFigures
+from hflow.planner.forecast.figures import PlanFigures
 from hflow.report.figures_text import (
     SIZE_HEADINGS,
     broken,

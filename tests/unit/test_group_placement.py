@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan_traffic_estimate import planned
 
-from hflow.planner.data.group_placement import GroupPlacer
+from hflow.data_plane.group_placement import GroupPlacer
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded

@@ -24,10 +24,10 @@ from hflow.launch.plan_request import (
 from hflow.launch.preflight import refuse_unrunnable
 from hflow.launch.read_recipe import read_recipe
 from hflow.launch.worker_setup import model_settings, tokenizer_settings
-from hflow.planner.architectures import can_run, read_shape
-from hflow.planner.cluster import used_links
-from hflow.planner.model_shape import active_parameters, num_parameters
-from hflow.planner.request import PlanRequest
+from hflow.planner.models.architectures import can_run, read_shape
+from hflow.planner.plan.cluster import used_links
+from hflow.planner.plan.model_shape import active_parameters, num_parameters
+from hflow.planner.plan.request import PlanRequest
 from hflow.report.formatting import size_text
 from hflow.shipped import shipped_directory
 

@@ -13,7 +13,7 @@ from hflow.backends.common import host_copy
 from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.interface import ModelBackend
 from hflow.backends.settings import RankPosition
-from hflow.planner.descriptors import factories
+from hflow.planner.models.descriptors import factories
 from hflow.weights.pinned import PinnableMemory
 
 BATCH = kit.make_batch(kit.LENGTHS)

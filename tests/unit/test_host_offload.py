@@ -15,8 +15,8 @@ from hflow.backends.common import host_offload
 from hflow.backends.common.host_offload import CHUNK_BYTES, HostOffload
 from hflow.backends.interface import ModelBackend
 from hflow.backends.settings import RankPosition
-from hflow.planner.descriptors import factories
-from hflow.planner.memory import activations
+from hflow.planner.forecast.memory import activations
+from hflow.planner.models.descriptors import factories
 
 BATCH = kit.make_batch(kit.LENGTHS)
 

@@ -53,8 +53,8 @@ def test_no_module_imports_itself_through_others():
 def test_descriptors_of_backends_import_nothing_heavy():
     code = f"""
 import sys
-from hflow.planner.descriptors import descriptor
-from hflow.planner.traits import BACKENDS, ENGINES
+from hflow.planner.models.descriptors import descriptor
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 for name in (*BACKENDS, *ENGINES):
     descriptor(name)
     heavy = [name for name in {HEAVY} if name in sys.modules]

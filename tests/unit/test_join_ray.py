@@ -16,8 +16,8 @@ import pytest
 from hflow.errors import RunError, WorkerFailureError
 from hflow.launch.compile import compile_recipe
 from hflow.launch.preflight import refuse_unrunnable
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.cluster import ClusterSpec
 
 GSM8K = Path(__file__).parents[2] / "recipes/gsm8k/grpo.py"
 
@@ -93,7 +93,7 @@ END_WITHOUT = """
 import os, signal, sys
 from ray._private import worker
 from hflow import launch
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.workers.ray import ray_actors
 
 role, is_ours = sys.argv[1], sys.argv[2] == "ours"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ledger_kit import LedgerWorld, ends_of, kept
 from state_schedules import schedules
 
-from hflow.planner.ir import Schedule
+from hflow.planner.plan.rows import Schedule
 from hflow.runtime.ledger import audit, rewind
 
 SEEDS = st.integers(0, 2**16)

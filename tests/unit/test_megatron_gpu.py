@@ -8,7 +8,7 @@ import torch_kit as kit
 
 from hflow.backends.settings import RankPosition
 from hflow.doctor.gpus import check_layers
-from hflow.planner.descriptors import factories
+from hflow.planner.models.descriptors import factories
 from hflow.types.kernels import install_problem, installed_transformer_engine
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hflow.backends.common.expert_tensors import stacked_views
-from hflow.planner.layout import Layout, RankOrder
+from hflow.planner.plan.layout import Layout, RankOrder
 
 
 @pytest.fixture(scope="module")

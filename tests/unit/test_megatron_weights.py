@@ -29,10 +29,10 @@ from hflow.backends.megatron.model_dims import ExpertDims, ModelDims, check_spli
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.errors import BackendError
-from hflow.planner.architectures import read_shape
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import tensors
-from hflow.planner.traits import traits
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import tensors
+from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.types.kernels import LayerKernels
 from hflow.types.tensor_slices import Box

@@ -19,14 +19,13 @@ from hflow.launch.plan_request import plan_request
 from hflow.launch.read_recipe import read_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
-from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.memory.context import MemoryContext
-from hflow.planner.memory.phases import GENERATE, WAKE, group_phases
-from hflow.planner.request import PlanRequest
+from hflow.planner.forecast.memory import MEMORY_MARGIN
+from hflow.planner.forecast.memory.phases import GENERATE, WAKE, MemoryContext, group_phases
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings, search
 from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.partition import connected_blocks, overlaps, spread_sets
-from hflow.planner.serialise import to_json
 from hflow.report.graph_text import plan_dot, plan_mermaid
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan

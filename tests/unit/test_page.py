@@ -16,10 +16,10 @@ from model_configs import model_config
 from plan_graphs import agent, grpo, ppo, request, sft
 
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import CycleStep, Period, Slot
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.serialise import to_plain
+from hflow.planner.plan.forecast import CycleStep, Period, Slot
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_plain
 from hflow.report.formatting import MINUS
 from hflow.report.page import render_page
 from hflow.report.page.gantt import Gantt, gantt_view

@@ -16,10 +16,10 @@ from hflow.errors import PlanError
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.launch.compile import compile_recipe
-from hflow.planner.cluster import device_ranges
 from hflow.planner.compile import compile_plan
-from hflow.planner.ir import Plan
-from hflow.planner.placement.placement_setting import apply_placement, replace_layout
+from hflow.planner.make.placement_setting import apply_placement, replace_layout
+from hflow.planner.plan.cluster import device_ranges
+from hflow.planner.plan.rows import Plan
 
 ROOT = Path(__file__).parents[2]
 

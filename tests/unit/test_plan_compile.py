@@ -8,10 +8,10 @@ from model_configs import model_config
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 
 from hflow.graph.ir import Level, Stream
+from hflow.graph.queries import trained_models
 from hflow.planner.compile import compile_plan
-from hflow.planner.graph_queries import trained_models
-from hflow.planner.ir import BatchCut, OrderEdge
-from hflow.planner.layout import Layout
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.rows import BatchCut, OrderEdge
 
 
 def node_of(plan, name):

@@ -26,9 +26,8 @@ from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.launch.compile import compile_recipe
-from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate
-from hflow.planner.cost import transfers
-from hflow.planner.cost.collectives import (
+from hflow.planner.forecast.cost import transfers
+from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
     all_gather,
     all_reduce,
@@ -36,7 +35,7 @@ from hflow.planner.cost.collectives import (
     reduce_scatter,
     send,
 )
-from hflow.planner.cost.flops import (
+from hflow.planner.forecast.cost.flops import (
     MIN_SAVED_FRACTION,
     attention_flops,
     head_parameters,
@@ -48,11 +47,20 @@ from hflow.planner.cost.flops import (
     token_flops,
     work_of,
 )
-from hflow.planner.cost.generation import DecodePhase, continuous_batching, decode_step, generate
-from hflow.planner.cost.kernels import layer_products
-from hflow.planner.cost.rank_collectives import MIN_UNIT_BYTES, bucket_collectives
-from hflow.planner.cost.roofline import COMPUTE, LATENCY, MEMORY, NETWORK, Part, Rates, node_time, roofline
-from hflow.planner.cost.training import (
+from hflow.planner.forecast.cost.generation import DecodePhase, continuous_batching, decode_step, generate
+from hflow.planner.forecast.cost.kernels import layer_products
+from hflow.planner.forecast.cost.rank_collectives import MIN_UNIT_BYTES, bucket_collectives
+from hflow.planner.forecast.cost.roofline import (
+    COMPUTE,
+    LATENCY,
+    MEMORY,
+    NETWORK,
+    Part,
+    Rates,
+    node_time,
+    roofline,
+)
+from hflow.planner.forecast.cost.training import (
     bubble,
     forward,
     local_weights,
@@ -60,7 +68,7 @@ from hflow.planner.cost.training import (
     train,
     update,
 )
-from hflow.planner.cost.transfers import (
+from hflow.planner.forecast.cost.transfers import (
     crossing_bytes,
     keep_weights,
     load_weights,
@@ -68,14 +76,15 @@ from hflow.planner.cost.transfers import (
     redistribute,
     save_checkpoint,
 )
-from hflow.planner.forecast import EdgeTraffic
-from hflow.planner.hardware import Link, Rack
-from hflow.planner.ir import Replica, WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.memory import activations
-from hflow.planner.model_shape import num_parameters, num_tensors, tensors
-from hflow.planner.routing import rank_order
-from hflow.planner.workload import Workload
+from hflow.planner.forecast.memory import activations
+from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate
+from hflow.planner.plan.forecast import EdgeTraffic
+from hflow.planner.plan.hardware import Link, Rack
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import num_parameters, num_tensors, tensors
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Replica, WeightRoute
+from hflow.planner.plan.workload import Workload
 from hflow.weights.buckets import BUCKET_BYTES
 
 

@@ -16,18 +16,18 @@ from hflow.graph.ir import Level
 from hflow.launch.compile import compile_recipe
 from hflow.launch.plan_request import device_calibration, known_devices, known_links
 from hflow.planner.compile import compile_plan
-from hflow.planner.cost import node_times
-from hflow.planner.cost.flops import work_of
-from hflow.planner.cost.generation import generate
-from hflow.planner.cost.training import forward, train
-from hflow.planner.data.traffic_estimate import estimate_traffic
-from hflow.planner.forecast import MemoryCategory
-from hflow.planner.hardware import Hardware, Link
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.serialise import to_plain
-from hflow.planner.stream_workloads import stream_workloads
-from hflow.planner.workload import Workload
+from hflow.planner.forecast.cost import node_times
+from hflow.planner.forecast.cost.flops import work_of
+from hflow.planner.forecast.cost.generation import generate
+from hflow.planner.forecast.cost.training import forward, train
+from hflow.planner.forecast.traffic import estimate_traffic
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.request import stream_workloads
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_plain
+from hflow.planner.plan.workload import Workload
 
 # ------------------------------------------------------------------------------------- monotonic
 devices = st.builds(

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
-from hflow.planner.data.minibatches import SLACK, AssignmentUnit, assign_units, cut_minibatches, shards
-from hflow.planner.data.redistribute import Move, redistribute
-from hflow.planner.data.traffic_estimate import collective_steps, lower_bound_bytes, moved_bytes
-from hflow.planner.ir import BatchCut, EdgeRule
+from hflow.data_plane.minibatches import SLACK, AssignmentUnit, assign_units, cut_minibatches, shards
+from hflow.data_plane.redistribute import Move, redistribute
+from hflow.planner.forecast.traffic import collective_steps, lower_bound_bytes, moved_bytes
+from hflow.planner.plan.rows import BatchCut, EdgeRule
 
 CLUSTER = cluster_of("cpu-2x4")
 FIELDS = ("s/advantages", "s/input_ids", "s/reward")

@@ -20,10 +20,8 @@ from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
 from hflow.planner.diff.compare import decided_values
-from hflow.planner.diff.formatting import device_ranges
-from hflow.planner.diff.plan_rows import Unmatched
-from hflow.planner.diff.plan_values import estimated_values
-from hflow.planner.forecast import (
+from hflow.planner.diff.values import Unmatched, device_ranges, estimated_values
+from hflow.planner.plan.forecast import (
     CycleStep,
     EdgeTraffic,
     Forecast,
@@ -33,11 +31,11 @@ from hflow.planner.forecast import (
     Period,
     PhaseMemory,
 )
-from hflow.planner.hardware import Device, Hardware, Link
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.serialise import decisive_rows, to_json
-from hflow.planner.workload import Workload
+from hflow.planner.plan.hardware import Device, Hardware, Link
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import decisive_rows, to_json
+from hflow.planner.plan.workload import Workload
 from hflow.report.diff_text import render_diff
 
 GIB = 2**30

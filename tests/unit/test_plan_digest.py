@@ -13,7 +13,7 @@ from plan_graphs import agent, changed, grpo, ppo, request
 from hflow.errors import PlanError
 from hflow.graph.ir import BodyRef, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
-from hflow.planner.serialise import plan_digest, to_json
+from hflow.planner.plan.serialise import plan_digest, to_json
 
 KITS = Path(__file__).parents[1] / "kits"
 

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
-from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.placement.engine_ranks import best_order, best_workers
-from hflow.planner.routing import on_workers, tensor_ranks
-from hflow.planner.serialise import to_json
+from hflow.planner.make.engine_ranks import best_order, best_workers
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.routing import on_workers, tensor_ranks
+from hflow.planner.plan.rows import Replica, WeightRoute
+from hflow.planner.plan.serialise import to_json
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan

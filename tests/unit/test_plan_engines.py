@@ -17,8 +17,8 @@ from hflow.errors import BackendError, ConfigError, NotYetError
 from hflow.launch import plan_request
 from hflow.launch.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
-from hflow.planner.descriptors import InstallProblem, engine_kind
-from hflow.planner.serialise import to_json
+from hflow.planner.models.descriptors import InstallProblem, engine_kind
+from hflow.planner.plan.serialise import to_json
 from hflow.report.page import render_page
 from hflow.report.plan_text import render_plan
 

@@ -9,8 +9,8 @@ from plan_graphs import changed, compute, grpo, ppo, request, sft, train, withou
 from hflow.config.schema import LoraConfig, OptimConfig, ScheduleConfig
 from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
+from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan
-from hflow.planner.unused_keys import check_unused_keys, without_unused_keys
 
 
 def refused(graph, message, cluster="cpu-1x2", **changes):

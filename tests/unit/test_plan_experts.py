@@ -15,11 +15,15 @@ from model_configs import model_config
 from hflow.errors import NotYetError, PlanError
 from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.run_recipe import RunEnvironment, run_compiled
-from hflow.planner.architectures import read_shape
-from hflow.planner.calibration import HostTimes, LinkRate
-from hflow.planner.cost.collectives import RankPlacement, all_gather, all_to_all, axis_ranks, dispatch
-from hflow.planner.cost.exchanges import expert_exchange
-from hflow.planner.cost.flops import (
+from hflow.planner.checks.layouts import check_layouts
+from hflow.planner.forecast.cost.collectives import (
+    RankPlacement,
+    all_gather,
+    all_to_all,
+    axis_ranks,
+    dispatch,
+)
+from hflow.planner.forecast.cost.flops import (
     Work,
     attention_flops,
     causal_pairs,
@@ -32,25 +36,25 @@ from hflow.planner.cost.flops import (
     token_flops,
     touched_experts,
 )
-from hflow.planner.cost.generation import decode_step
-from hflow.planner.cost.rank_collectives import (
+from hflow.planner.forecast.cost.generation import decode_step
+from hflow.planner.forecast.cost.rank_collectives import (
     Passes,
     bucket_collectives,
     context_collectives,
     expert_collectives,
     total_time,
 )
-from hflow.planner.cost.roofline import MEMORY, Part
-from hflow.planner.cost.training import forward, local_weights
-from hflow.planner.cost.transfers import publish_weights
-from hflow.planner.data.field_sizes import field_size
-from hflow.planner.ir import Replica, WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.layout_checks import check_layouts
-from hflow.planner.memory.engine_load import cache_bytes_per_token
-from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import (
+from hflow.planner.forecast.cost.replica_costs import expert_exchange
+from hflow.planner.forecast.cost.roofline import MEMORY, Part
+from hflow.planner.forecast.cost.training import forward, local_weights
+from hflow.planner.forecast.cost.transfers import publish_weights
+from hflow.planner.forecast.memory.parts import MicroBatch, cache_bytes_per_token
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.traffic import field_size
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.calibration import HostTimes, LinkRate
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import (
     Experts,
     LatentAttention,
     ModelShape,
@@ -58,8 +62,9 @@ from hflow.planner.model_shape import (
     expert_parameters,
     num_parameters,
 )
-from hflow.planner.request import PlanRequest
-from hflow.planner.routing import rank_order
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.weights.sharding import mean_copies
 from hflow.report.plan_text.header import experts_line
 from hflow.shipped import shipped_directory

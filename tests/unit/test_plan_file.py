@@ -11,7 +11,7 @@ import pytest
 from hflow import launch
 from hflow.errors import ConfigError, HflowError, PlanError, RecipeError
 from hflow.planner.diff import Effect
-from hflow.planner.serialise import rows_digest
+from hflow.planner.plan.serialise import rows_digest
 
 RECIPE = '''"""GRPO, as small as it gets."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.compile import Compiled, compile_recipe
-from hflow.planner.forecast import Forecast
+from hflow.planner.plan.forecast import Forecast
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "gsm8k"
 SETUPS = sorted(file.stem for file in (GSM8K / "setup").glob("*.yaml"))

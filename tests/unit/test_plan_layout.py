@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
 from hflow.errors import PlanError
-from hflow.planner.ir import Replica, RoutingRow
-from hflow.planner.layout import Layout, RankOrder, even_blocks
-from hflow.planner.routing import data_key, routing_table, shard_key
+from hflow.planner.plan.layout import Layout, RankOrder, even_blocks
+from hflow.planner.plan.routing import data_key, routing_table, shard_key
+from hflow.planner.plan.rows import Replica, RoutingRow
 
 sizes = st.integers(1, 5)
 

@@ -9,13 +9,14 @@ from model_configs import model_config
 from plan_graphs import grpo
 
 from hflow.errors import PlanError
+from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.compile import compile_plan
-from hflow.planner.ir import ClusterSpec, Replica
-from hflow.planner.layout import Layout
-from hflow.planner.layout_checks import check_layouts
-from hflow.planner.model_shape import ModelShape, tensors
-from hflow.planner.request import PlanRequest
-from hflow.planner.traits import BACKENDS, ENGINES, traits
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape, tensors
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.planner.weights.sharding import tensor_shards
 
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, is_tied=False, has_qkv_bias=True)

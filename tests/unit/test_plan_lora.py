@@ -16,11 +16,11 @@ from hflow.config.schema import LoraConfig
 from hflow.errors import PlanError
 from hflow.graph.model import Model
 from hflow.planner.compile import compile_plan
-from hflow.planner.cost.flops import Work
-from hflow.planner.cost.kernels import pass_seconds
-from hflow.planner.cost.training import local_weights, train
-from hflow.planner.memory import transfer
-from hflow.planner.model_shape import adapter_targets, num_parameters, tensors, trained_shape
+from hflow.planner.forecast.cost.flops import Work
+from hflow.planner.forecast.cost.kernels import pass_seconds
+from hflow.planner.forecast.cost.training import local_weights, train
+from hflow.planner.forecast.memory import transfer
+from hflow.planner.plan.model_shape import adapter_targets, num_parameters, tensors, trained_shape
 
 LORA = LoraConfig(r=4, alpha=8)
 ADAPTERS = 4 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 128) * 3)

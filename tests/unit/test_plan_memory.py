@@ -28,17 +28,12 @@ from hflow.backends.vllm_engine import memory as vllm_memory
 from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.planner.compile import compile_plan
-from hflow.planner.descriptors import training_backend
-from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.ir import WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.memory import (
+from hflow.planner.forecast.memory import (
     MEMORY_MARGIN,
     activations,
     check_host_memory,
     check_memory,
     engine_caches,
-    engine_load,
     host_memory,
     host_memory_warnings,
     memory_phases,
@@ -46,14 +41,19 @@ from hflow.planner.memory import (
     transfer,
     unknown_models,
 )
-from hflow.planner.memory.capacity import share_text
-from hflow.planner.memory.microbatch import largest_microbatch
-from hflow.planner.memory.rank import stage_sizes
-from hflow.planner.model_shape import num_parameters
+from hflow.planner.forecast.memory import parts as engine_load
+from hflow.planner.forecast.memory.capacity import share_text
+from hflow.planner.forecast.memory.parts import largest_microbatch
+from hflow.planner.forecast.memory.rank import stage_sizes
+from hflow.planner.models.descriptors import training_backend
+from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import num_parameters
+from hflow.planner.plan.rows import WeightRoute
+from hflow.planner.plan.traits import traits
+from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
-from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes
-from hflow.planner.workload import Workload
 from hflow.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616

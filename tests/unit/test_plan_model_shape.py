@@ -14,9 +14,9 @@ from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.weight_export import _num_held
 from hflow.errors import PlanError
-from hflow.planner.architectures import FAMILIES, read_shape
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import (
+from hflow.planner.models.architectures import FAMILIES, read_shape
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import (
     TensorSpec,
     active_parameters,
     cached_tokens,
@@ -27,8 +27,8 @@ from hflow.planner.model_shape import (
     num_parameters,
     tensors,
 )
-from hflow.planner.serialise import to_plain
-from hflow.planner.traits import traits
+from hflow.planner.plan.serialise import to_plain
+from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
 from hflow.types.tensor_slices import numel
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from period_schedules import Timed, settled_period, timed_schedules
 from state_script import ENGINE, arriving, batch, encoded, generated, group, grpo, sample, schedule
 
-from hflow.planner.forecast import Period, Slot
-from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
-from hflow.planner.period import steady_period
+from hflow.planner.forecast.period import steady_period
+from hflow.planner.plan.forecast import Period, Slot
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Schedule, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
 
 SLOW = {

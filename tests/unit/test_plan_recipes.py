@@ -11,10 +11,10 @@ from plan_graphs import request
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.launch.compile import compile_recipe
+from hflow.planner.checks.settings import without_unused_keys
 from hflow.planner.compile import compile_plan
-from hflow.planner.ir import Plan
-from hflow.planner.serialise import to_json
-from hflow.planner.unused_keys import without_unused_keys
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_json
 
 ROOT = Path(__file__).parents[2]
 CUSTOM = [path for path in sorted(ROOT.glob("recipes/custom/*.py")) if "\nrecipe = " in path.read_text()]

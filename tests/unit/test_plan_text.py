@@ -15,9 +15,9 @@ from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import CycleStep, MemoryCategory, MemoryItem, Period, PhaseMemory, Slot
-from hflow.planner.ir import Plan
-from hflow.planner.workload import Workload
+from hflow.planner.plan.forecast import CycleStep, MemoryCategory, MemoryItem, Period, PhaseMemory, Slot
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.workload import Workload
 from hflow.report.memory_classes import device_classes
 from hflow.report.plan_text import render_plan
 from hflow.report.plan_text.assumptions import lengths_text

@@ -10,18 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
 
+from hflow.data_plane.group_placement import GroupPlacer
+from hflow.data_plane.locations import DataLocations
+from hflow.data_plane.minibatches import cut_minibatches, shards
+from hflow.data_plane.redistribute import redistribute
 from hflow.graph.ir import TRAJECTORY_FIELDS
+from hflow.graph.queries import topological_order
 from hflow.planner.compile import compile_plan
-from hflow.planner.data import thinned as thinned_module
-from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.data.field_sizes import field_size
-from hflow.planner.data.group_placement import GroupPlacer
-from hflow.planner.data.minibatches import cut_minibatches, shards
-from hflow.planner.data.redistribute import redistribute
-from hflow.planner.data.thinned import thinned
-from hflow.planner.data.traffic_estimate import MAX_LISTED_STEPS, estimate_traffic, generating_workers
-from hflow.planner.node_order import topological_order
-from hflow.planner.workload import Workload, sample_lengths
+from hflow.planner.forecast import traffic
+from hflow.planner.forecast.traffic import (
+    MAX_LISTED_STEPS,
+    estimate_traffic,
+    field_size,
+    generating_workers,
+    thinned,
+)
+from hflow.planner.plan.workload import Workload, sample_lengths
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -322,7 +326,7 @@ def test_one_machine_in_several_stands_for_a_large_cluster(monkeypatch):
     workload = Workload(prompt=64, response_mean=256.0, response_cv=0.6, max_response=512)
     plan, request = large_plan()
     estimated = estimate_traffic(plan, request, workload)
-    monkeypatch.setattr(thinned_module, "MIN_MACHINES", 1_000_000)
+    monkeypatch.setattr(traffic, "MIN_MACHINES", 1_000_000)
     exact = estimate_traffic(plan, request, workload)
     assert {row.scale for row in estimated} == {4}
     assert {row.scale for row in exact} == {1}

@@ -14,8 +14,8 @@ from hflow.config.schema import WorkloadConfig
 from hflow.errors import PlanError
 from hflow.launch.compile import plan
 from hflow.planner.compile import compile_plan
-from hflow.planner.stream_workloads import stream_workloads
-from hflow.planner.workload import (
+from hflow.planner.plan.request import stream_workloads
+from hflow.planner.plan.workload import (
     Workload,
     cdf,
     expected_max,

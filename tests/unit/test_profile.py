@@ -29,8 +29,8 @@ from hflow.launch.profiling.fit import (
     link_seconds,
     training_seconds,
 )
-from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
-from hflow.planner.hardware import Link
+from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.plan.hardware import Link
 
 RECIPE = Path("recipes/grpo.py")
 

@@ -13,9 +13,10 @@ import pytest
 from hflow.doctor.gpus import check_allocator
 from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import AttentionChoice, ClusterSpec, LayerChoice, Plan, WeightRoute
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
 from hflow.types.kernels import LayerKernels
 from hflow.weights.rendezvous import connect_store
 from hflow.workers.ray.machines import Machine, choose_machines

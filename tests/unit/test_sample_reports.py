@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hflow.graph.queries import reported_field, reported_number
 from hflow.launch.compile import check
-from hflow.planner.reported_field import reported_field, reported_number
 from hflow.types import Trajectory
 from hflow.workers.storage.sample_writer import sample_ready_event
 

@@ -15,17 +15,19 @@ from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
 from hflow.errors import PlanError
 from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
+from hflow.planner.checks.unrunnable import layout_reasons
 from hflow.planner.compile import compile_plan
-from hflow.planner.forecast import Limit
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.layout import Layout
-from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.model_shape import Experts, ModelShape
-from hflow.planner.placement.engine_ranks import best_workers
-from hflow.planner.plan_figures import plan_figures
-from hflow.planner.request import PlanRequest
-from hflow.planner.routing import on_workers
+from hflow.planner.forecast.figures import plan_figures
+from hflow.planner.forecast.memory import MEMORY_MARGIN
+from hflow.planner.make.engine_ranks import best_workers
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.forecast import Limit
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import Experts, ModelShape
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.routing import on_workers
+from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.search import PLACEMENT, Evaluator, PastSearches, SearchProblem, search, with_settings
 from hflow.planner.search.devices import (
     assign_devices,
@@ -40,7 +42,6 @@ from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.search.simulated import by_seconds
-from hflow.planner.unrunnable import layout_reasons
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text

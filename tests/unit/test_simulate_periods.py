@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from state_script import ENGINE, batch, encoded, generated, schedule
 
-from hflow.planner.ir import PUBLISH_PREFIX, ScheduledStream
+from hflow.planner.plan.rows import PUBLISH_PREFIX, ScheduledStream
 from hflow.runtime.simulation.simulate import simulate
 
 

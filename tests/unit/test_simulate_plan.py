@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hflow import launch
 from hflow.errors import PlanError
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.simulation_text import render_simulation
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 

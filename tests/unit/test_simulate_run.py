@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from state_script import ENGINE, batch, changed, encoded, generated, schedule
 
-from hflow.planner.ir import Schedule
-from hflow.planner.staleness import staleness_bound
-from hflow.planner.workload import Workload, expected_max
+from hflow.planner.plan.rows import Schedule
+from hflow.planner.plan.staleness import staleness_bound
+from hflow.planner.plan.workload import Workload, expected_max
 from hflow.runtime.simulation.simulate import response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import LagRow
 

@@ -13,7 +13,7 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams
 from hflow.backends.settings import ModelSettings
 from hflow.errors import BackendError, RunError
-from hflow.planner.ir import Schedule, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights

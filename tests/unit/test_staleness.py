@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hflow.planner.staleness import admission_limit, certified_lag
+from hflow.planner.plan.staleness import admission_limit, certified_lag
 from hflow.runtime.state.rules import capacity, is_stale, look_ahead_limit
 
 

@@ -8,7 +8,7 @@ import pytest
 from state_script import ENGINE, Script, batch, changed, encoded, generated, group, grpo, sample, schedule
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import SAVE_PREFIX, Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import SAVE_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.trained_stream import MIN_FAILED_GROUPS

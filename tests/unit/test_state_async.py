@@ -26,8 +26,8 @@ from state_script import (
     schedule,
 )
 
-from hflow.planner.ir import Schedule
-from hflow.planner.staleness import staleness_bound
+from hflow.planner.plan.rows import Schedule
+from hflow.planner.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 
 

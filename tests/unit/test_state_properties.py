@@ -12,7 +12,7 @@ from state_driver import EventsExhaustedError, World
 from state_schedules import schedules, synchronous
 from state_script import changed
 
-from hflow.planner.ir import Schedule
+from hflow.planner.plan.rows import Schedule
 from hflow.runtime import events as ev
 
 SEEDS = st.integers(0, 2**16)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from state_script import ENGINE, Script, batch, generated, schedule
 
-from hflow.planner.ir import Schedule, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.runtime.state.weight_updates import can_lose
 

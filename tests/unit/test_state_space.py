@@ -10,8 +10,8 @@ from state_script import ENGINE, arriving, batch, changed, generated, group, sam
 from state_space import Space, explore
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledStream
-from hflow.planner.staleness import staleness_bound
+from hflow.planner.plan.rows import Schedule, ScheduledStream
+from hflow.planner.plan.staleness import staleness_bound
 from hflow.runtime import events as ev
 
 SALTS = (0, 2)

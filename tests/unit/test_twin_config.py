@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from hflow.launch.compile import compile_recipe
 from hflow.launch.read_recipe import read_recipe
 from hflow.launch.twin_run import comparable_config, compare_with_twin, configuration, reference_config
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.summary import RunSummary
 from hflow.report.twin_text import TwinResult
 

@@ -15,8 +15,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from worker_kit import setup_of
 
 from hflow.errors import RunError, WorkerFailureError
-from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.layout import Layout
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.runtime.execution.executor import _first_exception
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights

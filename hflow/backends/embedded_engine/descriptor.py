@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.backends.embedded_engine import memory
 from hflow.backends.embedded_engine.families import THROUGH_MODULES, own_forward_objection
-from hflow.planner.descriptors import EngineKind, ServedModel, Variation
-from hflow.planner.traits import BackendTraits
+from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
+from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
     from hflow.backends.embedded_engine.replay import Draws

@@ -5,11 +5,10 @@ Its cache has a slot for each sequence that may run, and all slots are as long a
 
 from __future__ import annotations
 
-from hflow.planner.forecast import MemoryCategory
-from hflow.planner.memory import activations
-from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
-from hflow.planner.memory.items import Items, item, largest
-from hflow.planner.memory.rank import FP32_BYTES, Rank
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
 
 LENGTH_STEP = 16
 """Slot lengths are multiples of this (`embedded_engine/cache.py`)."""

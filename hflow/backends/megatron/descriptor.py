@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.megatron import memory
-from hflow.planner.descriptors import Backend
-from hflow.planner.traits import BackendTraits
+from hflow.planner.models.descriptors import Backend
+from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hflow.backends.settings import ModelSettings, RankPosition
-    from hflow.planner.ir import Replica
+    from hflow.planner.plan.rows import Replica
 
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host

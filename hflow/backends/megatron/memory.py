@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hflow.planner.forecast import MemoryCategory
-from hflow.planner.memory import activations
-from hflow.planner.memory.items import Items, item, largest
-from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
+from hflow.planner.forecast.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
 
 NUM_MLP = 3
 """What an MLP keeps of gate, up, the activated gate and their product: all but the third (`layers.py`)."""

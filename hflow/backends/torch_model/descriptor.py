@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.torch_model import memory
-from hflow.planner.architectures import FAMILIES, read_shape
-from hflow.planner.descriptors import Backend
-from hflow.planner.model_shape import tensors
-from hflow.planner.traits import BackendTraits
+from hflow.planner.models.architectures import FAMILIES, read_shape
+from hflow.planner.models.descriptors import Backend
+from hflow.planner.plan.model_shape import tensors
+from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.forecast import MemoryCategory
-from hflow.planner.memory import activations
-from hflow.planner.memory.items import Items, item, largest
-from hflow.planner.memory.microbatch import MicroBatch
-from hflow.planner.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
-from hflow.planner.model_shape import layer_template
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
+from hflow.planner.forecast.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.model_shape import layer_template
 
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`torch_model/fsdp.py`)."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from hflow.backends.vllm_engine import memory
 from hflow.backends.vllm_engine.installed import CUDA_INSTALL, find_conflict
 from hflow.backends.vllm_engine.support import check
-from hflow.planner.architectures import FAMILIES
-from hflow.planner.descriptors import EngineKind, Variation
-from hflow.planner.traits import BackendTraits
+from hflow.planner.models.architectures import FAMILIES
+from hflow.planner.models.descriptors import EngineKind, Variation
+from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
     from hflow.backends.interface import EngineSetup

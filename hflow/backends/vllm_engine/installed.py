@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hflow.planner.descriptors import InstallProblem
+from hflow.planner.models.descriptors import InstallProblem
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions of vLLM that hflow was tried with."""

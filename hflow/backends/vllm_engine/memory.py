@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from hflow.machine_memory import machine_memory
-from hflow.planner.forecast import MemoryCategory
-from hflow.planner.hardware import GIB
-from hflow.planner.memory import activations
-from hflow.planner.memory.engine_load import EngineLoad, cache_bytes_per_token
-from hflow.planner.memory.items import Items, item, largest
-from hflow.planner.memory.rank import FP32_BYTES, Rank
-from hflow.planner.model_shape import DTYPE_BYTES, cached_tokens
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.model_shape import DTYPE_BYTES, cached_tokens
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""

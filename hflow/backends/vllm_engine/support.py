@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 from hflow.backends.vllm_engine.memory import smallest_cache
-from hflow.planner.architectures import FAMILIES, can_run
-from hflow.planner.descriptors import ServedModel
-from hflow.planner.hardware import GIB
-from hflow.planner.layout import RankOrder
-from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import ModelShape
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.architectures import FAMILIES, can_run
+from hflow.planner.models.descriptors import ServedModel
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import RankOrder
+from hflow.planner.plan.model_shape import ModelShape
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPUs: `CPUAttentionBackend.get_supported_head_sizes` in

@@ -37,19 +37,19 @@ from hflow.launch.profiling.fit import (
     training_seconds,
 )
 from hflow.launch.profiling.short_run import ShortRunError, measure_overheads
-from hflow.planner.architectures import read_shape
-from hflow.planner.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
-from hflow.planner.cost.collectives import RankPlacement
-from hflow.planner.cost.flops import Work, work_of
-from hflow.planner.cost.generation import decode_step
-from hflow.planner.cost.kernels import elementwise_bytes
-from hflow.planner.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
-from hflow.planner.cost.replica_costs import ReplicaCosts
-from hflow.planner.cost.training import forward, train
-from hflow.planner.hardware import Hardware
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import DTYPE_BYTES
-from hflow.planner.traits import BACKENDS, traits
+from hflow.planner.forecast.cost.collectives import RankPlacement
+from hflow.planner.forecast.cost.flops import Work, work_of
+from hflow.planner.forecast.cost.generation import decode_step
+from hflow.planner.forecast.cost.kernels import elementwise_bytes
+from hflow.planner.forecast.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.training import forward, train
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import DTYPE_BYTES
+from hflow.planner.plan.traits import BACKENDS, traits
 
 NUM_PROCESSES = 2
 """Processes that are measured together on a CPU."""

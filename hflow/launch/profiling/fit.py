@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from hflow.planner.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
-from hflow.planner.cost.roofline import roofline
-from hflow.planner.hardware import Link
+from hflow.planner.forecast.cost.roofline import roofline
+from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.plan.hardware import Link
 
 HALF_SIZES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 TILE_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)

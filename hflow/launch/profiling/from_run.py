@@ -29,13 +29,13 @@ from hflow.launch.plan_request import LearnedFromRun, calibration_of, plan_reque
 from hflow.launch.profiling.run_times import STEP, RunTimes, read_run_times
 from hflow.launch.read_recipe import read_recipe
 from hflow.launch.runs import find_run
-from hflow.planner.calibration import Calibration
 from hflow.planner.compile import compile_plan
-from hflow.planner.cost import node_times
-from hflow.planner.data.traffic_estimate import estimate_traffic
-from hflow.planner.ir import Plan
-from hflow.planner.period import steady_period
-from hflow.planner.stream_workloads import stream_workloads
+from hflow.planner.forecast.cost import node_times
+from hflow.planner.forecast.period import steady_period
+from hflow.planner.forecast.traffic import estimate_traffic
+from hflow.planner.plan.calibration import Calibration
+from hflow.planner.plan.request import stream_workloads
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.user_files import resolved
 from hflow.validation import from_mapping

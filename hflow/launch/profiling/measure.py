@@ -34,7 +34,7 @@ from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_pa
 from hflow.data.batch import Batch, Column
 from hflow.errors import RunError
 from hflow.launch.profiling.fit import CollectiveTime, LoadTime, ProductTime
-from hflow.planner.descriptors import factories
+from hflow.planner.models.descriptors import factories
 from hflow.types import Output, Unit
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights

@@ -28,10 +28,10 @@ from hflow.errors import ConfigError, RunError
 from hflow.launch.profiling.calibrate import device_at_hand, machine_hardware
 from hflow.launch.profiling.fit import CollectiveTime
 from hflow.launch.profiling.measure import MIB, collective_seconds, ring_collectives
-from hflow.planner.cost import collectives as cost
-from hflow.planner.hardware import GIB, Hardware
-from hflow.planner.ir import Replica
-from hflow.planner.layout import Layout
+from hflow.planner.forecast.cost import collectives as cost
+from hflow.planner.plan.hardware import GIB, Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.rows import Replica
 from hflow.workers.process_groups import (
     ProcessGroups,
     ProcessRank,

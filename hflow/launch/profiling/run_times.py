@@ -11,7 +11,7 @@ from typing import Any
 
 from hflow.config.schema import WorkloadConfig
 from hflow.errors import ConfigError
-from hflow.planner.ir import PUBLISH_PREFIX, Plan
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS

@@ -24,8 +24,8 @@ from hflow.launch.profiling.from_run import (
     step_seconds,
 )
 from hflow.launch.profiling.run_times import MIN_STEPS, STEP, WARM_STEPS, RunTimes
-from hflow.planner.calibration import Calibration
-from hflow.planner.ir import Plan
+from hflow.planner.plan.calibration import Calibration
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.user_files import resolved
 

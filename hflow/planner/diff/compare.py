@@ -8,16 +8,24 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.planner.diff.effects import Difference, Effect, TrainedNames, effect_of, trained_names
-from hflow.planner.diff.formatting import ShownValue, distinct_texts, first_difference, is_equal, plain
-from hflow.planner.diff.plan_rows import Rows, Subjects, Unmatched, model_names, node_names
-from hflow.planner.diff.plan_values import (
+from hflow.planner.diff.values import (
     ESTIMATED_TOPICS,
     ROUNDED_TOPICS,
+    Rows,
+    ShownValue,
+    Subjects,
+    Unmatched,
+    distinct_texts,
     estimated_values,
+    first_difference,
     graph_values,
+    is_equal,
+    model_names,
+    node_names,
     placement_values,
+    plain,
 )
-from hflow.planner.serialise import decisive_rows, rows_digest
+from hflow.planner.plan.serialise import decisive_rows, rows_digest
 
 _BY_SEVERITY = tuple(Effect)
 _NUM_CHARS = 60

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from hflow.planner.diff.plan_rows import Rows, trained_models
+from hflow.planner.diff.values import Rows, trained_models
 
 
 class Effect(enum.StrEnum):

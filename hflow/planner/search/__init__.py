@@ -14,10 +14,11 @@ from dataclasses import replace
 from hflow.config.schema import OptimConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.forecast import Candidate
-from hflow.planner.ir import Plan, Replica
-from hflow.planner.placement.replicas import replica_roles
-from hflow.planner.request import PlanRequest
+from hflow.planner.make.replicas import replica_roles
+from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.traits import traits
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
 from hflow.planner.search.limits import Basis, throttles
@@ -26,7 +27,6 @@ from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import fits, nearest_fit, no_fit
 from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
-from hflow.planner.traits import traits
 
 __all__ = [
     "PLACEMENT",

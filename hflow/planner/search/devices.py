@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.placement.replicas import Devices
+from hflow.planner.make.replicas import Devices
+from hflow.planner.plan.cluster import ClusterSpec
 
 EVERY_SIZE = 16
 """Up to this many devices, groups of every size are tried."""

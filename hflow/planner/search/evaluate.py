@@ -1,7 +1,8 @@
 """`Evaluator`: the seconds of a step of any choice, from tables, without making a plan.
 
-The seconds of nodes are those of `hflow.planner.cost`, and the period is that of `hflow.planner.period`. Left
-out are the bytes that the inputs of nodes move between workers, which take milliseconds.
+The seconds of nodes are those of `planner.forecast.cost`, and the period is that of
+`planner.forecast.period`. Left out are the bytes that the inputs of nodes move between workers, which take
+milliseconds.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 
-from hflow.planner.cost.nodes import Costs
-from hflow.planner.forecast import Pace
-from hflow.planner.ir import Replica, WeightRoute, joined_devices
-from hflow.planner.memory.context import MemoryContext
-from hflow.planner.memory.host import published_by
-from hflow.planner.memory.phases import group_phases
-from hflow.planner.placement.replicas import Devices
-from hflow.planner.routing import on_workers
+from hflow.planner.forecast.cost.nodes import Costs
+from hflow.planner.forecast.memory.host import published_by
+from hflow.planner.forecast.memory.phases import MemoryContext, group_phases
+from hflow.planner.make.replicas import Devices
+from hflow.planner.plan.forecast import Pace
+from hflow.planner.plan.routing import on_workers
+from hflow.planner.plan.rows import Replica, WeightRoute, joined_devices
+from hflow.planner.plan.traits import traits
 from hflow.planner.search.devices import comparable_devices
 from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.search.route_bytes import with_bytes
-from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import weight_route
 
 Total = tuple[float, float]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hflow.errors import PlanError
-from hflow.planner.placement.replicas import Devices
+from hflow.planner.checks.unrunnable import unrunnable_reasons
+from hflow.planner.make.replicas import Devices
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
 from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.unrunnable import unrunnable_reasons
 
 BUDGET = 200_000
 """Candidates of one search. PPO with five models on 1,024 devices needs about a tenth of it."""

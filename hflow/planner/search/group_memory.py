@@ -12,20 +12,30 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import Plan, WeightRoute
-from hflow.planner.memory.context import MemoryContext
-from hflow.planner.memory.engine_load import EngineLoad, engine_load
-from hflow.planner.memory.host import kept_asleep, kept_by_engine, kept_by_trainer, may_wake_unchanged
-from hflow.planner.memory.phases import GENERATE, WAKE, resident_bytes, transient_bytes
-from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import DTYPE_BYTES, num_parameters
+from hflow.planner.forecast.memory.host import (
+    kept_asleep,
+    kept_by_engine,
+    kept_by_trainer,
+    may_wake_unchanged,
+)
+from hflow.planner.forecast.memory.parts import EngineLoad, engine_load
+from hflow.planner.forecast.memory.phases import (
+    GENERATE,
+    WAKE,
+    MemoryContext,
+    resident_bytes,
+    transient_bytes,
+)
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
+from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.traits import traits
+from hflow.planner.plan.workload import Workload, expected_max
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.traits import traits
 from hflow.planner.weights.weight_routes import near_transport
-from hflow.planner.workload import Workload, expected_max
 
 
 @dataclass(frozen=True)

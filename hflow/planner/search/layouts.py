@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
 
-from hflow.planner.choices import served_model
-from hflow.planner.descriptors import engine_kind
-from hflow.planner.ir import ClusterSpec
-from hflow.planner.layout import Layout
-from hflow.planner.model_shape import kinds_of_layers, other_tensors
-from hflow.planner.placement.replicas import Devices
+from hflow.planner.checks.unrunnable import layout_reasons
+from hflow.planner.make.replicas import Devices
+from hflow.planner.models.choices import served_model
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import kinds_of_layers, other_tensors
 from hflow.planner.search.devices import EVERY_SIZE
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.unrunnable import layout_reasons
 from hflow.planner.weights.sharding import can_split
 
 MAX_TENSOR_RANKS = 8

@@ -13,13 +13,15 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.cost.nodes import EPISODES
-from hflow.planner.cost.roofline import NETWORK
-from hflow.planner.forecast import Forecast, Limit, Remedy
-from hflow.planner.ir import EngineChoice
-from hflow.planner.memory.capacity import MEMORY_MARGIN
-from hflow.planner.placement.replicas import replica_roles
-from hflow.planner.request import PlanRequest
+from hflow.planner.checks.unrunnable import runs_family
+from hflow.planner.forecast.cost.nodes import EPISODES
+from hflow.planner.forecast.cost.roofline import NETWORK
+from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN
+from hflow.planner.make.replicas import replica_roles
+from hflow.planner.plan.forecast import Forecast, Limit, Remedy
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import EngineChoice
+from hflow.planner.plan.staleness import admission_limit
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
@@ -27,8 +29,6 @@ from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.remedies import other_backends
 from hflow.planner.search.result import placement_of, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
-from hflow.planner.staleness import admission_limit
-from hflow.planner.unrunnable import runs_family
 
 MIN_GAIN = 0.05
 """Share of a step below which a limit is not named."""

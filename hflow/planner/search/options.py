@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hflow.config.schema import ModelConfig, Offload
-from hflow.planner.cost.nodes import Costs
-from hflow.planner.data.minibatches import heaviest_load, minibatch_units
-from hflow.planner.descriptors import engine_kind, training_backend
-from hflow.planner.forecast import EdgeTraffic, Pace
-from hflow.planner.graph_queries import root_stream
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import EngineChoice, Plan, Replica, ScheduledNode
-from hflow.planner.layout import Layout
-from hflow.planner.memory.engine_load import engine_weights
-from hflow.planner.memory.rank import Rank
-from hflow.planner.model_shape import ModelShape
-from hflow.planner.period.step_graph import SteadyEvents
-from hflow.planner.placement.replicas import Devices
-from hflow.planner.routing import on_workers
+from hflow.data_plane.minibatches import heaviest_load, minibatch_units
+from hflow.graph.queries import root_stream
+from hflow.planner.forecast.cost.nodes import Costs
+from hflow.planner.forecast.memory.parts import engine_weights
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.period.step_graph import SteadyEvents
+from hflow.planner.make.replicas import Devices
+from hflow.planner.models.descriptors import engine_kind, training_backend
+from hflow.planner.plan.forecast import EdgeTraffic, Pace
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.routing import on_workers
+from hflow.planner.plan.rows import EngineChoice, Plan, Replica, ScheduledNode
+from hflow.planner.plan.traits import traits
+from hflow.planner.plan.workload import sample_lengths
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.traits import traits
-from hflow.planner.workload import sample_lengths
 
 MANY_DEVICES = 32
 """Beyond this many devices there are fewer choices of stages and micro-batches."""

@@ -7,11 +7,11 @@ from functools import lru_cache
 from itertools import chain, combinations
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.cost.nodes import share_of_kept_weights
-from hflow.planner.ir import PUBLISH_PREFIX, Plan
-from hflow.planner.period import timed_graph
-from hflow.planner.period.cycle_ratio import Arc, find_slower_cycle
-from hflow.planner.period.step_graph import SteadyEvents
+from hflow.planner.forecast.cost.nodes import share_of_kept_weights
+from hflow.planner.forecast.period import timed_graph
+from hflow.planner.forecast.period.cycle_ratio import Arc, find_slower_cycle
+from hflow.planner.forecast.period.step_graph import SteadyEvents
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 
 Blocks = tuple[tuple[str, ...], ...]
 """Replicas by group. A replica in several groups uses the devices of all of them."""
@@ -20,7 +20,7 @@ Blocks = tuple[tuple[str, ...], ...]
 class Partition:
     """Replicas in groups, and the order in which everything runs then.
 
-    The period is the slowest cycle of the schedule (`hflow.planner.period`). Each cycle that was ever the
+    The period is the slowest cycle of the schedule (`planner.forecast.period`). Each cycle that was ever the
     slowest is kept: with other seconds it is a lower bound of the period, which is cheap to compute.
     """
 

@@ -12,14 +12,11 @@ from itertools import chain
 from hflow.config.schema import ModelConfig
 from hflow.errors import PlanError
 from hflow.graph.ir import Graph
-from hflow.planner.graph_queries import root_stream, written_models
-from hflow.planner.hardware import Hardware
-from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica
-from hflow.planner.layout import Layout
-from hflow.planner.layout_checks import check_layouts
-from hflow.planner.memory import MEMORY_MARGIN
-from hflow.planner.placement.placement_setting import device_sets, placed_devices
-from hflow.planner.placement.replicas import (
+from hflow.graph.queries import root_stream, written_models
+from hflow.planner.checks.layouts import check_layouts
+from hflow.planner.forecast.memory import MEMORY_MARGIN
+from hflow.planner.make.placement_setting import device_sets, placed_devices
+from hflow.planner.make.replicas import (
     GEN_SUFFIX,
     Devices,
     check_size,
@@ -28,10 +25,13 @@ from hflow.planner.placement.replicas import (
     placement_name,
     replica_roles,
 )
-from hflow.planner.request import PlanRequest
-from hflow.planner.stream_workloads import stream_workloads
-from hflow.planner.structure import plan_structure
-from hflow.planner.traits import BackendTraits, traits
+from hflow.planner.make.structure import plan_structure
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.request import PlanRequest, stream_workloads
+from hflow.planner.plan.rows import DeviceGroup, Plan, Replica
+from hflow.planner.plan.traits import BackendTraits, traits
 
 LONG_SEQUENCE = 1 << 14
 """Tokens from which on context ranks are tried at once, and not only where nothing else fits."""

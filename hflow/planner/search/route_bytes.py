@@ -11,11 +11,12 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from hflow.planner.ir import ClusterSpec, Replica, WeightRoute
-from hflow.planner.model_shape import ModelShape, expert_parameters, num_parameters, tensors
-from hflow.planner.placement.engine_ranks import MIN_SAVING, best_order
-from hflow.planner.routing import rank_order
-from hflow.planner.traits import traits
+from hflow.planner.make.engine_ranks import MIN_SAVING, best_order
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.model_shape import ModelShape, expert_parameters, num_parameters, tensors
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Replica, WeightRoute
+from hflow.planner.plan.traits import traits
 
 
 def with_bytes(

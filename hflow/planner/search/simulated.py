@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hflow.planner.forecast import Pace, SimulatedStep
-from hflow.planner.ir import Schedule
+from hflow.planner.plan.forecast import Pace, SimulatedStep
+from hflow.planner.plan.rows import Schedule
+from hflow.planner.plan.workload import Workload
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import MIN_SPREAD_GAIN
 from hflow.planner.search.partition import Blocks, overlaps
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.workload import Workload
 
 PeriodFunction = Callable[[Schedule, Mapping[str, float], Pace, Workload], SimulatedStep]
 """Return the step that the state machine reaches, given the schedule, the seconds of its nodes,
@@ -81,7 +81,7 @@ def by_seconds(
 
 
 def is_estimate(problem: SearchProblem) -> bool:
-    """Return whether the analytic period is not exact; see `hflow.planner.period`."""
+    """Return whether the analytic period is not exact; see `hflow.planner.forecast.period`."""
     settings = problem.base.schedule.settings
     return settings.max_staleness > 0 or settings.sync_every > 1
 

@@ -8,14 +8,15 @@ from typing import Literal, Protocol
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
-from hflow.planner.architectures import can_run
-from hflow.planner.graph_queries import written_models
-from hflow.planner.hardware import GIB
-from hflow.planner.ir import ClusterSpec, DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
-from hflow.planner.model_shape import DTYPE_BYTES, ModelShape
-from hflow.planner.request import PlanRequest
-from hflow.planner.routing import on_workers
-from hflow.planner.traits import traits
+from hflow.graph.queries import written_models
+from hflow.planner.models.architectures import can_run
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.model_shape import DTYPE_BYTES, ModelShape
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.routing import on_workers
+from hflow.planner.plan.rows import DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
+from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import add_rows
 from hflow.planner.weights.sharding import mean_copies
 

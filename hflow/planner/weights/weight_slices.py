@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.ir import ClusterSpec, WeightRoute
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.resharding import senders
 from hflow.types.tensor_slices import Box
 

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hflow.planner.ir import Plan
-from hflow.planner.serialise import to_plain
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_plain
 from hflow.report.page.tables import Table
 from hflow.report.page.view import PageView, page_view
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hflow.graph.ir import EdgeKind, Level, Node
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.page.edges import Arrow
 
 VERBS: Mapping[str, str] = {

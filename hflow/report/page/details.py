@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Node, Read
-from hflow.planner.forecast import EdgeTraffic, NodeTime, StepTraffic
-from hflow.planner.ir import Plan, Replica, RouteRow, WeightRoute
+from hflow.planner.plan.forecast import EdgeTraffic, NodeTime, StepTraffic
+from hflow.planner.plan.rows import Plan, Replica, RouteRow, WeightRoute
 from hflow.report.formatting import (
     DASH,
     TIMES,

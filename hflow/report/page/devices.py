@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hflow.planner.ir import Plan, Replica
-from hflow.planner.routing import rank_order
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Plan, Replica
 from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.page.memory_view import model_shades
 from hflow.report.page.routes import RouteView, Sets, route_views

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind
-from hflow.planner.ir import SAVE_PREFIX, Plan
-from hflow.planner.node_order import order_edges
+from hflow.planner.plan.rows import SAVE_PREFIX, Plan
+from hflow.planner.plan.schedule import order_edges
 
 SAMPLES = ("samples",)
 """Label of a data edge that names no fields."""

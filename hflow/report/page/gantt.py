@@ -10,8 +10,8 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.planner.forecast import Limit, Period, Slot
-from hflow.planner.ir import PUBLISH_PREFIX, Plan
+from hflow.planner.plan.forecast import Limit, Period, Slot
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.report.formatting import MINUS, plural, seconds_text, share_text
 from hflow.report.limits_text import limit_text
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hflow.graph.render import stages
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.page.cards import LINE, VERBS, Card, CardRow, make_card, outline
 from hflow.report.page.edges import Arrow, arrows
 from hflow.report.page.graph_layout import (

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.cluster import used_links
-from hflow.planner.determinism import determinism_line
-from hflow.planner.forecast import Forecast, Period
-from hflow.planner.hardware import Hardware
-from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.plan_figures import step_seconds
-from hflow.planner.workload import expected_max
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.models.choices import determinism_line
+from hflow.planner.plan.cluster import ClusterSpec, used_links
+from hflow.planner.plan.forecast import Forecast, Period
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.limits_text import limit_text
 from hflow.report.page.gantt import ref_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hflow.planner.forecast import MemoryCategory, PhaseMemory
-from hflow.planner.ir import Plan
+from hflow.planner.plan.forecast import MemoryCategory, PhaseMemory
+from hflow.planner.plan.rows import Plan
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import DeviceClass, device_classes
 

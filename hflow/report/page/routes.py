@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hflow.planner.forecast import EdgeTraffic
-from hflow.planner.ir import Plan, WeightRoute
+from hflow.planner.plan.forecast import EdgeTraffic
+from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.report.formatting import bytes_text, plural
 
 MOST_FLOWS = 2048

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.planner.ir import Plan, Replica, WeightRoute
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
 from hflow.report.formatting import (
     TIMES,
     bytes_text,

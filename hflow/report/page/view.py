@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.report.formatting import seconds_text
 from hflow.report.page.details import (
     EdgeDetail,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.calibration import Calibration
-from hflow.planner.cluster import used_links
-from hflow.planner.hardware import Hardware
-from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.workload import Workload, expected_max
+from hflow.planner.plan.calibration import Calibration
+from hflow.planner.plan.cluster import ClusterSpec, used_links
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.workload import Workload, expected_max
 from hflow.report.formatting import count_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES, Section
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from hflow.planner.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.ir import BatchCut, EdgeRule, Plan, RoutingRow
+from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
+from hflow.planner.plan.rows import BatchCut, EdgeRule, Plan, RoutingRow
 from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.plan_text.section import GAP, Section, add_row, dim, lines, number, table, text
 

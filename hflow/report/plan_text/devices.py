@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import DeviceGroup, Plan
-from hflow.planner.layout import Layout
-from hflow.planner.routing import rank_order
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import DeviceGroup, Plan
 from hflow.report.formatting import range_text, size_text
 from hflow.report.plan_text.section import Section, add_row, dim, table, text
 

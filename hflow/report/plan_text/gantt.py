@@ -12,7 +12,7 @@ from itertools import pairwise
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.forecast import Period, Slot
+from hflow.planner.plan.forecast import Period, Slot
 from hflow.report.formatting import seconds_text, share_text
 from hflow.report.plan_text.section import dim
 

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind, Level, Node
-from hflow.planner.ir import Plan
-from hflow.planner.node_order import stages
+from hflow.graph.queries import stages
+from hflow.planner.plan.rows import Plan
 from hflow.report.formatting import plural, range_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, table, text
 

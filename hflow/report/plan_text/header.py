@@ -9,12 +9,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.cluster import device_ranges, used_links
-from hflow.planner.determinism import determinism_line
-from hflow.planner.forecast import CycleStep, PhaseMemory
-from hflow.planner.ir import ClusterSpec, Plan
-from hflow.planner.plan_figures import step_seconds
-from hflow.planner.workload import expected_max
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.models.choices import determinism_line
+from hflow.planner.plan.cluster import ClusterSpec, device_ranges, used_links
+from hflow.planner.plan.forecast import CycleStep, PhaseMemory
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.workload import expected_max
 from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
 from hflow.report.plan_text.section import NO_FIGURES
 

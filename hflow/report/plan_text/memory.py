@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.communicators import rank_groups
-from hflow.planner.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
-from hflow.planner.ir import Plan
-from hflow.planner.traits import traits
+from hflow.planner.forecast.communicators import rank_groups
+from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.traits import traits
 from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.memory_classes import DeviceClass, device_classes
 from hflow.report.plan_text.section import GAP, NO_FIGURES, Section, dim, number, table, text

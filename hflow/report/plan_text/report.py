@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from hflow.planner.forecast import Candidate
-from hflow.planner.ir import Plan
+from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.rows import Plan
 from hflow.report.formatting import seconds_text
 from hflow.report.limits_text import limit_text
 from hflow.report.plan_text.assumptions import assumptions_section

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.ir import Plan, Schedule, ScheduledStream
-from hflow.planner.staleness import certified_lag, splits_batch
+from hflow.planner.plan.rows import Plan, Schedule, ScheduledStream
+from hflow.planner.plan.staleness import certified_lag, splits_batch
 from hflow.report.formatting import plural
 from hflow.report.plan_text.section import Section, add_row, number, table, text
 

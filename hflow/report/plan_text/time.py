@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hflow.planner.forecast import NodeTime, Period
-from hflow.planner.ir import Plan, ScheduledNode
-from hflow.planner.plan_figures import step_seconds
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.plan.forecast import NodeTime, Period
+from hflow.planner.plan.rows import Plan, ScheduledNode
 from hflow.report.formatting import plural, seconds_text
 from hflow.report.plan_text.gantt import gantt
 from hflow.report.plan_text.graph import cadence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.planner.ir import Plan, Replica, WeightRoute
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
 from hflow.report.formatting import bytes_text, range_text, rank_order_text
 from hflow.report.plan_text.section import Section, add_row, dim, lines, number, table, text
 

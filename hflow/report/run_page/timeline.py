@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.forecast import CycleStep, Period, Slot
+from hflow.planner.plan.forecast import CycleStep, Period, Slot
 from hflow.report.formatting import plural, seconds_text, share_text
 from hflow.report.page.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum
 
+from hflow.data_plane.locations import DataLocations
 from hflow.graph.ir import TRAJECTORY_FIELDS, Level
+from hflow.graph.queries import reported_field
 from hflow.metrics import declare
-from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.ir import EdgeRule, Plan
-from hflow.planner.reported_field import reported_field
+from hflow.planner.plan.rows import EdgeRule, Plan
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
 from hflow.runtime.execution.sample_texts import SampleTextLog
 from hflow.runtime.execution.step_metrics import (

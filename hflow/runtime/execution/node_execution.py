@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hflow.data_plane.locations import DataLocations
+from hflow.data_plane.minibatches import shards
+from hflow.data_plane.redistribute import Shards, redistribute
 from hflow.graph.ir import Level
-from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.data.minibatches import shards
-from hflow.planner.data.redistribute import Shards, redistribute
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
 from hflow.workers.interface import NodeResult, NodeTask, ShardInput, Workers

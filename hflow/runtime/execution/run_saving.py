@@ -14,13 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hflow.data_plane.group_placement import GroupPlacer
+from hflow.data_plane.locations import DataLocations
 from hflow.durable_files import FileChecksum, WriteError, write_error
 from hflow.graph.ir import Level
+from hflow.graph.queries import saved_models
 from hflow.metrics import declare
-from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.data.group_placement import GroupPlacer
-from hflow.planner.graph_queries import saved_models, scheduled_updates
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.batch_runner import SampleRelease
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.node_execution import NodeExecution, streamed_outputs

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hflow.errors import RunError
-from hflow.planner.graph_queries import scheduled_updates
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.checkpoint import other_version_fix
 from hflow.runtime.state.snapshot import EvaluationSnapshot, RunSnapshot, StreamSnapshot
 from hflow.workers.interface import SampleReady

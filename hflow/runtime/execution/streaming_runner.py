@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from hflow.planner.data.data_locations import DataLocations
-from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Plan
+from hflow.data_plane.locations import DataLocations
+from hflow.data_plane.redistribute import Move
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import NodeDone, RunStreamingInference
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.ledger import Ledger

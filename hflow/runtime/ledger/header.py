@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Graph, Level
-from hflow.planner.ir import SAVE_PREFIX, Plan, Schedule
-from hflow.planner.reported_field import PREFERRED, reported_field
-from hflow.planner.staleness import staleness_bound
+from hflow.graph.queries import PREFERRED, reported_field
+from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Schedule
+from hflow.planner.plan.staleness import staleness_bound
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 
-from hflow.planner.ir import PUBLISH_PREFIX, Schedule, ScheduledStream
-from hflow.planner.schedule import shared_groups, streaming_groups
-from hflow.planner.workload import Workload, quantile
+from hflow.planner.plan.rows import PUBLISH_PREFIX, Schedule, ScheduledStream
+from hflow.planner.plan.schedule import shared_groups, streaming_groups
+from hflow.planner.plan.workload import Workload, quantile
 from hflow.runtime.events import (
     Accept,
     Asleep,

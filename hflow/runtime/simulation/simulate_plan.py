@@ -9,12 +9,12 @@ from typing import Any
 
 from hflow.errors import PlanError
 from hflow.graph.ir import Level
-from hflow.planner.forecast import Forecast, Pace, SimulatedStep
-from hflow.planner.ir import Plan, Schedule
-from hflow.planner.period import steady_period
-from hflow.planner.period.step_graph import SteadyEvents
-from hflow.planner.plan_figures import step_seconds
-from hflow.planner.workload import Workload
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.forecast.period import steady_period
+from hflow.planner.forecast.period.step_graph import SteadyEvents
+from hflow.planner.plan.forecast import Forecast, Pace, SimulatedStep
+from hflow.planner.plan.rows import Plan, Schedule
+from hflow.planner.plan.workload import Workload
 from hflow.runtime.simulation.simulate import DurationFunction, response_seconds, simulate_run
 from hflow.runtime.simulation.simulation_result import SimulatedRun
 

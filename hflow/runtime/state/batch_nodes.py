@@ -10,7 +10,7 @@ Invariant: a device group runs one batch node at a time, in its order, and each 
 
 from __future__ import annotations
 
-from hflow.planner.ir import ScheduledNode
+from hflow.planner.plan.rows import ScheduledNode
 from hflow.runtime.events import RunBatch, StepDone
 from hflow.runtime.state.checkpoints import saves_at, take_checkpoint
 from hflow.runtime.state.device_state import DeviceOrder, EnginePhase

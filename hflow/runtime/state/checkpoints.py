@@ -11,7 +11,7 @@ those that are requested while it runs (`RunProgress.requested_saves`).
 
 from __future__ import annotations
 
-from hflow.planner.ir import ScheduledNode
+from hflow.planner.plan.rows import ScheduledNode
 from hflow.runtime.events import TakeCheckpoint
 from hflow.runtime.state.rules import node_fires
 from hflow.runtime.state.snapshot import RunSnapshot

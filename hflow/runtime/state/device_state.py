@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from hflow.planner.ir import ScheduledNode
+from hflow.planner.plan.rows import ScheduledNode
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.groups import Emit, Group

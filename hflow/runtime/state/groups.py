@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Instruction, RunGroup, RunSample
 from hflow.runtime.state.snapshot import GroupSnapshot, MemberSnapshot
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode
+from hflow.planner.plan.rows import Schedule, ScheduledNode
 
 
 class RunProgress:

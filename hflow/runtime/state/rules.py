@@ -27,8 +27,8 @@ of data, and not its age. The age rule (`is_stale`) ensures that L holds for eve
 
 from __future__ import annotations
 
-from hflow.planner.ir import ScheduledNode, ScheduledStream
-from hflow.planner.staleness import admission_limit
+from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
+from hflow.planner.plan.staleness import admission_limit
 
 
 def is_due(step: int, every: int, after: int) -> bool:

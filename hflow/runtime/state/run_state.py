@@ -34,7 +34,7 @@ from typing import Any
 
 from hflow.graph.ir import Level
 from hflow.metrics import declare
-from hflow.planner.ir import Schedule
+from hflow.planner.plan.rows import Schedule
 from hflow.runtime.events import (
     Asleep,
     Awake,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule, ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.state.device_state import DeviceOrder, EngineState
 from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import ScheduledNode, ScheduledStream
+from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies
 from hflow.runtime.state.snapshot import GroupSnapshot, StreamSnapshot

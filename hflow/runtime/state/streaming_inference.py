@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hflow.graph.ir import Level
-from hflow.planner.ir import Schedule
-from hflow.planner.schedule import streaming_queues
+from hflow.planner.plan.rows import Schedule
+from hflow.planner.plan.schedule import streaming_queues
 from hflow.runtime.events import Instruction, RunGroup, RunSample, RunStreamingInference
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.stream_state import StreamState

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hflow.planner.ir import Schedule, ScheduledStream
-from hflow.planner.staleness import admission_limit, staleness_bound
+from hflow.planner.plan.rows import Schedule, ScheduledStream
+from hflow.planner.plan.staleness import admission_limit, staleness_bound
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress

@@ -14,8 +14,8 @@ from hflow.data.batch import Batch
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.unpack_returns import metric_tensor
 from hflow.errors import NotYetError, ReturnError, RunError
-from hflow.planner.ir import Plan
-from hflow.planner.routing import rank_order
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Plan
 from hflow.types import Sequences, State
 from hflow.types.tensor_slices import Block
 from hflow.workers.bodies.compute_runner import ComputeRunner

@@ -8,7 +8,7 @@ from typing import Any
 
 from hflow.data.row_arguments import bind_rows
 from hflow.errors import DataError, ReturnError
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.error_location import error_with_location

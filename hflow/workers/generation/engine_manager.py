@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hflow.backends.interface import ModelBackend
 from hflow.errors import RunError
-from hflow.planner.ir import Plan, WeightRoute
-from hflow.planner.traits import traits
+from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.traits import traits
 from hflow.types.engine import SleepLevel
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights

@@ -15,7 +15,7 @@ from functools import partial
 from hflow.data.row_arguments import bind_rows
 from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.server import LOOPBACK, EndpointServer
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.types import EpisodeState
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.generation.engine_driver import EngineDriver

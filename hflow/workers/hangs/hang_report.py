@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hflow.planner.cluster import device_ranges
-from hflow.planner.ir import Replica
+from hflow.planner.plan.cluster import device_ranges
+from hflow.planner.plan.rows import Replica
 from hflow.workers.hangs.stack_probe import StackSnapshot
 
 Snapshots = Mapping[int, StackSnapshot | None]

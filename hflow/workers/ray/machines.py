@@ -14,7 +14,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from hflow.errors import RunError
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.plan.cluster import ClusterSpec
 
 MAX_LISTED = 8
 """The most machines that a message lists."""

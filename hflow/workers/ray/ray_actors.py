@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.errors import RunError, WorkerFailureError
-from hflow.planner.ir import ClusterSpec
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.workers.process_guard import children
 from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines
 from hflow.workers.ray.ray_actor import RayWorker

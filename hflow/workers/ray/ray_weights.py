@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.ir import Plan, Replica, WeightRoute
-from hflow.planner.routing import tensor_ranks
+from hflow.planner.plan.routing import tensor_ranks
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
 from hflow.weights.checksum import MODULUS
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.interface import Span, WeightsLoaded, publish_span

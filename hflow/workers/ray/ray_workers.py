@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from hflow.data_plane.redistribute import Move
 from hflow.errors import HflowError, WorkerFailureError
-from hflow.planner.data.redistribute import Move
-from hflow.planner.ir import Replica
-from hflow.planner.replaceable import replaceable_workers
+from hflow.planner.plan.rows import Replica
 from hflow.recipe_files import pack
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
@@ -38,6 +37,7 @@ from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.real_devices import check_devices, package_versions
+from hflow.workers.replaceable import replaceable_workers
 from hflow.workers.storage.sample_store import pulls_of
 
 PROBE_SECONDS = 10.0

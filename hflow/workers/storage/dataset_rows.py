@@ -8,7 +8,7 @@ from typing import Any
 from hflow.data.datasets import DataSettings, open_dataset
 from hflow.data.messages import read_as
 from hflow.errors import DataError
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.types import Unit
 from hflow.workers.interface import NodeProgram
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batch import Batch
+from hflow.data_plane.redistribute import Move
 from hflow.graph.ir import TRAJECTORY_FIELDS
-from hflow.planner.data.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hflow.data.tokenizer import TextTokenizer
 from hflow.errors import shorten
-from hflow.planner.ir import Plan
+from hflow.planner.plan.rows import Plan
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore
 

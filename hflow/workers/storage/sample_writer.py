@@ -14,8 +14,8 @@ from hflow.data.batch import Batch, Column
 from hflow.data.returned_values import DeclaredReturns, checked_metrics, checked_trajectory, split_result
 from hflow.data.routed_experts import Rows, pack_rows
 from hflow.errors import ReturnError
-from hflow.planner.ir import Plan
-from hflow.planner.model_shape import routing_format
+from hflow.planner.plan.model_shape import routing_format
+from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat
 from hflow.workers.interface import NodeProgram, SampleReady

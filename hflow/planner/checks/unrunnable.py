@@ -1,0 +1,341 @@
+"""`unrunnable_reasons`: why a plan cannot run, found while it is made.
+
+A reason depends on the plan alone. What depends on the machine, such as missing packages, is checked when a
+run starts (`hflow/launch/preflight.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+from hflow.graph.ir import Level, Node, NodeSpec
+from hflow.graph.queries import root_stream
+from hflow.planner.models.architectures import EXPERT_FAMILIES, FAMILIES, can_run
+from hflow.planner.models.choices import layer_reasons, served_model
+from hflow.planner.models.descriptors import engine_kind, training_backend
+from hflow.planner.plan.cluster import device_of
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.traits import (
+    BACKENDS,
+    backend_of_any_family,
+    context_backend,
+    engine_of_any_family,
+    expert_backend,
+    model_parallel_backend,
+    traits,
+)
+from hflow.planner.weights.weight_routes import transport_reasons
+from hflow.types.kernels import head_size_problem, packed_kernel
+
+FitsFunction = Callable[[Mapping[str, Any]], bool]
+"""Returns whether a plan with other settings fits into memory."""
+
+
+def unrunnable_reasons(
+    plan: Plan,
+    request: PlanRequest,
+    *,
+    chosen: Container[str] = (),
+    fits: FitsFunction = lambda _: True,
+) -> tuple[str, ...]:
+    """Return why a plan cannot run, each naming the node or replica and what to set instead.
+
+    Args:
+        plan: a plan with replicas and weight routes.
+        request: what the plan is made of.
+        chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
+        fits: tries settings for models that a backend does not divide: no others do as much for memory.
+    """
+    return tuple(_reasons(plan, request, chosen, fits))
+
+
+def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: FitsFunction) -> Iterator[str]:
+    workers = request.settings.get("workers")
+    yield from _shared_device_reasons(plan)
+    for node in plan.graph.nodes:
+        if node.spec.verb == "update":
+            yield from _update_reasons(node, plan, request)
+        if node.spec.verb == "generate":
+            yield from _engine_reasons(node, plan)
+            yield from _truncation_reasons(node, plan)
+            yield from _length_reasons(node.spec, request)
+            yield from _routing_replay_reasons(node, plan, request)
+        if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
+            yield from _derived_stream_reasons(node, plan)
+    yield from _family_reasons(plan, fits)
+    yield from _head_size_reasons(plan, request)
+    yield from layer_reasons(plan, request)
+    for replica in plan.replicas:
+        shape = request.shapes.get(replica.model)
+        yield from layout_reasons(replica, workers, shape, is_chosen=replica.name in chosen)
+        if replica.role == "gen" and runs_family(replica.backend, shape):
+            kind = engine_kind(replica.backend)
+            yield from kind.check(served_model(replica, request))
+    yield from transport_reasons(plan, request)
+    yield from _offload_reasons(plan, request)
+    if plan.cluster.num_nodes > 1 and workers == "inproc":
+        yield (
+            "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
+            "one machine."
+        )
+    elif plan.cluster.device == "cuda" and plan.cluster.num_devices > 1 and workers == "inproc":
+        yield (
+            f"workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster="
+            f"{device_of(plan.cluster.name)}-1x1."
+        )
+    elif plan.cluster.device == "cuda" and plan.deterministic and workers == "inproc":
+        yield (
+            "deterministic=true needs environment variables that are set before a process uses CUDA, which "
+            "workers=inproc does not do. Set workers=ray."
+        )
+
+
+def runs_family(backend: str, shape: ModelShape | None) -> bool:
+    """Return whether a backend or an engine runs models of a family; of unknown sizes, each says itself."""
+    return shape is None or can_run(shape) or traits(backend).families is None
+
+
+def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
+    """Yield the models of families that their backends and engines do not build yet."""
+    backends: dict[str, dict[str, str]] = {}
+    shapes, known = dict(plan.shapes), ", ".join(FAMILIES)
+    for replica in plan.replicas:
+        if not runs_family(replica.backend, shapes.get(replica.model)):
+            is_engine = replica.role == "gen"
+            key = f"models.{replica.model}.{'gen.engine' if is_engine else 'backend'}"
+            backends.setdefault(replica.model, {})[key] = replica.backend
+    others: dict[str, str] = {}
+    for keys in backends.values():
+        others |= {
+            key: engine_of_any_family() if key.endswith("engine") else backend_of_any_family() for key in keys
+        }
+    is_possible = bool(backends) and fits(others)
+    for model, keys in backends.items():
+        names = " and ".join(dict.fromkeys(keys.values()))
+        settings = " ".join(f"{key}={others[key]}" for key in keys)
+        instead = (
+            f"Set {settings}, or use" if is_possible else f"With {settings} no plan fits into memory. Use"
+        )
+        yield (
+            f"models.{model} is of family {shapes[model].family}, which can be planned with {names} but not "
+            f"run yet. {instead} a model of family {known}."
+        )
+
+
+def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield the models with attention heads of a size that the planned kernel does not compute."""
+    shapes, has_flash_attn = dict(plan.shapes), request.flash_attn is not None
+    known = [replica for replica in plan.replicas if replica.model in shapes]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, has_flash_attn) for r in known]
+    yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
+
+
+def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
+    """Return why the kernel for a replica's attention cannot compute its heads; None if it can."""
+    if replica.role == "gen" and traits(replica.backend).has_own_attention:
+        return None
+    kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
+    problem, model = head_size_problem(kernel, head_size), replica.model
+    return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
+
+
+def layout_reasons(
+    replica: Replica, workers: str | None, shape: ModelShape | None, *, is_chosen: bool = False
+) -> Iterator[str]:
+    """Yield a reason where the backend cannot run a replica's layout.
+
+    Args:
+        replica: one of a plan.
+        workers: the setting `workers`.
+        shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
+        is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
+    """
+    layout, has = replica.layout, f"{replica.name} has layout {replica.layout}, but {replica.backend}"
+    own = traits(replica.backend)
+    if layout.context > 1 and not own.has_context_axis:
+        rank, backend = f"c{layout.context}", f"models.{replica.model}.backend={context_backend()}"
+        yield f"{has} has no context ranks. {_without(rank, is_chosen)}{_or_set(backend, is_chosen)}."
+    if layout.expert > 1 and not own.has_expert_axis and runs_family(replica.backend, shape):
+        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={expert_backend()}"
+        other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
+        yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
+    if own.is_model_parallel:
+        if layout.pipe > 1 and not own.has_pipeline_axis:
+            instead = Layout(layout.data, layout.tensor * layout.pipe)
+            setting = f"Set models.{replica.model}.gen.layout={instead}"
+            remedy = _without(f"p{layout.pipe}", is_chosen) if is_chosen else setting
+            yield f"{has} has no pipeline stages. {remedy}."
+        if replica.role == "gen" or workers != "inproc" or layout.world == 1:
+            return
+        if training_backend(replica.backend).needs_process_per_rank:
+            yield (
+                f"{replica.name} has layout {layout}, for which {replica.backend} needs a process for each "
+                f"rank. Set workers=ray, or models.{replica.model}.layout=d1."
+            )
+    elif layout.world > layout.num_copies:
+        setting = (
+            f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
+        )
+        yield f"{has} supports data parallelism only. Set models.{replica.model}.{setting}."
+
+
+def _without(axis: str, is_chosen: bool) -> str:
+    return f"No layout without {axis} fits into memory" if is_chosen else f"Remove {axis} from the layout"
+
+
+def _or_set(setting: str, is_chosen: bool) -> str:
+    return f". Set {setting}" if is_chosen else f", or set {setting}"
+
+
+def _shared_device_reasons(plan: Plan) -> Iterator[str]:
+    """Yield nodes that run as samples arrive on devices that other replicas use.
+
+    Replicas take turns on shared devices, but such a node must be able to run at any time.
+    """
+    engines = {group: r.name for r in plan.replicas if r.role == "gen" for group in r.groups}
+    batch_nodes = {group: names[0] for group, names in plan.schedule.orders}
+    for node in plan.schedule.nodes:
+        if node.level is Level.BATCH:
+            continue
+        others = (engines.get(group) or batch_nodes.get(group) for group in node.groups)
+        if (other := next(filter(None, others), None)) is not None:
+            spec, (replica, *_) = plan.graph.node(node.name).spec, plan.placement(node.name).replicas
+            model = plan.replica(replica).model
+            yield (
+                f"{node.name} ({spec.where}) runs as each {node.level} arrives, before a keep, so {replica} "
+                f"cannot share devices with {other}. Give it devices of its own, as in "
+                f"placement='... {model}=1'."
+            )
+
+
+def _engine_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield engines of a generate node that are on other workers, as an episode runs on one worker."""
+    first, *others = (plan.replica(name) for name in plan.placement(node.name).replicas)
+    for other in others:
+        if other.heads != first.heads:
+            yield (
+                f"{node.spec.name} ({node.spec.where}) needs its engines on the same workers, but "
+                f"{_layout_and_workers(first)}, and {_layout_and_workers(other)}. Give "
+                f"models.{other.model}.gen the layout and group of models.{first.model}.gen."
+            )
+
+
+def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield a reason where sampled log-probs are used, but are not those of the whole distribution."""
+    top_p, top_k = node.spec.option("top_p", 1.0), node.spec.option("top_k", 0)
+    stream = root_stream(plan.graph, node)
+    if not stream.trained or (top_p >= 1 and not top_k):
+        return
+    for reader in plan.graph.nodes:
+        fields = {read.field for read in reader.reads}
+        if "behav_logprobs" in fields and root_stream(plan.graph, reader) == stream:
+            name = node.spec.name
+            yield (
+                f"{name} ({node.spec.where}) samples with top_p={top_p:g} and top_k={top_k}. Its log-probs "
+                f"are those of the truncated distribution, which {reader.name} cannot compare with those of "
+                f"the model. Set nodes.{name}.top_p=1.0 nodes.{name}.top_k=0."
+            )
+            return
+
+
+def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
+    if not node.spec.option("routing_replay", False):
+        return
+    (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
+    shape = dict(plan.shapes).get(model)
+    if shape is None:
+        yield (
+            f"{key} is set, but the planner does not know the experts of {model}. Set models.{model}.path or "
+            f"models.{model}.architecture, or remove {key}."
+        )
+    elif shape.experts is None:
+        yield f"{key} is set, but {model} has no experts (family {shape.family}). Remove {key}."
+    elif not can_run(shape):
+        families = ", ".join(EXPERT_FAMILIES)
+        yield (
+            f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "
+            f"Remove {key}."
+        )
+    if request.model(model).compile:
+        yield f"{key} is set, but compiled layers do not replay experts. Set models.{model}.compile=false."
+
+
+def _length_reasons(spec: NodeSpec, request: PlanRequest) -> Iterator[str]:
+    """Yield models whose sequences are too short for a completion with any prompt."""
+    max_tokens = spec.option("max_tokens")
+    for model in spec.models:
+        limit = request.model(model).gen.max_model_len
+        if max_tokens is not None and max_tokens >= limit:
+            yield (
+                f"nodes.{spec.name}.max_tokens is {max_tokens}, but models.{model}.gen.max_model_len is "
+                f"{limit}, for prompt and completion together. Set nodes.{spec.name}.max_tokens={limit - 1} "
+                "or less."
+            )
+
+
+def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield why two replicas of an update node differ, as an update works on equal shards of both."""
+    where = f"{node.spec.name} ({node.spec.where})"
+    target, source = (plan.replica(name) for name in plan.placement(node.name).replicas)
+    if target.backend != source.backend:
+        yield (
+            f"{where} needs two replicas on the same backend, but {target.name} uses {target.backend} and "
+            f"{source.name} uses {source.backend}, which shard weights differently. Set "
+            f"models.{target.model}.backend={source.backend}."
+        )
+    for model in (target.model, source.model):
+        dtype = request.model(model).compute_dtype
+        if dtype not in training_backend(target.backend).update_dtypes:
+            instead = next(name for name in BACKENDS if dtype in training_backend(name).update_dtypes)
+            yield (
+                f"{where}: {target.backend} keeps the weights of {model} in {dtype}, which is too coarse "
+                f"for small updates. Set models.{model}.dtype=fp32, or backend={instead} for both models."
+            )
+    if (target.layout, target.workers) != (source.layout, source.workers):
+        yield (
+            f"{where} needs two replicas with the same layout and workers, but "
+            f"{_layout_and_workers(target)}, and {_layout_and_workers(source)}. Give "
+            f"models.{target.model} the layout and group of models.{source.model}."
+        )
+
+
+def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models whose weights cannot be offloaded, as others use them in place."""
+    for replica in plan.replicas:
+        if replica.role == "gen" or request.model(replica.model).offload == "none":
+            continue
+        key = f"models.{replica.model}.offload"
+        if replica.base_of:
+            yield (
+                f"{key} has no effect, as {replica.name} uses the weights of {replica.base_of} without their "
+                f"adapters. Set {key}=none, or models.{plan.replica(replica.base_of).model}.offload=all."
+            )
+        for route in plan.weights:
+            is_in_place = route.how == "shared" and replica.dtype == "fp32"
+            if route.src == replica.name and is_in_place and request.model(replica.model).offload == "all":
+                instead = "optimizer" if replica.role == "train" else "none"
+                yield (f"{key}=all offloads weights that {route.dst} uses in place. Set {key}={instead}.")
+
+
+def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield what a generate node on a derived stream cannot do.
+
+    It runs on the worker that has the sample it derives from, and only tokens of root streams have versions.
+    """
+    spec, where = node.spec, f"{node.spec.name} ({node.spec.where})"
+    root = plan.graph.root_stream(node.stream)
+    if plan.placement(spec.name).replicas != plan.placement(root.source).replicas:
+        yield f"{where} derives from stream {root.name!r}, so it can only use the engines of {root.source}."
+    for other in plan.graph.nodes:
+        if other.spec.verb == "train" and other.stream in spec.streams:
+            yield f"{where}: {other.name} trains on this derived stream, whose samples have no staleness yet."
+
+
+def _layout_and_workers(replica: Replica) -> str:
+    """Return `actor@gen is d2t1p1 on workers 0, 1`."""
+    return f"{replica.name} is {replica.layout} on workers {', '.join(map(str, replica.workers))}"

@@ -1,1 +1,0 @@
-"""How data moves between the nodes of a plan: rules, minibatches, moves, and an estimate of the traffic."""

@@ -1,0 +1,1 @@
+"""What a plan will need: memory, traffic and seconds, and the period of its steps."""

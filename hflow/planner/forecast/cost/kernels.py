@@ -1,0 +1,116 @@
+"""Rates of a layer's kernels by shape: products of matrices, attention, and everything else.
+
+A model's FLOPs take longer on small matrices than on large ones (`MatmulRate`), attention reaches another
+rate than products, and norms, activation functions, rotary embeddings and residuals are bound by memory.
+Source of the split: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models",
+and the roofline of each kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hflow.planner.forecast.cost.flops import Work, stage_flops, touched_experts
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.plan.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
+from hflow.planner.weights.sharding import stage_layers
+
+Product = tuple[float, float, float]
+"""Rows, inner size and columns of a product of matrices."""
+
+
+def layer_products(
+    shape: ModelShape, rows: float, num_tensor_ranks: int, num_expert_ranks: int = 1
+) -> tuple[Product, ...]:
+    """Return the products of one layer's forward pass on a tensor rank.
+
+    They are queries, keys and values in one; the attention's output; gate and up in one; and down. Experts
+    are computed in one kernel, as matrices with the columns of all that are touched, on the rows of each.
+
+    Args:
+        shape: the model.
+        rows: tokens.
+        num_tensor_ranks: ranks that divide heads and the intermediate size.
+        num_expert_ranks: ranks that divide the experts.
+    """
+    t = num_tensor_ranks
+    heads = shape.num_heads * shape.head_dim / t
+    keys = max(1, shape.num_kv_heads / t) * shape.head_dim
+    attention = (rows, shape.hidden, heads + 2 * keys), (rows, heads, shape.hidden)
+    experts, touched = shape.experts, touched_experts(shape, rows * num_expert_ranks)
+    intermediate = shape.intermediate if experts is None else experts.shared
+    mlp = (rows, shape.hidden, 2 * intermediate / t), (rows, intermediate / t, shape.hidden)
+    if experts is None or touched is None:
+        return *attention, *mlp
+    num = touched / num_expert_ranks
+    rows_of_each, f = rows * experts.per_token / num, experts.intermediate / t
+    routed = (rows_of_each, shape.hidden, 2 * f * num), (rows_of_each, f, shape.hidden * num)
+    return *attention, *(mlp if intermediate else ()), *routed
+
+
+def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) -> float:
+    """Return the FLOP/s of a layer's products with some rows on one rank.
+
+    Args:
+        replica: the replica.
+        rows: tokens.
+        is_captured: whether a CUDA graph launches them, so that a kernel takes no time besides
+            (`HostTimes.gap_us`).
+    """
+    peak = replica.peak_flops
+    rate = replica.captured_matmul if is_captured else replica.matmul
+    products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor, replica.layout.expert)
+    flops = sum(2 * rows * inner * columns for rows, inner, columns in products)
+    return flops / sum(rate.seconds(*product, peak) for product in products)
+
+
+def attention_rate(replica: ReplicaCosts) -> float:
+    """Return the FLOP/s of attention kernels on one device, which run in the compute dtype."""
+    reached = replica.host.attention or replica.hardware.calibration.attention
+    return replica.hardware.device.tflops[replica.config.compute_dtype] * 1e12 * reached
+
+
+def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
+    """Return the memory traffic of one layer's other kernels in a forward pass on one rank.
+
+    Each expert of a token has a copy of its hidden state, which is sorted by expert and back.
+    """
+    shape = replica.shape
+    copies = 1 + mean_active_experts(shape)
+    width = copies * shape.hidden / replica.token_share + mean_mlp_rows(shape) / replica.layout.tensor
+    passes = replica.host.passes
+    if passes is None:
+        passes = replica.hardware.calibration.memory.passes
+    return passes * rows * width * replica.itemsize
+
+
+def pass_seconds(
+    replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
+) -> float:
+    """Return the seconds of all kernels of the heaviest stage.
+
+    Adapters count by their FLOPs, in each pass of a layer.
+
+    Args:
+        replica: the replica.
+        work: of a rank.
+        num: micro-batches.
+        layer_passes: cost of attention and other kernels in forward passes; 3 with the backward pass.
+        product_passes: the same for the layers' matrices; 2 if their own gradients are left out.
+        head_passes: as `stage_flops`.
+    """
+    shape, layout = replica.shape, replica.layout
+    no_pairs = replace(work, squares=0.0)
+    all_flops = stage_flops(shape, work, layout.pipe, layer_passes, head_passes)
+    of_products = stage_flops(shape, no_pairs, layout.pipe, layer_passes, head_passes)
+    attention = (all_flops - of_products) / layout.tensor
+    products = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor
+    if replica.config.lora is not None:
+        products += 2 * replica.trained_weights * work.rows * layer_passes
+    first, last = stage_layers(shape.num_layers, layout.pipe)[0]
+    others = layer_passes * (last - first) * elementwise_bytes(replica, work.rows)
+    return (
+        products / product_rate(replica, work.rows / num)
+        + attention / attention_rate(replica)
+        + others / replica.rates.stream
+    )

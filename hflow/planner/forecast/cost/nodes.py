@@ -1,0 +1,343 @@
+"""`Costs`: the parts of the time of each source, node and engine in one plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from hflow.config.schema import ModelConfig
+from hflow.graph.ir import Level, NodeSpec
+from hflow.planner.forecast.cost.collectives import RankPlacement
+from hflow.planner.forecast.cost.flops import Work, work_of
+from hflow.planner.forecast.cost.generation import RolloutRequest, generate, seconds_per_token
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.roofline import COMPUTE, LATENCY, Part
+from hflow.planner.forecast.cost.training import forward, train, update
+from hflow.planner.forecast.cost.transfers import (
+    keep_weights,
+    load_weights,
+    offload,
+    publish_weights,
+    redistribute,
+    save_checkpoint,
+)
+from hflow.planner.forecast.memory.offload import Use, moved_bytes
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.forecast import EdgeTraffic, Pace
+from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
+from hflow.planner.plan.schedule import shared_groups
+from hflow.planner.plan.staleness import certified_lag
+from hflow.planner.plan.traits import traits
+from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
+
+Parts = list[Part] | None
+"""None where the planner does not know the sizes of a model that it needs."""
+EPISODES = "episodes"
+"""The part of a source in which the controller handles samples and no engine computes."""
+
+
+class Costs:
+    """Estimates the seconds of the nodes on a plan's trained stream."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: PlanRequest,
+        hardware: Hardware,
+        workload: Workload,
+        traffic: Sequence[EdgeTraffic],
+    ) -> None:
+        self._plan = plan
+        self._request = request
+        self._hardware = hardware
+        self._workload = workload
+        self._stream = plan.schedule.streams[0]
+        self._edges = {edge.consumer: edge for edge in traffic}
+        self._cuts = dict(plan.cuts)
+        self._shapes = dict(plan.shapes)
+        num = request.batch * self._stream.group_size
+        self._lengths = sample_lengths(workload, num, request.seed)
+        self._replicas: dict[str, ReplicaCosts | None] = {}
+        self._rollout = RolloutRequest(
+            groups=request.batch,
+            group_size=self._stream.group_size,
+            max_concurrent=request.schedule.max_concurrent,
+            ahead=certified_lag(request.schedule.max_staleness, request.schedule.sync_every),
+            seed=request.seed,
+        )
+
+    def with_config(self, name: str, config: ModelConfig) -> Costs:
+        """Return the costs of the same plan with another configuration of one replica's model.
+
+        Args:
+            name: of the replica. Its model's dtype stays.
+            config: with as many running sequences as the cache of an engine holds.
+        """
+        replica, other = self._replica(name), copy(self)
+        other._replicas = {name: replica and replica.with_config(config)}
+        return other
+
+    def source(self) -> Parts:
+        """Return the time of one whole batch. The engines of an episode take turns.
+
+        Encoded samples are made ahead and take no time. An engine that comes back from its sleep with the
+        weights that it had is part of this.
+        """
+        parts = self.generation()
+        return None if parts is None else [*parts, *self.beside_engines(sum(part.seconds for part in parts))]
+
+    def generation(self) -> Parts:
+        """Return what the engines take for one whole batch."""
+        replicas = self._engines()
+        if replicas is None:
+            return None
+        parts: list[Part] = []
+        for name, replica in replicas.items():
+            mark = f"{name} " if len(replicas) > 1 else ""
+            of_engine = generate(replica, self._workload, self._rollout)
+            if share := self._share_of_kept_weights(name):
+                of_engine += [part.times(share) for part in keep_weights(replica)]
+            parts += [replace(part, name=mark + part.name) for part in of_engine]
+        return parts
+
+    def beside_engines(self, seconds: float) -> list[Part]:
+        """Return what a batch takes besides the seconds of its engines."""
+        hidden = seconds if self._is_beside else 0.0
+        samples = len(self._lengths) * self._sample_seconds
+        return [Part(EPISODES, max(0.0, samples - hidden), LATENCY), *self._source_body()]
+
+    @property
+    def _sample_seconds(self) -> float:
+        """Seconds of one sample outside of its engine."""
+        return self._hardware.calibration.sample_us * 1e-6
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether engines compute while the controller handles samples; on a CPU they share cores."""
+        return self._hardware.device.type != "cpu"
+
+    def _source_body(self) -> list[Part]:
+        """Return what the node type of the source states for one sample. Samples run at the same time."""
+        spec = self._plan.graph.node(self._stream.source).spec
+        return [self._stated_cost(spec, Level.SAMPLE)] if spec.cost else []
+
+    def pace(self) -> Pace | None:
+        """Return the source's seconds per token. The engines of an episode take turns."""
+        replicas, rollout = self._engines(), self._rollout
+        if not replicas:
+            return None
+        slots = min(math.prod(rollout.slots(replica)) for replica in replicas.values())
+        steps = tuple((num, self._token_seconds(replicas.values(), num)) for num in _running_counts(slots))
+        beside = sum(part.seconds for part in self._source_body())
+        return Pace(slots, steps[-1][1], steps, beside)
+
+    def _token_seconds(self, replicas: Iterable[ReplicaCosts], num: int) -> float:
+        """Return the seconds in which each of some running responses gets one token."""
+        generating = sum(seconds_per_token(r, self._workload, self._rollout, num) for r in replicas)
+        episodes = num * self._sample_seconds / expected_max(self._workload, 1)
+        return max(generating, episodes) if self._is_beside else generating + episodes
+
+    def node(self, node: ScheduledNode) -> Parts:
+        """Return the time of one execution of a node."""
+        edge = self._edges.get(node.name)
+        moving = [] if edge is None else [redistribute(edge, self._longest_link, self._hardware)]
+        if node.level is not Level.BATCH:
+            moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
+        body = self._body(node, edge)
+        if body is None:
+            return None
+        messages = [self._messages] if node.level is Level.BATCH else []
+        return [*messages, *moving, *body, *self.offloading(node)]
+
+    @property
+    def _messages(self) -> Part:
+        """The time between controller and workers of a batch node, or of a weight update."""
+        return Part("messages", self._hardware.calibration.node_us * 1e-6, LATENCY)
+
+    def weights(self, route: WeightRoute) -> Parts:
+        """Return the time in which an engine loads new weights."""
+        replica = self._replica(route.dst)
+        if replica is None:
+            return None
+        senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
+        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
+        kind = engine_kind(self._plan.replica(route.dst).backend)
+        merges = kind.traits.merges_adapters and replica.config.lora is not None
+        network = self._network((*senders, *workers))
+        loading = load_weights(route, replica, ranks, network, len(senders), merges)
+        if set(senders).isdisjoint(workers):  # they were published before
+            return [self._messages, *loading]
+        return [self._messages, *loading, *self._moving_state(route.src, "weights")]
+
+    def publish_weights(self, route: WeightRoute) -> Parts:
+        """Return the time in which the trainer publishes new weights of an engine."""
+        source, engine = self._replica(route.src), self._replica(route.dst)
+        if source is None or engine is None:
+            return None
+        return [*publish_weights(route, source, engine), *self._moving_state(route.src, "weights")]
+
+    def offloading(self, node: ScheduledNode) -> list[Part]:
+        """Return the time in which the models that a node uses come from host memory, and return there."""
+        verb = "save" if node.saves else self._plan.graph.node(node.name).spec.verb
+        if verb not in ("infer", "train", "update", "save"):
+            return []
+        use: Use = "everything" if verb in ("train", "save") else "weights"
+        names = self._plan.placement(node.name).replicas
+        changing = () if verb in ("infer", "save") else names[:1]
+        return [part for name in names for part in self._moving_state(name, use, name in changing)]
+
+    def _moving_state(self, name: str, use: Use, changes: bool = False) -> list[Part]:
+        """Return the time in which a replica's state comes from host memory; if it changes, also back."""
+        placed = next((replica for replica in self._plan.replicas if replica.name == name), None)
+        replica = None if placed is None else self._replica(name)
+        if placed is None or replica is None:
+            return []
+        if placed.base_of:  # it uses the weights of its trainer
+            return self._moving_state(placed.base_of, use, changes)
+        if replica.config.offload == "none":
+            return []
+        on_cpu = self._plan.cluster.device == "cpu"
+        rank = Rank(placed, replica.shape, replica.config, 0, True, on_cpu)
+        return offload(moved_bytes(rank, use, changes=changes), replica)
+
+    def _network(self, workers: Sequence[int]) -> Link:
+        """Return the link over which workers on different machines exchange."""
+        hardware = self._hardware
+        in_one_rack = hardware.rack_of(min(workers)) == hardware.rack_of(max(workers))
+        return hardware.within_rack if in_one_rack else hardware.inter
+
+    @cached_property
+    def _longest_link(self) -> Link:
+        return self._network((0, self._plan.cluster.num_devices - 1))
+
+    def wake_with_kept_weights(self, engine: str) -> Parts:
+        """Return the time in which an engine that kept a copy of its weights takes them back."""
+        replica = self._replica(engine)
+        return None if replica is None else keep_weights(replica)
+
+    def _share_of_kept_weights(self, name: str) -> float:
+        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights."""
+        replica = self._plan.replica(name)
+        is_shared = any(route.dst == name and route.how == "shared" for route in self._plan.weights)
+        config = self._request.model(replica.model)
+        return share_of_kept_weights(self._plan.schedule, replica, config, is_shared=is_shared)
+
+    def _engines(self) -> dict[str, ReplicaCosts] | None:
+        """Return the replicas that generate by name; None if the sizes of one are unknown."""
+        replicas = {name: self._replica(name) for name in self._stream.replicas}
+        known = {name: replica for name, replica in replicas.items() if replica is not None}
+        return known if len(known) == len(replicas) else None
+
+    def _body(self, node: ScheduledNode, edge: EdgeTraffic | None) -> Parts:
+        placement = self._plan.placement(node.name)
+        spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
+        if spec is not None and spec.cost:
+            return [self._stated_cost(spec, node.level)]
+        if spec is not None and spec.verb not in ("infer", "train", "update"):
+            return []
+        replica = self._replica(placement.replicas[0])
+        if replica is None:
+            return None
+        if spec is None:
+            return save_checkpoint(replica)
+        if spec.verb == "update":
+            return update(replica)
+        work = self._work(replica)
+        if node.level is not Level.BATCH:
+            return forward(replica, work.share(1 / self._num_firings(node) / replica.layout.num_copies))
+        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.num_copies
+        if spec.verb == "infer":
+            return forward(replica, work.share(heaviest))
+        cut = self._cuts[node.name]
+        minibatch, num_updates = work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs
+        first = forward(replica, minibatch) if spec.has_first_pass else []
+        return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
+
+    def _num_firings(self, node: ScheduledNode) -> int:
+        """Return how often a node of samples or groups runs in a step, once for each of them."""
+        return len(self._lengths) // (1 if node.level is Level.SAMPLE else self._stream.group_size)
+
+    def _stated_cost(self, spec: NodeSpec, level: Level) -> Part:
+        """Return the seconds that a custom node type states for one sample, group or batch."""
+        size, num = self._stream.group_size, len(self._lengths)
+        sequences = {Level.SAMPLE: 1, Level.GROUP: size, Level.BATCH: num}[level]
+        amounts = {
+            "constant": 1.0,
+            "tokens": sum(self._lengths) * sequences / num,
+            "sequences": sequences,
+            "groups": max(1.0, sequences / size),
+        }
+        return Part("body", sum(amounts[name] * seconds for name, seconds in spec.cost), COMPUTE)
+
+    def _work(self, replica: ReplicaCosts) -> Work:
+        """Return the work of the whole batch on a replica's backend."""
+        budget = replica.config.tokens_per_microbatch if replica.traits.shares_prompts else None
+        return _batch_work(
+            self._workload, len(self._lengths), self._stream.group_size, self._request.seed, budget
+        )
+
+    def _replica(self, name: str) -> ReplicaCosts | None:
+        """Return the costs of a replica; None if the sizes of its model are unknown."""
+        if name not in self._replicas:
+            replica = self._plan.replica(name)
+            shape, config = self._shapes.get(replica.model), self._config(replica)
+            self._replicas[name] = (
+                None
+                if shape is None
+                else ReplicaCosts.of(replica, shape, config, self._hardware, self._plan.cluster)
+            )
+        return self._replicas[name]
+
+    def _config(self, replica: Replica) -> ModelConfig:
+        """Return the configuration of a model, with as many running sequences as its engine's cache holds."""
+        config = self._request.model(replica.model)
+        engine = next((engine for engine in self._plan.engines if engine.replica == replica.name), None)
+        if engine is None or engine.largest_batch is None:
+            return config
+        max_running = min(config.gen.max_running, engine.largest_batch)
+        return replace(config, gen=replace(config.gen, max_running=max_running))
+
+
+def _running_counts(slots: int) -> list[int]:
+    """Return numbers of running responses up to all slots, each about 1.4 times the one before."""
+    counts = {slots}
+    while min(counts) > 1:
+        counts.add(max(1, math.floor(min(counts) / math.sqrt(2))))
+    return sorted(counts)
+
+
+@lru_cache
+def _batch_work(workload: Workload, num: int, group_size: int, seed: int, budget: int | None) -> Work:
+    """Return the work of a batch of `num` samples with sampled lengths."""
+    return work_of(sample_lengths(workload, num, seed), workload.prompt, group_size, budget)
+
+
+def share_of_kept_weights(
+    schedule: Schedule, engine: Replica, config: ModelConfig, *, is_shared: bool
+) -> float:
+    """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
+
+    An engine that shares its devices drops them where nodes on these devices change them before it wakes
+    (`runtime/state/weight_updates.py`), unless only adapters are replaced.
+
+    Args:
+        schedule: of the plan.
+        engine: the replica that generates.
+        config: of its model.
+        is_shared: whether it may use the weights of its trainer in place.
+    """
+    groups = shared_groups(schedule, engine.name)
+    if not groups or (is_shared and config.compute_dtype == "fp32"):
+        return 0.0
+    if config.lora is not None and not traits(engine.backend).merges_adapters:
+        return 1.0
+    writers = [node for node in schedule.nodes if engine.model in node.writes]
+    if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):
+        return 1.0
+    return 1 - 1 / schedule.settings.sync_every

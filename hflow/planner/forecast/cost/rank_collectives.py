@@ -1,0 +1,413 @@
+"""The collectives of one rank in passes and updates: which, how large, and how often.
+
+The seconds of a train node are the sum of their times, and `tests/unit/test_fake_ranks.py` compares their
+numbers and bytes with those that backends issue. The time of a node is that of the first pipeline stage, as
+no other has more weights. Not listed are the metrics and the objects that ranks exchange a few times in each
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from hflow.planner.forecast.cost.collectives import (
+    LinkTime,
+    RankPlacement,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    send,
+)
+from hflow.planner.forecast.cost.flops import (
+    Work,
+    attention_parameters,
+    head_parameters,
+    layer_parameters,
+    layers_parameters,
+)
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
+from hflow.planner.forecast.memory.rank import FP32_BYTES
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape, expert_layers
+from hflow.planner.weights.sharding import stage_layers
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+Ranks = Literal["data", "tensor", "pipe", "context", "expert", "expert_data", "ends", "head copies"]
+"""The ranks that exchange: those of a field of `ReplicaCosts`, the first and the last pipeline stage, or the
+tensor ranks that hold the same key-value head."""
+
+MIN_UNIT_BYTES = 4 << 20
+"""FSDP gathers layers below this size, in fp32, together with the rest of the model."""
+MIN_BUCKET_WEIGHTS = 40_000_000
+BUCKET_WEIGHTS_PER_RANK = 1_000_000
+"""Megatron exchanges weights and gradients in buckets of so many weights, or so many for each data rank."""
+COUNT_BYTES = 8
+"""Of the number of tokens that a rank sends to an expert."""
+
+
+class Collectives(NamedTuple):
+    """Equal collectives of a rank, one after the other, or messages between two stages."""
+
+    kind: Kind
+    ranks: Ranks
+    num_bytes: float
+    """Of one: of the larger one of input and output."""
+    times: float
+    is_beside_products: bool = False
+    """Whether a product of matrices is computed meanwhile, which hides it."""
+
+    def link_time(self, replica: ReplicaCosts) -> LinkTime:
+        """Return the time of all of them."""
+        hardware = replica.hardware
+        if self.kind == "send":
+            return send(self.num_bytes, replica.stage_link, hardware).times(self.times)
+        time = _TIMES[self.kind](self.num_bytes, _placement(replica, self.ranks), hardware)
+        is_hidden = self.is_beside_products and replica.launches_ahead
+        return time.times(self.times * (hardware.calibration.overlap_cost if is_hidden else 1.0))
+
+
+_TIMES = {
+    "all-gather": all_gather,
+    "reduce-scatter": reduce_scatter,
+    "all-reduce": all_reduce,
+    "all-to-all": all_to_all,
+}
+
+
+def total_time(collectives: Iterable[Collectives], replica: ReplicaCosts) -> LinkTime:
+    """Return the time of collectives one after the other."""
+    times = [one.link_time(replica) for one in collectives]
+    return LinkTime(sum(time.transfer for time in times), sum(time.latency for time in times))
+
+
+class Passes(NamedTuple):
+    """How often each micro-batch passes the layers."""
+
+    num: int
+    """Micro-batches."""
+    forward: int
+    """Forward passes of one: two where the backward pass computes it again."""
+    backward: int
+
+    @classmethod
+    def of(cls, num: int, num_passes: int) -> Passes:
+        """Return the passes of `num` micro-batches: 1 forward, 2 with backward, 3 with recomputation."""
+        return cls(num, max(1, num_passes - 1), min(1, num_passes - 1))
+
+    @property
+    def both(self) -> int:
+        """Passes of all micro-batches."""
+        return self.num * (self.forward + self.backward)
+
+
+def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0) -> list[Collectives]:
+    """Return all collectives of a minibatch: those of its passes, and those of the update.
+
+    Args:
+        replica: the replica.
+        work: one rank's part of the minibatch.
+        passes: of its micro-batches.
+        stage: of the rank.
+    """
+    return [
+        *tensor_collectives(replica, work, passes, stage),
+        *stage_messages(replica, work, passes),
+        *context_collectives(replica, work, passes, stage),
+        *expert_collectives(replica, work, passes, stage),
+        *fsdp_gathers(replica, passes),
+        *fsdp_scatters(replica, passes),
+        *bucket_collectives("reduce-scatter", replica, stage),
+        *bucket_collectives("all-gather", replica, stage),
+        *shared_gradients(replica, stage),
+        gradient_norm(replica),
+    ]
+
+
+# ------------------------------------------------------------------------------- passes
+def tensor_collectives(
+    replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
+) -> Iterator[Collectives]:
+    """Yield what tensor ranks exchange: twice in each layer and pass, and at the ends of the model.
+
+    Either sums of hidden states, or with sequence parallelism an all-gather in front of a pair of matrices
+    and a reduce-scatter behind it. The backward pass then gathers inputs again, beside a product. Source:
+    Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
+    """
+    if replica.layout.tensor == 1:
+        return
+    num_layers = _num_layers(replica, stage)
+    num_pairs = 2 * num_layers
+    if replica.traits.sends_expert_copies:  # experts are not such a pair
+        num_pairs -= _num_expert_layers(replica, stage)
+    hidden = work.rows / passes.num * replica.shape.hidden * replica.itemsize
+    overlaps = replica.traits.overlaps_tensor
+    embeds = passes.num if stage == 0 else 0
+    heads = passes.num if stage == replica.layout.pipe - 1 else 0
+    backward = passes.num * passes.backward
+    # Every tensor rank computes the whole of a value or score head, and thus its whole gradient.
+    summed_heads = heads * passes.backward if replica.shape.head == "lm" else 0
+    if replica.token_share == 1:
+        yield Collectives("all-reduce", "tensor", hidden, num_pairs * passes.both, overlaps)
+        yield Collectives("all-reduce", "tensor", hidden, embeds + summed_heads)
+    else:
+        yield Collectives("all-gather", "tensor", hidden, num_pairs * passes.both, overlaps)
+        yield Collectives("reduce-scatter", "tensor", hidden, num_pairs * passes.both, overlaps)
+        yield Collectives("all-gather", "tensor", hidden, num_pairs * backward, is_beside_products=True)
+        yield Collectives("all-gather", "tensor", hidden, embeds * passes.backward + heads)
+        yield Collectives("reduce-scatter", "tensor", hidden, embeds + summed_heads)
+    if heads and replica.shape.head == "lm":
+        yield from _vocabulary_sums(replica, work, passes)
+    if _num_head_copies(replica) > 1:  # gradients of the weights, and of the biases, of keys and values
+        weights = 2 * replica.shape.head_dim * replica.itemsize
+        yield Collectives("all-reduce", "head copies", weights * replica.shape.hidden, backward * num_layers)
+        if replica.shape.has_qkv_bias:
+            yield Collectives("all-reduce", "head copies", weights, backward * num_layers)
+
+
+def _vocabulary_sums(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:
+    """Yield what the parts of a vocabulary exchange for each learned token: a maximum, and three sums."""
+    learned = work.learned / passes.num
+    logits = learned * replica.shape.vocab / replica.layout.tensor
+    num_chunks = max(1, math.ceil(logits / LOGITS_PER_CHUNK))
+    times = passes.num * num_chunks * (1 + (passes.backward if num_chunks > 1 else 0))
+    row = FP32_BYTES * learned / num_chunks
+    yield Collectives("all-reduce", "tensor", row, times)
+    yield Collectives("all-reduce", "tensor", 3 * row, times)
+
+
+def stage_messages(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:
+    """Yield hidden states that pass one boundary between stages, and their gradients on the way back."""
+    if replica.layout.pipe > 1:
+        hidden = work.rows / passes.num * replica.shape.hidden * replica.itemsize / replica.token_share
+        yield Collectives("send", "pipe", hidden, passes.num * (1 + passes.backward))
+
+
+def context_collectives(
+    replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
+) -> Iterator[Collectives]:
+    """Yield what the ranks that divide each sequence exchange.
+
+    A forward pass gathers keys and values of the whole sequence, and a backward pass scatters the sums of
+    their gradients. Source: Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.3.2.
+    """
+    shape, layout = replica.shape, replica.layout
+    if layout.context == 1:
+        return
+    entries = 2 * max(shape.num_kv_heads, layout.tensor) * shape.head_dim / layout.tensor
+    sequence = work.rows / passes.num * layout.context * entries * replica.itemsize
+    num = passes.num * _num_layers(replica, stage)
+    yield Collectives("all-gather", "context", sequence, num * passes.forward)
+    yield Collectives("reduce-scatter", "context", sequence, num * passes.backward)
+    if stage == layout.pipe - 1:  # log-probs of the learned tokens
+        learned = FP32_BYTES * work.learned / passes.num * layout.context
+        yield Collectives("all-reduce", "context", learned, passes.num)
+
+
+def expert_collectives(
+    replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
+) -> Iterator[Collectives]:
+    """Yield what ranks exchange where a token is sent once for each of its experts.
+
+    Copies go to the ranks of their experts with the router's weights, and their results return. Tensor ranks,
+    which divide each expert, gather all copies in between, and sum the results. A backward pass does the
+    same with gradients. Ranks also exchange how many tokens each expert gets.
+    """
+    shape, layout = replica.shape, replica.layout
+    if shape.experts is None or not replica.traits.sends_expert_copies:
+        return
+    num = passes.num * _num_expert_layers(replica, stage)
+    copies = work.rows / passes.num * shape.experts.per_token * replica.itemsize
+    counts = COUNT_BYTES * shape.experts.num * layout.expert * layout.tensor
+    both = num * (passes.forward + passes.backward)
+    if layout.expert > 1:
+        sent = copies / replica.token_share
+        yield Collectives("all-to-all", "expert", sent * shape.hidden, 2 * both)
+        yield Collectives("all-to-all", "expert", sent, both)
+    if layout.tensor > 1:
+        yield Collectives("all-gather", "tensor", copies, num * passes.forward)
+        yield Collectives("reduce-scatter", "tensor", copies, num * passes.backward)
+        yield Collectives("all-gather", "tensor", copies * shape.hidden, both)
+        yield Collectives("reduce-scatter", "tensor", copies * shape.hidden, both)
+    if layout.expert > 1 or layout.tensor > 1:
+        counted: Ranks = "expert" if layout.expert > 1 else "tensor"
+        yield Collectives("all-gather", counted, counts, num * passes.forward)
+
+
+def _num_layers(replica: ReplicaCosts, stage: int) -> int:
+    first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[stage]
+    return last - first
+
+
+def _num_expert_layers(replica: ReplicaCosts, stage: int) -> int:
+    shape = replica.shape
+    return expert_layers(shape, *stage_layers(shape.num_layers, replica.layout.pipe)[stage])
+
+
+# ------------------------------------------------------------------------ FSDP's weights
+def num_units(replica: ReplicaCosts) -> int:
+    """Return the number of units that FSDP gathers one after the other."""
+    is_unit = layer_parameters(replica.shape) * FP32_BYTES >= MIN_UNIT_BYTES
+    return 1 + replica.shape.num_layers // replica.layout.pipe if is_unit else 1
+
+
+def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
+    """Yield the gathers of weights that are sharded over data ranks.
+
+    A layer's weights are gathered in the forward and in the backward pass, where recomputation uses them too.
+    Those outside of layers stay gathered until the backward pass has ended, or in inference after the first
+    micro-batch.
+    """
+    if not is_sharded(replica, "everything"):
+        return
+    units, in_layers = num_units(replica), 0.0
+    if units > 1:
+        layer = layer_parameters(replica.shape) * replica.gathered_bytes
+        in_layers = layer * (units - 1)
+        yield Collectives("all-gather", "data", layer, passes.num * (units - 1) * (1 + passes.backward))
+    rest = replica.stage_weights * replica.gathered_bytes - in_layers
+    yield Collectives("all-gather", "data", rest, passes.num if passes.backward else 1)
+
+
+def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
+    """Yield the sums of gradients in backward passes, where weights are sharded over data ranks."""
+    if is_sharded(replica, "everything") and passes.backward:
+        units = num_units(replica)
+        gradients = replica.trained_weights / units * replica.gradient_bytes
+        yield Collectives("reduce-scatter", "data", gradients, passes.num * units)
+
+
+def is_sharded(replica: ReplicaCosts, what: Literal["everything", "optimizer"]) -> bool:
+    """Return whether ranks with equal parts of a model each keep a share of all, or of the optimizer."""
+    return replica.traits.sharded_over_data == what and replica.layout.num_copies > 1
+
+
+# --------------------------------------------------------------- a distributed optimizer
+def bucket_collectives(
+    kind: Literal["reduce-scatter", "all-gather"], replica: ReplicaCosts, stage: int = 0
+) -> Iterator[Collectives]:
+    """Yield the sums of gradients for a sharded optimizer state, or the gathers of new weights from it."""
+    if not is_sharded(replica, "optimizer"):
+        return
+    layout, shape = replica.layout, replica.shape
+    width = replica.gradient_bytes if kind == "reduce-scatter" else replica.gathered_bytes
+    num, num_of_experts = num_buckets(shape, layout, stage)
+    others, experts = _bucket_weights(shape, layout, stage)
+    if experts and layout.num_expert_copies > 1:
+        yield Collectives(kind, "expert_data", experts * width / num_of_experts, num_of_experts)
+    yield Collectives(kind, "data", others * width / num, num)
+
+
+@lru_cache(maxsize=4096)
+def _bucket_weights(shape: ModelShape, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the weights of a rank, and those of its experts if expert ranks divide them."""
+    layers = stage_layers(shape.num_layers, layout.pipe)[stage]
+    is_last = stage == layout.pipe - 1
+    others = layers_parameters(shape, *layers, num_experts=0 if layout.expert > 1 else None)
+    others += (layers[1] - layers[0]) * _copied_heads(shape, layout.tensor)
+    if stage == 0 or (is_last and shape.is_tied):
+        others += shape.vocab * shape.hidden
+    if is_last and not shape.is_tied:
+        others += head_parameters(shape)
+    if shape.experts is None or layout.expert == 1:
+        return others / layout.tensor, 0.0
+    num_experts = shape.experts.num / layout.expert
+    every = layers_parameters(shape, *layers, num_experts=num_experts)
+    experts = every - layers_parameters(shape, *layers, num_experts=0)
+    return others / layout.tensor, experts / layout.tensor
+
+
+@lru_cache(maxsize=4096)
+def num_buckets(shape: ModelShape, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return the buckets of a stage's weights, and those of experts that expert ranks divide.
+
+    A bucket ends with the weight with which it has its size. An embedding that two stages share has its own.
+    Stages after the first have one bucket for everything else, as nothing waits for it.
+    """
+    layers = stage_layers(shape.num_layers, layout.pipe)[stage]
+    is_shared = shape.is_tied and layout.pipe > 1
+    if stage > 0:
+        has_experts = layout.expert > 1 and expert_layers(shape, *layers) > 0
+        return 1 + (is_shared and stage == layout.pipe - 1), int(has_experts)
+    limit = max(MIN_BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * layout.data)
+    is_whole, d, t = layout.pipe == 1, shape.hidden, layout.tensor
+    embedding = shape.vocab * d // t
+    others: list[float] = [head_parameters(shape) // t] if is_whole and not shape.is_tied else []
+    others += [d] if is_whole else []  # the last norm
+    experts: list[float] = []
+    out = shape.num_heads * shape.head_dim * d // t
+    qkv = (attention_parameters(shape) + _copied_heads(shape, t)) // t - out
+    for layer in reversed(range(*layers)):
+        if shape.experts is None or not shape.experts.are_in(layer):
+            others += [d * shape.intermediate // t, 2 * d * shape.intermediate // t]
+        else:
+            one = d * shape.experts.intermediate // t * shape.experts.num // layout.expert
+            (others if layout.expert == 1 else experts).extend((one, 2 * one))
+            others.append(d * shape.experts.num)
+        others += [d, qkv, out, d]  # norms: the last weight may have a bucket of its own
+    num = _num_filled(others if is_shared else [*others, embedding], limit)
+    return num + is_shared, _num_filled(experts, limit)
+
+
+def _copied_heads(shape: ModelShape, num_tensor_ranks: int) -> int:
+    """Return the weights of a layer's copies of key-value heads, on tensor ranks that are more than heads."""
+    num_copied = max(shape.num_kv_heads, num_tensor_ranks) - shape.num_kv_heads
+    return 0 if shape.latent else 2 * num_copied * shape.head_dim * shape.hidden
+
+
+def _num_filled(sizes: Iterable[float], limit: int) -> int:
+    num, filled = 0, 0.0
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            num, filled = num + 1, 0.0
+    return num + (filled > 0)
+
+
+def shared_gradients(replica: ReplicaCosts, stage: int = 0) -> Iterator[Collectives]:
+    """Yield the sums of gradients over ranks that have the same weights but divide tokens or layers.
+
+    Tensor ranks divide the tokens that norms and routers see. The first and the last stage share a tied
+    embedding.
+    """
+    shape, layout = replica.shape, replica.layout
+    if not replica.traits.is_model_parallel:
+        return
+    if layout.tensor > 1:
+        num_layers = _num_layers(replica, stage)
+        weights = num_layers * 2 * shape.head_dim if shape.has_qk_norm else 0
+        if replica.token_share > 1:
+            weights += (2 * num_layers + (stage == layout.pipe - 1)) * shape.hidden
+            if shape.experts is not None:
+                weights += _num_expert_layers(replica, stage) * shape.experts.num * shape.hidden
+        if weights:
+            yield Collectives("all-reduce", "tensor", FP32_BYTES * weights, 1)
+    is_end = stage in (0, layout.pipe - 1)
+    if layout.pipe > 1 and is_end and shape.is_tied and shape.head == "lm":
+        embedding = FP32_BYTES * shape.vocab * shape.hidden / layout.tensor
+        yield Collectives("all-reduce", "ends", embedding, 1)
+
+
+def gradient_norm(replica: ReplicaCosts) -> Collectives:
+    """Return the sum of the squares of all ranks' gradients."""
+    return Collectives("all-reduce", "data", FP32_BYTES, 1)
+
+
+def _placement(replica: ReplicaCosts, ranks: Ranks) -> RankPlacement:
+    if ranks == "ends":
+        pipe = replica.pipe
+        return RankPlacement(1, 2, min(pipe.racks, 2)) if pipe.machines > 1 else RankPlacement(2)
+    if ranks == "head copies":  # neighbours
+        size, per_machine = _num_head_copies(replica), replica.tensor.per_machine
+        return RankPlacement(size) if size <= per_machine else RankPlacement(per_machine, size // per_machine)
+    placement: RankPlacement = getattr(replica, ranks)
+    return placement
+
+
+def _num_head_copies(replica: ReplicaCosts) -> int:
+    """Return the number of tensor ranks that hold the same key-value head."""
+    return max(1, replica.layout.tensor // replica.shape.num_kv_heads)

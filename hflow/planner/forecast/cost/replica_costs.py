@@ -1,0 +1,217 @@
+"""`ReplicaCosts`: what the seconds of one replica depend on.
+
+Seconds in which tokens are sent to the ranks of their experts and back.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from hflow.config.schema import ModelConfig
+from hflow.planner.forecast.cost.collectives import Axis, LinkTime, RankPlacement, axis_ranks, dispatch
+from hflow.planner.forecast.cost.flops import stage_parameters
+from hflow.planner.forecast.cost.roofline import Rates
+from hflow.planner.forecast.memory.rank import FP32_BYTES
+from hflow.planner.plan.calibration import HostTimes, MatmulRate
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import (
+    DTYPE_BYTES,
+    ModelShape,
+    expert_layers,
+    num_parameters,
+    num_tensors,
+    trained_shape,
+)
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import BackendTraits, traits
+from hflow.planner.weights.sharding import stage_layers
+
+LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
+"""Bytes of a weight by precision."""
+
+
+@dataclass(frozen=True)
+class ReplicaCosts:
+    """A model, how a replica shards it, and the speed of its devices and links."""
+
+    shape: ModelShape
+    config: ModelConfig
+    layout: Layout
+    traits: BackendTraits
+    host: HostTimes
+    hardware: Hardware
+    data: RankPlacement
+    """Ranks that hold the same layers and heads, on data and context axes."""
+    tensor: RankPlacement
+    pipe: RankPlacement
+    context: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that divide the tokens of a sequence."""
+    expert: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that divide the experts of a layer."""
+    expert_data: RankPlacement = field(default_factory=RankPlacement)
+    """Ranks that hold the same experts."""
+    low_dtype: Literal["fp8", "fp4"] | None = None
+    """Precision of the matrices, where it is lower than the compute dtype."""
+    virtual_stages: int = 1
+    """Pieces of a pipeline stage that take turns (interleaved pipeline)."""
+    gradient_bytes: int = FP32_BYTES
+    """Bytes of a gradient as data ranks sum it."""
+    gathers_low: bool = False
+    """Whether data ranks gather weights in `low_dtype`."""
+
+    @classmethod
+    def of(
+        cls,
+        replica: Replica,
+        shape: ModelShape,
+        config: ModelConfig,
+        hardware: Hardware,
+        cluster: ClusterSpec,
+    ) -> ReplicaCosts:
+        """Return the costs of a replica of the plan."""
+
+        def ranks(axis: Axis) -> RankPlacement:
+            return axis_ranks(replica, axis, cluster, hardware)
+
+        data = ranks("data")
+        kind, host = traits(replica.backend), hardware.calibration.host[replica.backend]
+        return cls(
+            shape,
+            config,
+            replica.layout,
+            kind,
+            host,
+            hardware,
+            data=data,
+            tensor=ranks("tensor"),
+            pipe=ranks("pipe"),
+            context=ranks("context"),
+            expert=ranks("expert"),
+            expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
+        )
+
+    def with_config(self, config: ModelConfig) -> ReplicaCosts:
+        """Return the costs with other micro-batches, offloading or running sequences.
+
+        Nothing that is kept here depends on these, so it is not computed again.
+        """
+        other = copy(self)
+        object.__setattr__(other, "config", config)
+        return other
+
+    @property
+    def dtype(self) -> str:
+        """The precision of its matrices."""
+        return self.low_dtype or self.config.compute_dtype
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Attainable rates of one device, with large matrices."""
+        return Rates.of(self.hardware, self.dtype)
+
+    @cached_property
+    def peak_flops(self) -> float:
+        """FLOP/s of one device's data sheet."""
+        return self.hardware.device.tflops[self.dtype] * 1e12
+
+    @cached_property
+    def matmul(self) -> MatmulRate:
+        """What products of matrices reach of that."""
+        return self.hardware.calibration.matmul_rate(self.dtype)
+
+    @cached_property
+    def captured_matmul(self) -> MatmulRate:
+        """The same if a CUDA graph launches them, so that a kernel takes no time besides."""
+        return replace(self.matmul, kernel_us=0.0)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.config.compute_dtype]
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a weight as data ranks gather it."""
+        return self.weight_bytes if self.gathers_low else self.itemsize
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight, and of a number in the KV cache."""
+        return LOW_BYTES[self.low_dtype] if self.low_dtype else self.itemsize
+
+    @cached_property
+    def stage_weights(self) -> float:
+        """Number of weights that a rank of the largest stage holds, or would without sharding over data."""
+        experts = self.shape.experts
+        num_experts = None if experts is None else experts.num / self.layout.expert
+        return stage_parameters(self.shape, self.layout.pipe, num_experts) / self.layout.tensor
+
+    @cached_property
+    def trained_weights(self) -> float:
+        """Number of trained weights on a rank of the largest stage: of its adapters, if there are any."""
+        if self.config.lora is None:
+            return self.stage_weights
+        return num_parameters(trained_shape(self.shape, self.config.lora)) / self.layout.pipe
+
+    @cached_property
+    def num_trained_tensors(self) -> int:
+        """Number of tensors that training changes."""
+        return num_tensors(trained_shape(self.shape, self.config.lora))
+
+    @property
+    def mean_copies(self) -> float:
+        """Number of ranks that hold a weight, as the mean over weights, without sharding over data."""
+        whole = stage_parameters(self.shape, self.layout.pipe) / self.layout.tensor
+        return self.layout.num_copies * self.stage_weights / whole
+
+    @cached_property
+    def token_share(self) -> int:
+        """Number of ranks that divide the tokens between the matrices (sequence parallelism)."""
+        on_cpu, has_experts = self.hardware.device.type == "cpu", self.shape.experts is not None
+        return self.layout.tensor if self.config.uses_sequence_parallel(on_cpu, has_experts) else 1
+
+    @property
+    def stage_link(self) -> Link:
+        """The link between two pipeline stages."""
+        return self.pipe.slowest_link(self.hardware)
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether the host launches kernels while the device computes; a CPU device is its own host."""
+        return self.hardware.device.type != "cpu"
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds that the host needs to launch one pass through the layers of a stage."""
+        return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe
+
+    @property
+    def expert_seconds(self) -> float:
+        """Seconds in one pass through a stage in which the device waits for the host because of experts."""
+        num_layers = expert_layers(self.shape, 0, self.shape.num_layers)
+        return self.host.expert_us * 1e-6 * num_layers / self.layout.pipe
+
+
+def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:
+    """Return the time of sending tokens to the ranks of their experts and back, in one pass of a stage.
+
+    Tokens are dispatched to the ranks of their experts, and their results return on the same ways, in every
+    layer with experts. A backward pass sends gradients likewise. Source: Lepikhin et al. 2020, "GShard",
+    section 3.2.
+
+    Args:
+        replica: the replica.
+        num_tokens: tokens of one rank, before tensor ranks divide them.
+    """
+    shape, layout = replica.shape, replica.layout
+    if shape.experts is None or layout.expert == 1:
+        return LinkTime()
+    num_layers = max(expert_layers(shape, *layers) for layers in stage_layers(shape.num_layers, layout.pipe))
+    num_bytes = num_tokens / replica.token_share * shape.hidden * replica.itemsize
+    one_way = dispatch(num_bytes, shape.experts.per_token, replica.expert, replica.hardware)
+    return one_way.times(2 * num_layers)

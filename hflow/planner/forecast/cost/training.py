@@ -1,0 +1,251 @@
+"""Seconds of forward and backward passes and of the optimizer, on the rank with most work.
+
+FSDP is assumed to gather the next layer and scatter the gradients of the last one while a layer computes,
+and Megatron to scatter gradients during the last backward pass, and to gather weights during the next forward
+pass. Only one layer's collectives and what takes longer than the computation cost time, but on a CPU, which
+hides nothing. Inputs that tensor ranks gather again in the backward pass are hidden by products. Nothing else
+overlaps: sums over tensor ranks and activations between stages come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hflow.planner.forecast.cost.flops import Work, stage_parameters
+from hflow.planner.forecast.cost.kernels import pass_seconds
+from hflow.planner.forecast.cost.rank_collectives import (
+    Passes,
+    bucket_collectives,
+    context_collectives,
+    expert_collectives,
+    fsdp_gathers,
+    fsdp_scatters,
+    gradient_norm,
+    is_sharded,
+    num_units,
+    shared_gradients,
+    stage_messages,
+    tensor_collectives,
+    total_time,
+)
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
+from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part, roofline
+from hflow.planner.forecast.cost.transfers import offload
+from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
+from hflow.planner.weights.sharding import stage_layers
+
+ADAMW_BYTES = 40
+"""Memory traffic of AdamW per weight, all in fp32: weight and two moments are read and written, the gradient
+is read (28), and is read twice and written once for its norm and clipping (12)."""
+LERP_BYTES = 12
+"""Memory traffic of an update node per weight: two are read, one is written."""
+
+
+def forward(replica: ReplicaCosts, work: Work) -> list[Part]:
+    """Return the seconds of a forward pass over one rank's samples."""
+    return _layer_passes("forward", replica, work, num_passes=1, head_passes=1)
+
+
+def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
+    """Return the seconds of forward and backward passes with an optimizer step for each minibatch.
+
+    Args:
+        replica: the replica.
+        work: one rank's part of one minibatch.
+        num_updates: minibatches times epochs.
+    """
+    num_passes = 3 if replica.config.activation_checkpointing else 2
+    head_passes = 4 if _recomputes_logits(replica, work) else 3
+    if replica.config.lora is not None:  # the output matrix has no gradient
+        head_passes -= 1
+    passes = _layer_passes("forward and backward", replica, work, num_passes, head_passes)
+    one_microbatch = passes[0].seconds / num_microbatches(replica, work)
+    once = [
+        *passes,
+        *_offloaded_activations(replica, work),
+        *_distributed_optimizer(replica, one_microbatch, num_passes),
+        *_optimizer_step(replica),
+    ]
+    return [part.times(num_updates) for part in once]
+
+
+def _offloaded_activations(replica: ReplicaCosts, work: Work) -> list[Part]:
+    """Return the seconds of copying the input of each layer to host memory and back.
+
+    Nothing is computed meanwhile: copies run on the stream of the computation.
+    """
+    if not replica.config.offload_activations:
+        return []
+    first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
+    inputs = work.rows * replica.shape.hidden * replica.itemsize / replica.token_share
+    copies = offload(2 * (last - first) * inputs, replica)
+    return [replace(part, name="layer inputs") for part in copies]
+
+
+def update(replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of updating every weight by that of another model."""
+    return [Part("update", local_weights(replica) * LERP_BYTES / replica.rates.stream, MEMORY)]
+
+
+def local_weights(replica: ReplicaCosts) -> float:
+    """Return the number of weights whose optimizer state a rank holds."""
+    layout = replica.layout
+    if replica.config.lora is not None:
+        return replica.trained_weights / layout.num_copies
+    return stage_parameters(replica.shape, layout.pipe) / layout.tensor / layout.num_copies
+
+
+def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
+    """Return the number of micro-batches of a rank, whose tokens its context ranks divide."""
+    tokens = work.tokens * replica.layout.context
+    return max(1, math.ceil(tokens / replica.config.tokens_per_microbatch))
+
+
+def _layer_passes(
+    name: str, replica: ReplicaCosts, work: Work, num_passes: int, head_passes: int
+) -> list[Part]:
+    """Return the seconds of all micro-batches in the layers.
+
+    Args:
+        name: of the computation.
+        replica: the replica.
+        work: one rank's samples.
+        num_passes: passes of a micro-batch through a layer: forward, backward, and forward again with
+            recomputation. A backward pass costs as much as two forward passes, and where only adapters are
+            trained, the matrices beside them as much as one.
+        head_passes: cost of the output matrix in forward passes.
+    """
+    num, layer_passes = num_microbatches(replica, work), num_passes + (num_passes > 1)
+    product_passes = layer_passes if replica.config.lora is None else num_passes
+    compute = roofline(
+        name,
+        pass_seconds(replica, work, num, layer_passes, product_passes, head_passes),
+        num * product_passes * _stage_bytes(replica) / replica.rates.memory,
+        num * num_passes * replica.host_seconds,
+        is_ahead=replica.launches_ahead,
+    )
+    passes = Passes.of(num, num_passes)
+    all_reduces = total_time(tensor_collectives(replica, work, passes), replica)
+    stage_transfers = total_time(stage_messages(replica, work, passes), replica)
+    keys = total_time(context_collectives(replica, work, passes), replica)
+    if replica.traits.sends_expert_copies:
+        tokens = total_time(expert_collectives(replica, work, passes), replica)
+    else:
+        tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
+    waiting = Part("experts' host", num * num_passes * replica.expert_seconds, LATENCY)
+    exchanged = keys.seconds + tokens.seconds + waiting.seconds
+    busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
+    return [
+        compute,
+        all_reduces.part("tensor all-reduce"),
+        stage_transfers.part("between stages"),
+        keys.part("keys and values"),
+        tokens.part("tokens to experts"),
+        waiting,
+        Part(
+            "pipeline bubble",
+            bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,
+            compute.limit,
+        ),
+        *_fsdp_collectives(replica, passes, compute.seconds),
+    ]
+
+
+def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Return idle time divided by busy time of a 1F1B pipeline: `(p - 1) / (v m)`.
+
+    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", 2.2.
+
+    Args:
+        num_stages: ranks of the pipeline.
+        num_microbatches: of one minibatch.
+        virtual_stages: pieces of each stage that take turns.
+    """
+    return (num_stages - 1) / (num_microbatches * virtual_stages)
+
+
+def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
+    """Return the seconds of FSDP's collectives that computation does not hide.
+
+    On a CPU also those in which it copies shards into a buffer, weights out of it and gradients into one, and
+    in which ranks wait for each other. On GPUs copies are about a hundredth of a step, and are left to the
+    rates that were fitted to whole steps.
+    """
+    if not is_sharded(replica, "everything"):
+        return []
+    gathers, scatters = list(fsdp_gathers(replica, passes)), list(fsdp_scatters(replica, passes))
+    gather, scatter = total_time(gathers, replica), total_time(scatters, replica)
+    visible = _visible(replica, gather.seconds + scatter.seconds, compute)
+    parts = [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
+    if replica.launches_ahead:
+        return parts
+    copied = sum(2 * (1 + 1 / replica.layout.num_copies) * one.num_bytes * one.times for one in gathers)
+    copied += sum(2 * one.num_bytes * one.times for one in scatters)
+    waiting = replica.host.step_us * 1e-6 if scatters else 0.0
+    return [
+        *parts,
+        Part("copies of shards", copied / replica.rates.stream, MEMORY),
+        Part("ranks", waiting, LATENCY),
+    ]
+
+
+def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:
+    """Return the seconds of scattering gradients to optimizer shards, and gathering new weights from them.
+
+    A backend that overlaps them hides gradients behind the last backward pass, and weights behind the first
+    forward pass, but for one layer. A stage in `v` pieces sums a piece's gradients while the pieces before it
+    compute as many micro-batches as there are stages `p`, so that `(p (v - 1) + 1) / v` passes hide them;
+    weights are gathered likewise. Source: `forward_backward_pipelining_with_interleaving` of Megatron-core.
+
+    Args:
+        replica: the replica.
+        pass_seconds: of all passes of one micro-batch.
+        num_passes: passes of a micro-batch through a layer.
+    """
+    if not is_sharded(replica, "optimizer"):
+        return []
+    scatter = total_time(bucket_collectives("reduce-scatter", replica), replica)
+    gather = total_time(bucket_collectives("all-gather", replica), replica)
+    if replica.traits.overlaps_optimizer:
+        pieces = replica.virtual_stages
+        pass_seconds *= (replica.layout.pipe * (pieces - 1) + 1) / pieces
+        first = pass_seconds / (num_passes + 1)
+        scatter = scatter.times(_visible(replica, scatter.seconds, pass_seconds - first))
+        gather = gather.times(_visible(replica, gather.seconds, first))
+    return [scatter.part("reduce-scatter"), gather.part("all-gather")]
+
+
+def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
+    """Return the fraction of collectives that layers of a computation do not hide: at least one layer's.
+
+    What they hide slows them down (`Calibration.overlap_cost`). On a CPU, the core that computes also
+    exchanges, so nothing is hidden.
+    """
+    if not replica.launches_ahead:
+        return 1.0
+    others = (num_units(replica) - 1) / num_units(replica)
+    visible = max(1 - others, 1 - computing * others / seconds)
+    return visible + replica.hardware.calibration.overlap_cost * (1 - visible)
+
+
+def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
+    norm = gradient_norm(replica).link_time(replica)
+    shared = total_time(shared_gradients(replica), replica)
+    stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.stream
+    return [
+        shared.part("shared gradients"),
+        norm.part("gradient norm"),
+        Part("optimizer", stepping, MEMORY),
+    ]
+
+
+def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:
+    learned = work.learned / num_microbatches(replica, work)
+    logits = learned * replica.shape.vocab / replica.layout.tensor
+    return replica.shape.head == "lm" and logits > LOGITS_PER_CHUNK
+
+
+def _stage_bytes(replica: ReplicaCosts) -> float:
+    """Return the bytes of weights that one pass reads on a rank."""
+    return replica.stage_weights * replica.itemsize

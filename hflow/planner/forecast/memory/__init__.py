@@ -1,0 +1,23 @@
+"""Memory of devices: what each holds in each phase of a step.
+
+`phases` adds up the items of a device. The formulas of training steps and engines are in the folders of their
+backends (`hflow/backends/*/memory.py`); what these share is here: `rank`, `microbatch`, `activations`,
+`engine_load`, `transfer`, `offload`. `host` adds up what is in the memory of machines. `hflow.planner.search`
+looks for a plan that fits.
+"""
+
+from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, check_memory, margin_warnings
+from hflow.planner.forecast.memory.host import check_host_memory, host_memory, host_memory_warnings
+from hflow.planner.forecast.memory.phases import engine_caches, memory_phases, unknown_models
+
+__all__ = [
+    "MEMORY_MARGIN",
+    "check_host_memory",
+    "check_memory",
+    "engine_caches",
+    "host_memory",
+    "host_memory_warnings",
+    "margin_warnings",
+    "memory_phases",
+    "unknown_models",
+]

@@ -1,0 +1,179 @@
+"""Bytes of activations: what autograd keeps of a decoder layer, and what exists while one is computed.
+
+T tokens, D hidden, F intermediate, H heads, K key-value heads, E head size. A norm computes in fp32 in every
+precision, and attention keeps no scores (flash kernels). The division over tensor ranks follows Korthikanti
+et al. 2022, "Reducing activation recomputation in large transformer models", section 4: tensor ranks divide
+the rows of F and of heads. They divide the rows of D only with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from hflow.planner.forecast.memory.parts import MicroBatch
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
+
+SLOTS_PER_TOKEN = 8 / 7
+"""Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
+average (`backends/packed_attention.py`)."""
+LOGITS_PER_CHUNK = 1 << 26
+"""Logits that exist at once on a rank (`backends/common/chunked.py`)."""
+
+
+def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
+    """Return the bytes that autograd keeps of one decoder layer until its backward pass.
+
+    Args:
+        rank: computes it.
+        batch: the micro-batch.
+        num_mlp: as in `kept_per_token`.
+    """
+    hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
+    per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
+    return round(per_token * batch.tokens)
+
+
+def routed_per_token(rank: Rank) -> float:
+    """Return the bytes per token of the inputs of experts, which autograd keeps, as the mean over layers.
+
+    Each token is copied to every expert that it passes. All tensor ranks have the whole copies.
+    """
+    shape, experts = rank.shape, rank.shape.experts
+    if experts is None:
+        return 0.0
+    num_layers = expert_layers(shape, 0, shape.num_layers)
+    return rank.width * shape.hidden * experts.per_token * num_layers / shape.num_layers
+
+
+def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, float]:
+    """Return the bytes per token that a layer keeps: of rows of D, and of rows that tensor ranks divide.
+
+    A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
+    k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
+    activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
+
+    Args:
+        rank: gives the model and dtype.
+        pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
+            copies of q, k, v and the output, and the output without padding.
+        num_mlp: how many of these four the MLP keeps.
+    """
+    shape, width = rank.shape, rank.width
+    heads, kv = rank.query_size, rank.key_value_size
+    attention: float = width * (2 * heads + 2 * kv * rank.context) + FP32_BYTES * shape.num_heads
+    if pads and not rank.has_varlen_kernel:
+        attention = SLOTS_PER_TOKEN * attention + width * heads
+    if shape.has_qk_norm:
+        num_norms = shape.num_heads + shape.num_kv_heads
+        attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
+    return 2 * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
+
+
+def layer_input(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of a layer's input, which is all that is kept of a recomputed layer."""
+    return rank.width * rank.shape.hidden * batch.tokens // rank.token_share
+
+
+def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> int:
+    """Return the bytes that autograd keeps of layers until their backward pass.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        num_layers: how many, over all micro-batches in flight.
+        one: what is kept of a layer that is not recomputed.
+    """
+    if not rank.config.activation_checkpointing:
+        return num_layers * one
+    if rank.config.offload_activations and not rank.on_cpu:
+        num_layers = min(num_layers, 1)  # the one that is computed
+    return num_layers * layer_input(rank, batch)
+
+
+def num_in_flight(rank: Rank, batch: MicroBatch) -> int:
+    """Return how many micro-batches are between their forward and backward pass at once (1F1B)."""
+    return min(rank.replica.layout.pipe - rank.stage, batch.num)
+
+
+def inputs_in_host_memory(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes that layers and the final norm have in host memory at once, on an accelerator."""
+    if not rank.config.offload_activations or rank.on_cpu:
+        return 0
+    norm = _kept_by_norm(rank.shape.hidden, rank.width) * batch.tokens // rank.token_share
+    layers = rank.sizes.num_layers * layer_input(rank, batch)
+    return num_in_flight(rank, batch) * (layers + norm * rank.is_last_stage)
+
+
+def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes kept of the final norm, the rows that predict learned tokens, cos and sin."""
+    shape, width = rank.shape, rank.width
+    norm = _kept_by_norm(shape.hidden, width) * batch.tokens // rank.token_share
+    learned = width * shape.hidden * batch.num_learned if shape.head == "lm" else 0
+    return norm + 2 * width * shape.head_dim * batch.tokens + learned
+
+
+def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
+    """Return the bytes of the backward pass of a layer's MLP, beyond what is kept.
+
+    Its rows, the gradient of the residual, and with sequence parallelism the gathered input.
+
+    Args:
+        rank: computes it.
+        batch: the micro-batch.
+        num_mlp: tensors of the MLP's rows that it needs.
+    """
+    hidden = rank.shape.hidden * (1 if rank.token_share == 1 else 2)
+    return rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
+
+
+def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of the backward pass of a norm, beyond what is kept: five rows of fp32."""
+    return 5 * FP32_BYTES * rank.shape.hidden * batch.tokens // rank.token_share
+
+
+def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
+    """Return the bytes of a layer's forward pass without gradient, with its input.
+
+    The largest of the norm, the attention and the MLP.
+    """
+    shape, width = rank.shape, rank.width
+    heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
+    in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
+    rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
+    rows += 4 * kv * (rank.context - 1)  # keys and values of other ranks, gathered and by sequence
+    in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
+    copies = 0 if shape.experts is None else shape.experts.per_token
+    in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)
+    return max(in_norm, in_attention, in_mlp) * tokens
+
+
+def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
+    """Return the bytes of the logits that exist at once, and of what is computed of them in fp32.
+
+    Training: logits, log-probs, their exponentials and the product of both, as the losses of the library
+    compute log-probs and entropy together. Inference: logits and log-probs. A scalar head has its input in
+    fp32 instead.
+    """
+    shape = rank.shape
+    if shape.head != "lm":
+        return FP32_BYTES * shape.hidden * batch.tokens
+    vocab = -(-shape.vocab // rank.tensor)
+    num_rows = min(batch.num_learned, max(LOGITS_PER_CHUNK // vocab, 1))
+    return (4 if with_gradient else 2) * FP32_BYTES * num_rows * vocab + reordered_output(rank)
+
+
+def reordered_output(rank: Rank) -> int:
+    """Return the bytes of oneDNN's reordered copy of the output matrix, for bf16 products on a CPU."""
+    return rank.width * rank.sizes.output if rank.on_cpu and rank.width < FP32_BYTES else 0
+
+
+@lru_cache
+def _most_mlp_rows(shape: ModelShape) -> int:
+    """Return the rows of F that a token passes in the layer with most of them."""
+    return max(mlp_rows(shape, layer) for layer in range(shape.num_layers))
+
+
+def _kept_by_norm(size: int, width: int) -> int:
+    """Return the bytes per token that a norm keeps of rows of `size`, with the inverse root mean square."""
+    return (3 * FP32_BYTES if width == FP32_BYTES else FP32_BYTES + 2 * width) * size + FP32_BYTES

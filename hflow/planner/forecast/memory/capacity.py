@@ -1,0 +1,71 @@
+"""`check_memory` refuses plans that do not fit into memory, `margin_warnings` names those that barely do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hflow.errors import PlanError
+from hflow.planner.plan.cluster import device_ranges
+from hflow.planner.plan.forecast import PhaseMemory
+from hflow.planner.plan.hardware import GIB
+
+MEMORY_MARGIN = 0.05
+"""Share of a device's memory that a plan should leave free: allocators fragment, and estimates err."""
+
+
+def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]) -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        phases: what every device holds in every phase.
+        capacity: bytes of a device.
+        advice: returns what to change, as sentences.
+
+    Raises:
+        PlanError: naming the phase that needs most, its largest item, and the advice.
+    """
+    largest = _largest(phases)
+    if largest is None or largest.total <= capacity:
+        return
+    name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
+    part = share_text(size, largest.total)
+    raise PlanError(
+        f"{largest.phase} needs {gib(largest.total)} per device but only {gib(capacity)} is available on "
+        f"{_device_range(largest.devices)}. {part} {name} ({gib(size)}). {advice()}"
+    )
+
+
+def margin_warnings(
+    phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]
+) -> tuple[str, ...]:
+    """Return a warning if a plan fits, but leaves less than the margin free; the arguments are the same."""
+    largest = _largest(phases)
+    if largest is None or largest.total <= (1 - MEMORY_MARGIN) * capacity:
+        return ()
+    return (
+        f"{largest.phase} needs {gib(largest.total)} of the {gib(capacity)} on "
+        f"{_device_range(largest.devices)}, which leaves {gib(capacity - largest.total)} for what estimates "
+        f"miss. {advice()}",
+    )
+
+
+def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
+    return max(phases, key=lambda phase: phase.total, default=None)
+
+
+def share_text(num_bytes: int, total: int) -> str:
+    """Return how a sentence about the largest item of some memory begins."""
+    return "Most of it is for" if 2 * num_bytes > total else "The largest part is for"
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes as `57.8 GiB`."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _device_range(devices: tuple[int, ...]) -> str:
+    """Return `device 3`, `devices 0-7`, or `4 devices from 1 to 7`."""
+    first, last = devices[0], devices[-1]
+    if len(devices) == 1 or last - first == len(devices) - 1:
+        return f"device{'s' if len(devices) > 1 else ''} {device_ranges(devices)}"
+    return f"{len(devices)} devices from {first} to {last}"

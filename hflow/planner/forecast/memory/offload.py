@@ -1,0 +1,61 @@
+"""Offloading (`models.NAME.offload`): which bytes of a model are in host memory, and when they move."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hflow.config.schema import Offload
+from hflow.planner.forecast.memory.parts import ItemKey, Items
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.descriptors import training_backend
+from hflow.planner.plan.forecast import MemoryCategory
+
+Use = Literal["nothing", "weights", "everything"]
+"""What a phase needs of a model: an infer node its weights, a train node the optimizer's state too."""
+
+_OFFLOADED: dict[Offload, frozenset[MemoryCategory]] = {
+    "none": frozenset(),
+    "optimizer": frozenset({MemoryCategory.OPTIMIZER, MemoryCategory.GRADIENTS}),
+    "all": frozenset({MemoryCategory.WEIGHTS, MemoryCategory.OPTIMIZER, MemoryCategory.GRADIENTS}),
+}
+_USED: dict[Use, frozenset[MemoryCategory]] = {
+    "nothing": frozenset(),
+    "weights": frozenset({MemoryCategory.WEIGHTS}),
+    "everything": frozenset(MemoryCategory),
+}
+
+
+def on_device(rank: Rank, state: Items, use: Use) -> Items:
+    """Return what a device holds of a model's state in a phase that needs some of it."""
+    away = _OFFLOADED[rank.config.offload] - _USED[use]
+    return Items({key: size for key, size in state.items() if key.category not in away})
+
+
+def in_host_memory(rank: Rank) -> Items:
+    """Return the host memory of a rank's offloaded state. It is kept while the state is on the device.
+
+    Gradients have no values between steps, so they are freed and not copied.
+    """
+    if rank.config.offload == "none":
+        return Items()
+    state = training_backend(rank.replica.backend).memory.model_state(rank)
+    kept = _OFFLOADED[rank.config.offload] - {MemoryCategory.GRADIENTS}
+    return Items(
+        {
+            ItemKey(f"{key.name} in host memory", key.category): size
+            for key, size in state.items()
+            if key.category in kept
+        }
+    )
+
+
+def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
+    """Return the bytes that one use of a model copies between device and host.
+
+    Args:
+        rank: of a training or inference replica.
+        use: what is needed.
+        changes: whether values change, so that they are copied back afterwards.
+    """
+    needed = sum(size for key, size in in_host_memory(rank).items() if key.category in _USED[use])
+    return needed * (2 if changes else 1)

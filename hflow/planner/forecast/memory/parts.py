@@ -1,0 +1,185 @@
+"""`Items`: named bytes of memory that add up.
+
+The largest micro-batch of a train or infer node, from the bounds of its batch.
+
+Bounds and not means are used, so that a plan that is accepted fits for the longest samples that the run
+allows. A prompt that a group shares counts for every sample, as the group may be split.
+
+The largest load of a generation engine, which its memory is planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from hflow.config.schema import ModelConfig
+from hflow.graph.ir import Node
+from hflow.graph.queries import keeps_groups_whole, root_stream
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.rows import BatchCut, Plan
+from hflow.planner.plan.traits import traits
+from hflow.planner.plan.workload import Workload
+from hflow.planner.weights.sharding import padded_units
+from hflow.types import Unit
+
+
+class ItemKey(NamedTuple):
+    """What the bytes of an item are."""
+
+    name: str
+    category: MemoryCategory
+
+
+class Items(dict[ItemKey, int]):
+    """Bytes by name and category. The sum of two adds items of one name.
+
+    A search adds many of them, for which `Counter` takes twice as long.
+    """
+
+    __slots__ = ()
+
+    def __missing__(self, key: ItemKey) -> int:
+        return 0
+
+    def __add__(self, other: Items) -> Items:
+        return Items(self).__iadd__(other)
+
+    def __iadd__(self, other: Items) -> Self:
+        for key, num_bytes in other.items():
+            if num_bytes:
+                self[key] = self.get(key, 0) + num_bytes
+        return self
+
+    def total(self) -> int:
+        """Return the bytes of all items."""
+        return sum(self.values())
+
+
+def item(category: MemoryCategory, num_bytes: int, name: str | None = None) -> Items:
+    """Return a single item, or none if it has 0 bytes. Without a name it is called like its category."""
+    return Items({ItemKey(name or category.value, category): num_bytes} if num_bytes else {})
+
+
+def largest(moments: Iterable[Items]) -> Items:
+    """Return the moment with the most bytes."""
+    return max(moments, key=Items.total)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a dp rank computes at once."""
+
+    tokens: int
+    """T, packed."""
+    num_learned: int
+    """N: the tokens whose logits are needed."""
+    num: int
+    """Micro-batches of a minibatch."""
+    pads: bool
+    """Whether its sequences may have different lengths."""
+
+    def divided(self, num_ranks: int) -> MicroBatch:
+        """Return the part of one of several context ranks, which divide the tokens of every sequence."""
+        tokens, num_learned = -(-self.tokens // num_ranks), -(-self.num_learned // num_ranks)
+        return replace(self, tokens=tokens, num_learned=num_learned)
+
+
+def largest_microbatch(
+    plan: Plan, node: Node, workload: Workload, config: ModelConfig, data: int
+) -> MicroBatch:
+    """Return the largest micro-batch of a dp rank at a node.
+
+    It fills the token budget. It has at least one unit of the greatest length (a sequence, or a group that is
+    not split), and at most the rank's share of a minibatch.
+
+    Args:
+        plan: gives the node's minibatches and the size of groups.
+        node: trains or infers.
+        workload: lengths of the node's root stream.
+        config: gives the token budget.
+        data: dp ranks that share a minibatch.
+    """
+    stream = plan.schedule.streams[0]
+    group_size = root_stream(plan.graph, node).group
+    cut = dict(plan.cuts).get(node.name, BatchCut(1, 1, keeps_groups_whole(node)))
+    num_groups = -(-(stream.batch or 1) // cut.minibatches)
+    unit_size = group_size if cut.by_group else 1
+    num_samples = -(-num_groups * group_size // (data * unit_size)) * unit_size
+    longest = workload.prompt + workload.max_response
+    share = num_samples * longest
+    unit = longest * (group_size if _packs_groups(node) else 1)
+    tokens = min(max(config.tokens_per_microbatch, unit), share)
+    return MicroBatch(
+        tokens=tokens,
+        num_learned=-(-tokens * workload.max_response // longest),
+        num=-(-share // tokens),
+        pads=workload.response_cv > 0,
+    )
+
+
+def _packs_groups(node: Node) -> bool:
+    """Return whether a group is never split over micro-batches, as its body returns or reads groups."""
+    returns_groups = any(returned.unit is Unit.GROUP for returned in node.spec.returns)
+    return returns_groups or any(read.field == "group" for read in node.reads)
+
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one prefill. A longer prompt is prefilled alone."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The most that one engine has to hold and compute at once."""
+
+    num_running: int
+    """Sequences that decode together."""
+    prompt: int
+    """Tokens of a prompt."""
+    longest: int
+    """Tokens of the longest sequence."""
+    prefill: int
+    """Tokens of the largest prefill."""
+
+
+def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineLoad:
+    """Return the largest load of each engine of a generation replica, from the streams that use it."""
+    streams = [stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas]
+    group_size = max(stream.group_size for stream in streams)
+    num_groups = -(-plan.schedule.settings.max_concurrent // group_size)
+    num_running = min(rank.config.gen.max_running, -(-num_groups // rank.data) * group_size)
+    prompt = max(workloads[stream.name].prompt for stream in streams)
+    longest = max(workloads[stream.name].prompt + workloads[stream.name].max_response for stream in streams)
+    if (
+        plan.schedule.settings.max_staleness
+    ):  # interrupted sequences are prefilled with the tokens that they have
+        num_tokens = num_running * longest
+    else:  # a group's prompt is prefilled once
+        num_tokens = -(-num_running // group_size) * prompt
+    return EngineLoad(num_running, prompt, longest, min(max(PREFILL_TOKENS, longest), num_tokens))
+
+
+def engine_weights(rank: Rank) -> int:
+    """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary.
+
+    Adapters are beside them in an engine that does not merge them.
+    """
+    shape = rank.shape
+    rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
+    num_matrices = 1 if shape.is_tied else 2
+    padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
+    keeps_adapters = rank.config.lora is not None and not traits(rank.replica.backend).merges_adapters
+    adapters = rank.trained.total if keeps_adapters else 0
+    return rank.width * (rank.sizes.total + padding + adapters)
+
+
+def cache_bytes_per_token(rank: Rank) -> int:
+    """Return the bytes of one token's keys and values on one rank, in layers without a window.
+
+    The vectors of latent attention are those of all heads, so every tensor rank holds them.
+    """
+    if rank.shape.latent is not None:
+        return rank.width * rank.sizes.num_layers * rank.shape.latent.cached
+    return 2 * rank.width * rank.sizes.num_layers * rank.key_value_size // rank.tensor

@@ -1,0 +1,378 @@
+"""`MemoryContext`: a plan with its request, and the ranks on each device.
+
+The phases of each device group, and what its devices hold in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hflow.graph.ir import Level
+from hflow.graph.queries import root_stream
+from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.offload import Use, in_host_memory, on_device
+from hflow.planner.forecast.memory.parts import (
+    ItemKey,
+    Items,
+    MicroBatch,
+    engine_load,
+    engine_weights,
+    item,
+    largest_microbatch,
+)
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.descriptors import engine_kind, training_backend
+from hflow.planner.plan.forecast import MemoryCategory, MemoryItem, PhaseMemory
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.request import PlanRequest, stream_workloads
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
+from hflow.planner.plan.workload import Workload, expected_max
+
+Ranks = tuple[Rank, ...]
+"""The ranks on one device, in the plan's order of replicas."""
+
+
+@dataclass(frozen=True)
+class MemoryContext:
+    """What the memory of devices depends on."""
+
+    plan: Plan
+    request: PlanRequest
+
+    @cached_property
+    def workloads(self) -> dict[str, Workload]:
+        """Lengths of the samples of each root stream.
+
+        Raises:
+            PlanError: when the assumed prompt leaves no room for a response.
+        """
+        return dict(stream_workloads(self.plan, self.request))
+
+    def route_to(self, rank: Rank) -> WeightRoute | None:
+        """Return how an engine receives its weights, or None where they never change."""
+        return next((route for route in self.plan.weights if route.dst == rank.replica.name), None)
+
+    def shares_weights(self, rank: Rank) -> bool:
+        """Return whether an engine uses the fp32 weights of its trainer in place."""
+        route = self.route_to(rank)
+        return route is not None and route.how == "shared" and rank.config.compute_dtype == "fp32"
+
+    def routes_from(self, rank: Rank) -> list[WeightRoute]:
+        """Return the routes on which a training replica sends its weights."""
+        return [route for route in self.plan.weights if route.src == rank.replica.name]
+
+    def largest_microbatch(self, rank: Rank, node: str) -> MicroBatch:
+        """Return the largest micro-batch that a rank computes at a node."""
+        graph_node = self.plan.graph.node(node)
+        workload = self.workloads[root_stream(self.plan.graph, graph_node).name]
+        batch = largest_microbatch(self.plan, graph_node, workload, rank.config, rank.data)
+        return batch.divided(rank.replica.layout.context)
+
+    def verb(self, node: str) -> str:
+        """Return the verb of a batch node; that of a node that saves a model is `save`."""
+        return "save" if node.startswith(SAVE_PREFIX) else self.plan.graph.node(node).spec.verb
+
+    @cached_property
+    def nodes_of_workers(self) -> dict[int, Items]:
+        """What the nodes that run on each worker keep there, as their node types state it."""
+        held: dict[int, Items] = {}
+        for node in self.plan.graph.nodes:
+            if not node.spec.memory:
+                continue
+            for worker in self.plan.workers_of(node.name):
+                kept = item(MemoryCategory.RUNTIME, node.spec.memory, f"{node.name} (node)")
+                held[worker] = held.get(worker, Items()) + kept
+        return held
+
+    def ranks_of_devices(self, group: DeviceGroup) -> list[tuple[Ranks, tuple[int, ...]]]:
+        """Return the ranks on the devices of a group, with the devices that hold the same."""
+        kinds: list[Rank] = []
+        kinds_on: dict[int, list[int]] = {device: [] for device in group.devices}
+        for rank, workers in self._kinds_of_ranks(group.name):
+            for worker in kinds_on.keys() & set(workers):
+                kinds_on[worker].append(len(kinds))
+            kinds.append(rank)
+        equal: dict[tuple[tuple[int, ...], frozenset[tuple[ItemKey, int]]], list[int]] = {}
+        for device, indices in kinds_on.items():
+            kept = frozenset(self.nodes_of_workers.get(device, Items()).items())
+            equal.setdefault((tuple(indices), kept), []).append(device)
+        return [(tuple(kinds[i] for i in indices), tuple(devices)) for (indices, _), devices in equal.items()]
+
+    def _kinds_of_ranks(self, group: str) -> Iterator[tuple[Rank, Iterable[int]]]:
+        """Yield the different ranks of a group's replicas with all their workers, where sizes are known."""
+        shapes, on_cpu = dict(self.plan.shapes), self.plan.cluster.device == "cpu"
+        for replica in self.plan.replicas:
+            if group not in replica.groups or replica.model not in shapes:
+                continue
+            order, config = rank_order(replica.role), self.request.model(replica.model)
+            workers_of: dict[tuple[int, bool], list[int]] = {}
+            for index, worker in enumerate(replica.workers):
+                stage = replica.layout.coords(order, index)[2]
+                workers_of.setdefault((stage, index == 0), []).append(worker)
+            for (stage, is_first), workers in workers_of.items():
+                yield Rank(replica, shapes[replica.model], config, stage, is_first, on_cpu), workers
+
+
+GENERATE, WAKE = "generate", "wake"
+"""Phases in which engines are awake."""
+
+
+def memory_phases(plan: Plan, request: PlanRequest) -> tuple[PhaseMemory, ...]:
+    """Return the bytes on every device in every phase of its group's step; equal devices share a row.
+
+    Models of unknown sizes are left out, and so are the nodes that run on them. All data ranks count as the
+    first, although the last ones hold less where the number of rows does not divide.
+
+    Raises:
+        PlanError: when the assumed prompt leaves no room for a response.
+    """
+    context = MemoryContext(plan, request)
+    return tuple(row for group in plan.groups for row in _group_rows(context, group))
+
+
+def unknown_models(plan: Plan) -> tuple[str, ...]:
+    """Return the models whose sizes the planner does not know, so that their memory is left out."""
+    known = dict(plan.shapes)
+    return tuple(dict.fromkeys(r.model for r in plan.replicas if r.model not in known))
+
+
+def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]]:
+    """Return bytes and largest batch of the caches that do not grow, by generation replica.
+
+    The largest batch is the number of sequences of mean length. The ranks of a replica have equal caches, so
+    those of the fullest device count.
+    """
+    context = MemoryContext(plan, request)
+    found: dict[str, tuple[int, int]] = {}
+    for group in plan.groups:
+        inferred = next((at for phase, at in _phases(context, group) if phase == GENERATE), frozenset())
+        for ranks, (device, *_) in context.ranks_of_devices(group):
+            caches = _caches(context, ranks, inferred, context.nodes_of_workers.get(device, Items()))
+            for rank in ranks:
+                name = rank.replica.name
+                if name in caches and (limit := _largest_batch(context, rank, caches[name])) is not None:
+                    found[name] = min(found.get(name, (caches[name], limit)), (caches[name], limit))
+    return found
+
+
+def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, frozenset[str]]]:
+    """Return each phase of a group's step, and the other replicas that have inferred since they trained."""
+    return list(_phases(context, group))
+
+
+def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
+    """Return what one rank holds on a device before a phase, without KV caches and the device's runtime.
+
+    Args:
+        context: the plan.
+        rank: one of the ranks on the device.
+        phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
+        inferred: replicas that have inferred since they trained.
+    """
+    items = _resident(context, (rank,), phase, inferred, {rank.replica.name: 0})
+    return items.total() - _runtime(context)
+
+
+def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
+    """Return what one rank needs at the peak of a phase, beyond what the device holds before it."""
+    return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
+
+
+def _runtime(context: MemoryContext) -> int:
+    """Return the bytes that the runtime of a device takes."""
+    hardware = context.request.hardware
+    return round(hardware.device.overhead_gib * GIB) if hardware else 0
+
+
+def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
+    phases = list(_phases(context, group))
+    generating = next((inferred for phase, inferred in phases if phase == GENERATE), frozenset())
+    ranks_of_devices = []
+    for ranks, devices in context.ranks_of_devices(group):
+        kept = context.nodes_of_workers.get(devices[0], Items())
+        ranks_of_devices.append((ranks, devices, kept, _caches(context, ranks, generating, kept)))
+    for phase, inferred in phases:
+        equal: dict[tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]], list[int]] = {}
+        for ranks, devices, kept, caches in ranks_of_devices:
+            resident = _resident(context, ranks, phase, inferred, caches) + kept
+            transient = _transient(context, ranks, phase, caches)
+            equal.setdefault((_rows(resident), _rows(transient)), []).extend(devices)
+        for (resident_rows, transient_rows), same in equal.items():
+            yield PhaseMemory(group.name, tuple(sorted(same)), phase, resident_rows, transient_rows)
+
+
+def _rows(items: Items) -> tuple[MemoryItem, ...]:
+    return tuple(MemoryItem(key.name, num_bytes, key.category) for key, num_bytes in items.items())
+
+
+def _phases(context: MemoryContext, group: DeviceGroup) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield each phase of a group's step, and the other replicas that have inferred since they trained.
+
+    The step is walked twice, as what its end leaves allocated is there when the next one begins.
+    """
+    names = _phase_names(context, group)
+    inferred: frozenset[str] = frozenset()
+    for is_second in (False, True):
+        for phase in names:
+            running = frozenset(_running_replica(context, phase))
+            if is_second:
+                yield phase, inferred - running
+            if running and context.verb(phase) == "infer":
+                inferred |= running
+            elif running and context.verb(phase) == "train":
+                inferred -= running
+
+
+def _phase_names(context: MemoryContext, group: DeviceGroup) -> list[str]:
+    plan, unknown = context.plan, unknown_models(context.plan)
+    known = {r.name: r for r in plan.replicas if group.name in r.groups and r.model not in unknown}
+    generates = any(replica.role == "gen" for replica in known.values())
+    sends = any(route.src in known and route.how == "pull" for route in plan.weights)
+    streaming = [n.name for n in plan.schedule.nodes if n.level is not Level.BATCH and group.name in n.groups]
+    nodes = (*streaming, *dict(plan.schedule.orders).get(group.name, ()))
+    return [
+        *([GENERATE] if generates else []),
+        *([WAKE] if generates or sends else []),
+        *(node for node in nodes if all(name in known for name in _running_replica(context, node))),
+    ]
+
+
+def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
+    """Return the replica that a node runs on; none for compute nodes and the phases of engines."""
+    return () if phase in (GENERATE, WAKE) else context.plan.placement(phase).replicas[:1]
+
+
+def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept: Items) -> dict[str, int]:
+    """Return the bytes of the KV cache of each engine on a device where nodes keep some bytes.
+
+    Engines are sized one after the other, each by what all others, and its own step, leave free. The plan may
+    know that another device leaves less for the cache of a replica, which is equal on all of its devices.
+    """
+    caches: dict[str, int] = {}
+    known = {engine.replica: engine.cache_bytes for engine in context.plan.engines}
+    used = _resident(context, ranks, GENERATE, inferred, caches).total() + kept.total()
+    for rank in ranks:
+        if rank.replica.role == "gen":
+            load = engine_load(context.plan, rank, context.workloads)
+            memory = engine_kind(rank.replica.backend).memory
+            used += memory.decode_step(rank, load).total()
+            cache = memory.cache_bytes(rank, load, context.plan.cluster.memory_bytes, used)
+            least = known.get(rank.replica.name)
+            cache = cache if least is None else min(cache, least)
+            caches[rank.replica.name] = cache
+            used += cache
+    return caches
+
+
+def _largest_batch(context: MemoryContext, rank: Rank, cache: int) -> int | None:
+    """Return the number of sequences of the trained stream's mean length that a cache holds."""
+    streams = [stream for stream in context.plan.schedule.streams if rank.replica.name in stream.replicas]
+    lengths = context.workloads[streams[0].name]
+    memory = engine_kind(rank.replica.backend).memory
+    return memory.max_sequences(rank, cache, lengths.prompt + expected_max(lengths, 1))
+
+
+def _resident(
+    context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str], caches: Mapping[str, int]
+) -> Items:
+    """Return what a device holds before a phase begins.
+
+    Args:
+        context: the plan.
+        ranks: those on the device.
+        phase: `generate`, `wake` or a node.
+        inferred: replicas that have inferred since they trained.
+        caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
+    """
+    overhead = _runtime(context)
+    items = Items()
+    for rank in ranks:
+        name = rank.replica.name
+        if rank.replica.role == "gen":
+            state = _engine_state(context, rank, phase, caches)
+            state += engine_kind(rank.replica.backend).memory.process_state(rank, overhead)
+            if (route := context.route_to(rank)) is not None:
+                state += transfer.received_weights(rank, route)
+        else:
+            memory, use = training_backend(rank.replica.backend).memory, _use(context, rank, phase)
+            state = on_device(rank, memory.model_state(rank), use)
+            if rank.on_cpu:
+                state += in_host_memory(rank)
+            if name in inferred and rank.config.offload != "all":
+                state += memory.kept_after_infer(rank)
+            routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
+            state += transfer.published_weights(rank, routes, is_loading=phase == WAKE)
+        items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
+    return items + item(MemoryCategory.RUNTIME, overhead)
+
+
+def _use(context: MemoryContext, rank: Rank, phase: str) -> Use:
+    """Return what a phase needs of a training or inference replica."""
+    if phase == WAKE:
+        return "weights" if context.routes_from(rank) else "nothing"
+    placement = next((p for p in context.plan.placements if p.node == phase), None)
+    if placement is None:
+        return "nothing"
+    if rank.replica.name in placement.replicas:
+        return "everything" if context.verb(phase) in ("train", "save") else "weights"
+    bases = (context.plan.replica(name).base_of for name in placement.replicas)
+    return "weights" if rank.replica.name in bases else "nothing"
+
+
+def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mapping[str, int]) -> Items:
+    """Return an engine's weights, and its cache while it does not generate.
+
+    A sleeping engine keeps both on a CPU. On an accelerator it frees them: it drops weights that the next
+    wake replaces, and keeps others in the host's memory.
+    """
+    is_asleep = phase not in (GENERATE, WAKE)
+    if is_asleep and not rank.on_cpu:
+        return Items()
+    suffix = " (asleep)" if is_asleep else ""
+    items = Items()
+    if not context.shares_weights(rank):
+        items += item(MemoryCategory.WEIGHTS, engine_weights(rank), "weights" + suffix)
+    if rank.on_cpu and phase != GENERATE:
+        items += item(MemoryCategory.KV_CACHE, caches[rank.replica.name], "KV cache" + suffix)
+    return items
+
+
+def _transient(context: MemoryContext, ranks: Ranks, phase: str, caches: Mapping[str, int]) -> Items:
+    """Return what a phase needs on a device at its peak, beyond what is resident."""
+    items = Items()
+    for rank in ranks:
+        if phase == GENERATE and rank.replica.role == "gen":
+            items += _generation(context, rank, caches[rank.replica.name])
+        elif phase == WAKE:
+            items += _weight_transfer(context, rank)
+        elif rank.replica.name in _running_replica(context, phase):
+            items += _node(context, rank, phase)
+    return items
+
+
+def _generation(context: MemoryContext, rank: Rank, cache: int) -> Items:
+    load = engine_load(context.plan, rank, context.workloads)
+    step = engine_kind(rank.replica.backend).memory.decode_step(rank, load)
+    return item(MemoryCategory.KV_CACHE, cache) + step
+
+
+def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
+    if rank.replica.role == "gen":
+        route = context.route_to(rank)
+        return transfer.receive_weights(rank, route.how) if route else Items()
+    routes = context.routes_from(rank)
+    return transfer.send_weights(rank, routes[0]) if routes else Items()
+
+
+def _node(context: MemoryContext, rank: Rank, name: str) -> Items:
+    verb = context.verb(name)
+    if verb == "save":
+        return transfer.save_checkpoint(rank)
+    if verb not in ("infer", "train"):
+        return Items()
+    batch = context.largest_microbatch(rank, name)
+    memory = training_backend(rank.replica.backend).memory
+    return memory.train_step(rank, batch) if verb == "train" else memory.infer_step(rank, batch)

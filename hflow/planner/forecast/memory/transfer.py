@@ -1,0 +1,255 @@
+"""Memory of weight transfers: from a trainer to engines, and into a checkpoint.
+
+Weights that engines pull are sliced out of what each rank holds. Otherwise they are gathered one bucket at a
+time. A checkpoint is copied to the memory of the host, which is the device's on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal
+
+from hflow.planner.forecast.memory.parts import Items, item
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
+from hflow.planner.plan.rows import WeightRoute
+
+BUCKET_BYTES = 64 << 20
+"""A bucket is closed when it has at least this size (`torch_model/weight_export.py`,
+`weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
+COMPARE_BYTES = 1 + 8
+"""Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
+one place in `int64`."""
+MIN_FILE_BYTES = 64 << 20
+"""Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
+RECEIVED_LAST = "weights received last"
+SAVED_STATE = "copy of the optimizer's state"
+STATE_BYTES = 3 * FP32_BYTES
+"""Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
+
+
+def send_weights(rank: Rank, route: WeightRoute) -> Items:
+    """Return what a training rank needs while engines receive its weights."""
+    if route.how == "shared" and rank.width == FP32_BYTES:
+        return Items()
+    if route.how != "pull":
+        return _gather_bucket(rank, rank.width, rank.trained_shape)
+    return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
+
+
+def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_loading: bool) -> Items:
+    """Return what a training rank holds of versions that are published.
+
+    `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
+    this device needs of what is here until all engines of the replica have loaded theirs, before any of them
+    allocates its cache. `shared` keeps its segments for the next version, in the memory of the host: on a CPU
+    the device's. With `delta` the slices that were sent last are kept too, to find what changes; as many
+    changes may be waiting for engines, since they are sent as long as they are smaller than the slices.
+
+    Args:
+        rank: of a training replica.
+        routes: on which it sends its weights, each with the number of ranks that receive them.
+        is_loading: whether engines load the weights in this phase.
+    """
+    share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
+    items = Items()
+    for route, num_receivers in routes:
+        own = round(route.held_bytes / num_receivers) if route.held_bytes else share
+        num_bytes = 0
+        if route.transport == "collective" or (route.transport == "shared" and rank.on_cpu):
+            num_bytes += share
+        if "ipc" in (route.transport, route.near) and is_loading:
+            num_bytes += own
+        if route.near == "shared":
+            num_bytes += own
+        if num_bytes:
+            items += item(MemoryCategory.BUFFERS, num_bytes, "published weights")
+        if route.delta:
+            items += item(MemoryCategory.BUFFERS, share, "weights sent last")
+    return items
+
+
+def received_weights(rank: Rank, route: WeightRoute) -> Items:
+    """Return what an engine's rank keeps of the last version, to which `delta` applies changes.
+
+    It is in the memory of the host, unless the transport leaves buckets on the device.
+    """
+    if rank.on_cpu or route.transport in ("collective", "ipc"):
+        return _received_last(rank, route)
+    return Items()
+
+
+def received_on_host(rank: Rank, route: WeightRoute) -> Items:
+    """Return the same for an engine on a GPU whose transport leaves buckets in the memory of the host."""
+    return Items() if route.transport in ("collective", "ipc") else _received_last(rank, route)
+
+
+def _received_last(rank: Rank, route: WeightRoute) -> Items:
+    if not route.delta:
+        return Items()
+    num_parts = rank.tensor if rank.config.lora is None else 1  # every rank receives all adapters
+    num_bytes = rank.width * (num_parameters(rank.trained_shape) // num_parts)
+    return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
+
+
+def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
+    """Return what an engine's rank needs while it receives weights: one tensor in host memory.
+
+    Until then, buckets are where their transport keeps them (`memory/host.py`).
+    """
+    if how != "pull" or not rank.on_cpu:
+        return Items()
+    return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+
+
+def save_checkpoint(rank: Rank) -> Items:
+    """Return what a rank needs while what training changes is gathered and copied to the host.
+
+    It is saved in the compute dtype; a model that only update nodes change, in fp32. On a CPU the copies
+    count too.
+    """
+    width, is_merged = _saved_width(rank), _saves_merged(rank)
+    if is_merged or not _shards_weights(rank):
+        bucket = _gather_bucket(rank, width, rank.shape if is_merged else rank.trained_shape)
+    else:
+        bucket = _collected_pieces(rank, width)
+    return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
+
+
+def checkpoint_copies(rank: Rank) -> Items:
+    """Return a rank's copies of a checkpoint in host memory: until they are written, or on GPUs, always."""
+    width, is_merged = _saved_width(rank), _saves_merged(rank)
+    world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
+    if rank.config.lora is None:
+        weights = _file_share(rank, width)
+    else:
+        adapters = width * num if rank.is_first else 0
+        weights = adapters + (_file_share(rank, width) if is_merged else 0)
+    state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
+    return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
+        MemoryCategory.OPTIMIZER, state, SAVED_STATE
+    )
+
+
+def _saved_width(rank: Rank) -> int:
+    """Return the bytes of a number in a checkpoint's files."""
+    return rank.width if rank.replica.role == "train" else FP32_BYTES
+
+
+def _saves_merged(rank: Rank) -> bool:
+    """Return whether the model is saved whole beside its adapters."""
+    return rank.config.lora is not None and rank.config.lora.save_merged
+
+
+def _file_share(rank: Rank, width: int) -> int:
+    """Return the bytes of a model's files that a rank writes: its share, and at most one tensor more."""
+    num_bytes = width * num_parameters(rank.shape)
+    writers = num_writers(num_bytes, rank.replica.layout.world)
+    if writers == 1:
+        return num_bytes if rank.is_first else 0
+    return min(num_bytes, -(-num_bytes // writers) + width * largest_tensor(rank.shape))
+
+
+def num_writers(num_bytes: float, num_ranks: int) -> int:
+    """Return how many ranks write the files of a model of some bytes."""
+    return min(num_ranks, max(1, math.ceil(num_bytes / MIN_FILE_BYTES)))
+
+
+def _slice_buckets(rank: Rank) -> Items:
+    """Return a bucket of this rank's slices in host memory, with copies where they are not views.
+
+    FSDP casts fp32 shards, and Megatron splits its fused matrices.
+    """
+    copies = rank.width < FP32_BYTES or not _shards_weights(rank)
+    if rank.on_cpu:
+        num_bytes = (2 if copies else 1) * _largest_slice_bucket(rank)
+    else:
+        num_bytes = rank.width * -(-largest_tensor(rank.trained_shape) // _num_slices(rank)) if copies else 0
+    return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
+
+
+def _changes(rank: Rank) -> Items:
+    """Return what it takes to find the changes of a bucket."""
+    num_entries = _largest_slice_bucket(rank) // rank.width
+    return item(MemoryCategory.BUFFERS, COMPARE_BYTES * num_entries, "changes")
+
+
+def _largest_slice_bucket(rank: Rank) -> int:
+    """Return the bytes of the largest bucket of this rank's slices."""
+    return largest_bucket(rank.trained_shape, rank.width, num_parts=_num_slices(rank))
+
+
+def _num_slices(rank: Rank) -> int:
+    """Return the number of parts into which ranks divide each tensor."""
+    return rank.num_copies if _shards_weights(rank) else rank.tensor
+
+
+def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
+    """Return a whole bucket, this rank's part of it twice, and a copy of gloo or the tensor sliced out of it.
+
+    FSDP casts its shards first. A single rank casts one tensor at a time.
+    """
+    casts = width < FP32_BYTES and _shards_weights(rank)
+    if rank.replica.layout.world == 1:
+        num_bytes = width * largest_tensor(shape) if casts else 0
+    else:
+        num_parts = _num_slices(rank)
+        minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)
+        bucket = largest_bucket(shape, width, minimum)
+        copy = bucket if rank.on_cpu else width * largest_tensor(shape)
+        num_bytes = bucket + (3 if casts else 2) * (bucket // num_parts) + copy
+    return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
+
+
+def _collected_pieces(rank: Rank, width: int) -> Items:
+    """Return the pieces of a tensor that a rank receives from all ranks, and the one that it sends."""
+    largest, world = width * largest_tensor(rank.trained_shape), rank.replica.layout.world
+    if world == 1:
+        num_bytes = largest if width < FP32_BYTES else 0
+    else:
+        pieces = min(BUCKET_BYTES, largest)
+        num_bytes = pieces + pieces // world
+    return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
+
+
+def _shards_weights(rank: Rank) -> bool:
+    """Return whether the data axis shards the weights."""
+    return rank.traits.sharded_over_data == "everything"
+
+
+@lru_cache
+def largest_tensor(shape: ModelShape) -> int:
+    """Return the elements of the largest tensor."""
+    return max(piece_sizes(shape))
+
+
+@lru_cache
+def piece_sizes(shape: ModelShape) -> tuple[int, ...]:
+    """Return the elements of every tensor in the checkpoint's order. Each expert has tensors of its own."""
+    return tuple(spec.numel // spec.num_experts for spec in tensors(shape) for _ in range(spec.num_experts))
+
+
+@lru_cache
+def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES, num_parts: int = 1) -> int:
+    """Return the bytes of the largest bucket of tensors in the checkpoint's order.
+
+    Args:
+        shape: the model.
+        width: bytes of a number.
+        minimum: bytes at which a bucket is closed.
+        num_parts: equal parts of each tensor, of which the bucket has one.
+    """
+    return max(_buckets((width * -(-size // num_parts) for size in piece_sizes(shape)), minimum))
+
+
+def _buckets(sizes: Iterable[int], minimum: int) -> list[int]:
+    """Return the sizes of buckets of neighbouring tensors, each closed when it has the minimum size."""
+    sums = [0]
+    for size in sizes:
+        if sums[-1] >= minimum:
+            sums.append(0)
+        sums[-1] += size
+    return sums

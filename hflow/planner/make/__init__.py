@@ -1,0 +1,1 @@
+"""The passes that make a plan of a graph and a request."""

@@ -1,0 +1,105 @@
+"""`plan_structure`: what a plan consists of before it is known which bytes go where.
+
+This is the part that depends on which replicas share devices: groups, nodes, their order, the schedule. The
+search makes one for each way of dividing the replicas into groups; `compile_plan` adds the rest for the one
+that is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hflow.graph.ir import Graph, Level
+from hflow.graph.queries import firing_levels, root_streams, saved_models, topological_order
+from hflow.planner.checks.settings import check_request, check_splits, check_streams, plan_warnings
+from hflow.planner.make.data_rules import batch_cuts, edge_rules, save_rule
+from hflow.planner.make.placement import place_graph
+from hflow.planner.make.schedule import Orders, group_orders, make_schedule
+from hflow.planner.models.choices import attention_choices, determinism_warnings, layer_choices
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import SAVE_PREFIX, Placement, Plan
+from hflow.planner.plan.schedule import order_edges
+from hflow.planner.plan.staleness import staleness_bound
+
+
+def plan_structure(
+    graph: Graph, request: PlanRequest, *, checks_batch: bool = True
+) -> tuple[Plan, PlanRequest]:
+    """Return a plan without routing table, weight routes and forecast, and the request with its placement.
+
+    Args:
+        graph: a checked graph.
+        request: the cluster, where each model runs, and the settings of the run.
+        checks_batch: whether to refuse a batch that is too small for its layouts.
+
+    Raises:
+        PlanError: if settings, layouts or groups do not fit together.
+        NotYetError: if the graph trains on two streams.
+    """
+    check_request(graph, request)
+    check_streams(graph)
+    levels = firing_levels(graph)
+    placed = place_graph(graph, request, levels)
+    request, replicas, placements = placed.request, placed.replicas, placed.placements
+    saved = saved_models(graph)
+    trained = root_streams(graph)[0]
+    by_node = {placement.node: placement for placement in placements}
+    saves = [save_rule(by_node[SAVE_PREFIX + model], trained.name) for model in saved]
+    rules = (*edge_rules(graph, levels, placements), *saves)
+    cuts = batch_cuts(graph)
+    batch_rules = [
+        rule
+        for rule in rules
+        if graph.stream(rule.stream).trained and levels.get(rule.consumer, Level.BATCH) is Level.BATCH
+    ]
+    if checks_batch:
+        check_splits(batch_rules, dict(cuts), request.batch, trained.group)
+    orders = _orders(graph, levels, by_node, saved)
+    schedule = make_schedule(graph, request, levels, placements, replicas, orders, saved)
+    group_sizes = {group.name: len(group.devices) for group in placed.groups}
+    plan = Plan(
+        recipe=graph.name,
+        graph=graph,
+        cluster=request.cluster,
+        groups=placed.groups,
+        replicas=replicas,
+        placements=placements,
+        order=order_edges(orders),
+        routing=(),
+        rules=rules,
+        cuts=cuts,
+        weights=(),
+        schedule=schedule,
+        shapes=tuple(sorted(request.shapes.items())),
+        settings=tuple(sorted({**request.settings, "seed": request.seed}.items())),
+        staleness_bound=staleness_bound(schedule),
+        deterministic=request.deterministic,
+        warnings=(
+            *graph.warnings,
+            *request.warnings,
+            *plan_warnings(replicas, group_sizes, request),
+            *determinism_warnings(replicas, request),
+        ),
+        engines=placed.engines,
+        attention=attention_choices(replicas, request),
+        layers=layer_choices(replicas, request),
+    )
+    return plan, request
+
+
+def _orders(
+    graph: Graph,
+    levels: Mapping[str, Level],
+    placements: Mapping[str, Placement],
+    saved: tuple[str, ...],
+) -> Orders:
+    """Return the cyclic node order of each group; a model is saved right after its last writer."""
+    batch_nodes = [name for name in topological_order(graph) if levels[name] is Level.BATCH]
+    for model in saved:
+        writers = [i for i, name in enumerate(batch_nodes) if _writes(graph, name, model)]
+        batch_nodes.insert(max(writers) + 1, SAVE_PREFIX + model)
+    return group_orders(batch_nodes, {name: placements[name].groups for name in batch_nodes})
+
+
+def _writes(graph: Graph, name: str, model: str) -> bool:
+    return not name.startswith(SAVE_PREFIX) and model in graph.node(name).spec.writes_weights

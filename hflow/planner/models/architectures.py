@@ -1,0 +1,280 @@
+"""Reads a `ModelShape` from a Hugging Face `config.json`.
+
+The tensors of `FAMILIES` are known one by one, so every backend can divide them. Of
+`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but they run only where a
+backend takes any model of transformers, without dividing tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hflow.errors import ConfigError, PlanError
+from hflow.model_config import check_size
+from hflow.planner.plan.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
+
+Config = Mapping[str, Any]
+
+_LLAMA: Mapping[str, int | None] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+}
+_QWEN2 = {**_LLAMA, "intermediate_size": 22016, "num_key_value_heads": 32, "vocab_size": 151936}
+
+FAMILIES: Mapping[str, Mapping[str, int | None]] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": _QWEN2,
+    "qwen3": {**_QWEN2, "head_dim": 128},
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+"""`model_type`s whose checkpoints have the tensors that `tensors` lists (those of experts one by one), with
+transformers' defaults for keys that a config lacks. None: as many key-value heads as heads; D / H for the
+head size."""
+
+EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts" in sizes)
+"""Those of them with experts."""
+
+
+def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
+    """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.
+
+    Of a model with other parts, such as a vision tower, the sizes are those of its language model.
+
+    Args:
+        config: the mapping with `model_type`; missing keys have the family's defaults.
+        head: `lm`, `value` or `score`.
+
+    Raises:
+        PlanError: for a size that is not a whole number of at least 1, or a missing one without default.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        return None
+    if family in _WITH_TEXT_CONFIG:
+        text = config.get("text_config")
+        inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
+        return read_shape(inner, head)
+    if family == "qwen3_moe":
+        shape = _qwen3_moe(family, config)
+    elif family in FAMILIES:
+        shape = _dense_shape(family, config, FAMILIES[family])
+    elif family in PLANNED_FAMILIES:
+        shape = PLANNED_FAMILIES[family](family, config)
+    else:
+        return None
+    is_tied = bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT))
+    return replace(shape, head=head, is_tied=head == "lm" and is_tied)
+
+
+def can_run(shape: ModelShape) -> bool:
+    """Return whether the tensors of this family are known, so that every backend runs it."""
+    return shape.family in FAMILIES
+
+
+_WITH_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Families with several parts -> the family of their language model, whose sizes are in `text_config`."""
+_TIED_BY_DEFAULT = ("gemma2", "gemma3_text")
+
+
+def _dense_shape(family: str, config: Config, defaults: Mapping[str, int | None]) -> ModelShape:
+    """Return the sizes of a model with grouped-query attention and one MLP in each layer."""
+    sizes = _sizes(family, config, defaults)
+    num_heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+    return ModelShape(
+        family=family,
+        num_layers=sizes["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=sizes["intermediate_size"],
+        num_heads=num_heads,
+        num_kv_heads=sizes.get("num_key_value_heads", num_heads),
+        head_dim=sizes.get("head_dim", hidden // num_heads),
+        vocab=sizes["vocab_size"],
+        is_tied=False,
+        has_qkv_bias=family == "qwen2" or attention_bias,
+        has_out_bias=attention_bias,
+        has_mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        has_qk_norm=family == "qwen3",
+    )
+
+
+_NO_DEFAULTS: Mapping[str, int | None] = {
+    "hidden_size": 0,
+    "intermediate_size": 0,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 0,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 0,
+}
+"""Families that are only planned state their sizes; a missing one is refused."""
+
+
+def _mixtral(family: str, config: Config) -> ModelShape:
+    shape = _dense_shape(family, config, _NO_DEFAULTS)
+    experts = Experts(
+        num=_size(family, config, "num_local_experts"),
+        per_token=_size(family, config, "num_experts_per_tok"),
+        intermediate=shape.intermediate,
+    )
+    return replace(shape, experts=experts)
+
+
+def _qwen3_moe(family: str, config: Config) -> ModelShape:
+    if "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
+    defaults = FAMILIES[family]
+    shape, sizes = _dense_shape(family, config, defaults), _sizes(family, config, defaults)
+    has_bias = bool(config.get("attention_bias", False))
+    dense = config.get("mlp_only_layers") or []
+    first = len(dense)
+    if list(dense) != list(range(first)):
+        raise PlanError(f"architecture {family!r}: mlp_only_layers is {dense}; only first layers are known")
+    experts = Experts(
+        num=sizes["num_experts"],
+        per_token=sizes["num_experts_per_tok"],
+        intermediate=sizes["moe_intermediate_size"],
+        first=first,
+        step=_size(family, config, "decoder_sparse_step", 1),
+    )
+    return replace(shape, experts=experts, has_qk_norm=True, has_qkv_bias=has_bias, has_out_bias=has_bias)
+
+
+def _glm4_moe(family: str, config: Config) -> ModelShape:
+    return replace(
+        _dense_shape(family, config, _NO_DEFAULTS),
+        experts=_deepseek_experts(family, config),
+        has_qkv_bias=bool(config.get("attention_bias", False)),
+        has_qk_norm=bool(config.get("use_qk_norm", False)),
+    )
+
+
+def _deepseek_v3(family: str, config: Config) -> ModelShape:
+    q_rank = config.get("q_lora_rank")
+    latent = LatentAttention(
+        q_rank=None if q_rank is None else _size(family, config, "q_lora_rank"),
+        kv_rank=_size(family, config, "kv_lora_rank"),
+        nope=_size(family, config, "qk_nope_head_dim"),
+        rope=_size(family, config, "qk_rope_head_dim"),
+        value=_size(family, config, "v_head_dim"),
+    )
+    sizes = {**config, "head_dim": latent.nope + latent.rope, "num_key_value_heads": None}
+    shape = _dense_shape(family, sizes, _NO_DEFAULTS)
+    return replace(shape, latent=latent, experts=_deepseek_experts(family, config))
+
+
+def _deepseek_experts(family: str, config: Config) -> Experts:
+    if config.get("moe_layer_freq", 1) != 1:
+        raise PlanError(
+            f"architecture {family!r}: moe_layer_freq is {config['moe_layer_freq']}; it must be 1"
+        )
+    intermediate = _size(family, config, "moe_intermediate_size")
+    return Experts(
+        num=_size(family, config, "n_routed_experts"),
+        per_token=_size(family, config, "num_experts_per_tok"),
+        intermediate=intermediate,
+        shared=intermediate * int(config.get("n_shared_experts") or 0),
+        first=int(config.get("first_k_dense_replace") or 0),
+        has_router_bias=True,
+    )
+
+
+def _llama4(family: str, config: Config) -> ModelShape:
+    sizes = {**config, "intermediate_size": config.get("intermediate_size_mlp")}
+    intermediate = _size(family, config, "intermediate_size")
+    experts = Experts(
+        num=_size(family, config, "num_local_experts"),
+        per_token=_size(family, config, "num_experts_per_tok"),
+        intermediate=intermediate,
+        shared=intermediate,
+        step=_size(family, config, "interleave_moe_layer_step", 1),
+    )
+    chunk = config.get("attention_chunk_size")
+    window = SlidingWindow(chunk, 4) if isinstance(chunk, int) else None
+    return replace(_dense_shape(family, sizes, _NO_DEFAULTS), experts=experts, window=window)
+
+
+def _gpt_oss(family: str, config: Config) -> ModelShape:
+    shape = _dense_shape(family, config, _NO_DEFAULTS)
+    experts = Experts(
+        num=_size(family, config, "num_local_experts"),
+        per_token=_size(family, config, "num_experts_per_tok"),
+        intermediate=shape.intermediate,
+        has_bias=True,
+        has_router_bias=True,
+    )
+    window = SlidingWindow(_size(family, config, "sliding_window"), 2)
+    return replace(
+        shape, experts=experts, window=window, has_qkv_bias=True, has_out_bias=True, has_sinks=True
+    )
+
+
+def _gemma(family: str, config: Config) -> ModelShape:
+    pattern = 2 if family == "gemma2" else _size(family, config, "sliding_window_pattern", 6)
+    return replace(
+        _dense_shape(family, config, _NO_DEFAULTS),
+        window=SlidingWindow(_size(family, config, "sliding_window"), pattern),
+        has_post_norms=True,
+        has_qk_norm=family == "gemma3_text",
+    )
+
+
+PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
+    "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "llama4_text": _llama4,
+    "gpt_oss": _gpt_oss,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
+}
+"""`model_type`s whose tensors are not known one by one -> the function that reads their sizes."""
+
+
+ONLY_PLANNED = (*PLANNED_FAMILIES, *_WITH_TEXT_CONFIG)
+"""These `model_type`s, with those of models that have other parts."""
+
+
+def _sizes(family: str, config: Config, defaults: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the sizes that are known, by their HF names."""
+    sizes = {key: config.get(key, default) for key, default in defaults.items()}
+    for key, size in sizes.items():
+        may_lack = key in ("num_key_value_heads", "head_dim") and size is None
+        if not may_lack:
+            _check_size(family, key, size)
+    return {key: size for key, size in sizes.items() if size is not None}
+
+
+def _size(family: str, config: Config, key: str, default: int | None = None) -> int:
+    """Return one size."""
+    size = config.get(key, default)
+    _check_size(family, key, size)
+    assert isinstance(size, int)
+    return size
+
+
+def _check_size(family: str, key: str, size: Any) -> None:
+    try:
+        check_size(family, key, size)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error

@@ -1,0 +1,180 @@
+"""The engine and the kernels of a replica where nothing is configured, with the reason for the choice.
+
+What `deterministic=true` means for a plan: environment variables of workers, and what it does not cover.
+
+Two runs of such a plan with the same versions are equal bit for bit, as far as libraries allow. Workers also
+turn on torch's deterministic algorithms (`hflow.workers.torch_determinism`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation, descriptor, engine_kind
+from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
+from hflow.planner.plan.traits import ENGINES, traits
+from hflow.types.kernels import AttentionKernel, LayerKernels, choose_kernels, packed_kernel, unsupported
+
+UNDECIDED = ""
+"""The backend of a generation replica whose engine is not chosen yet."""
+
+
+def choose_engines(
+    replicas: Iterable[Replica], request: PlanRequest
+) -> tuple[tuple[Replica, ...], tuple[EngineChoice, ...]]:
+    """Give every generation replica its engine.
+
+    The configuration decides, then the plan file that is executed again. Otherwise it is the first engine
+    that prefers the cluster's devices, is installed and can serve the model, else the default engine.
+
+    Args:
+        replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
+        request: the configuration of models, and what this machine cannot run.
+
+    Returns:
+        The replicas with their engines, and the reasons in the same order.
+    """
+    chosen, choices = [], []
+    for replica in replicas:
+        if replica.role == "gen":
+            choice = _engine_choice(replica, request)
+            replica = replace(replica, backend=choice.engine)
+            remark = engine_kind(choice.engine).remark(served_model(replica, request))
+            choices.append(choice if remark is None else replace(choice, why=f"{choice.why}; {remark}"))
+        chosen.append(replica)
+    return tuple(chosen), tuple(choices)
+
+
+def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
+    """Return what the engine of a replica has to serve."""
+    name = replica.model
+    return ServedModel(
+        replica, request.model(name), request.cluster, request.shapes.get(name), request.families.get(name)
+    )
+
+
+def _engine_choice(replica: Replica, request: PlanRequest) -> EngineChoice:
+    if replica.backend != UNDECIDED:
+        return EngineChoice(replica.name, replica.backend, "as configured")
+    if replica.model in request.engines:
+        return EngineChoice(replica.name, request.engines[replica.model], "as in the plan file")
+    device = request.cluster.device
+    preferred = [kind for kind in map(engine_kind, ENGINES) if device in kind.preferred_on]
+    objections = {kind.name: _objection(kind, replica, request) for kind in preferred}
+    for name, objection in objections.items():
+        if objection is None:
+            return EngineChoice(replica.name, name, f"installed, {device.upper()}")
+    why = next((objection for objection in objections.values() if objection), f"the cluster is {device}")
+    return EngineChoice(replica.name, ENGINES[0], why)
+
+
+def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str | None:
+    """Return why an engine cannot be the default of a replica."""
+    return next(_objections(kind, replica, request), None)
+
+
+def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Iterator[str]:
+    if kind.name in request.engine_problems:
+        yield request.engine_problems[kind.name]
+    yield from kind.check(served_model(replace(replica, backend=kind.name), request))
+
+
+def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[AttentionChoice, ...]:
+    """Return the kernel of each replica with the reason for it, as the packages of this machine allow."""
+    return tuple(_attention_choice(replica, request) for replica in replicas)
+
+
+def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
+    if replica.backend in ENGINES and traits(replica.backend).has_own_attention:
+        return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
+    device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
+    kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)
+    if kernel is AttentionKernel.FLASH_ATTN:
+        return AttentionChoice(replica.name, f"{kernel} {request.flash_attn}", f"installed, {dtype}")
+    if kernel is AttentionKernel.VARLEN:
+        return AttentionChoice(replica.name, kernel, f"{dtype}, flash-attn is not installed")
+    why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
+    return AttentionChoice(replica.name, kernel, why)
+
+
+def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[LayerChoice, ...]:
+    """Return the kernels of each replica with the reason for them, as the packages of this machine allow."""
+    return tuple(
+        _layer_choice(replica, request) for replica in replicas if traits(replica.backend).chooses_kernels
+    )
+
+
+def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
+    config, installed = request.model(replica.model), request.transformer_engine
+    kernels, why = choose_kernels(config.kernels, request.cluster.device, config.compute_dtype, installed)
+    of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
+    return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
+
+
+def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models that Transformer Engine is to compute and does not. Packages are checked by a run."""
+    of_te = (c.replica for c in plan.layers if c.kernels is LayerKernels.TRANSFORMER_ENGINE)
+    for model in dict.fromkeys(plan.replica(name).model for name in of_te):
+        if problem := unsupported(plan.cluster.device, request.model(model).compute_dtype):
+            key = f"models.{model}.kernels"
+            yield f"{key} is {LayerKernels.TRANSFORMER_ENGINE}, but {problem}. Set {key}=torch."
+
+
+CUDA_VARIABLES = {
+    # cuBLAS otherwise chooses between workspaces, and with them the order of sums. Read when CUDA starts.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # NCCL otherwise chooses for each collective by size and ranks, and among others sums inside of switches.
+    # Each collective has a ring, and every device can use the simple protocol.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+"""Environment variables of every worker on CUDA."""
+
+
+def deterministic_variables(plan: Plan, worker: int) -> dict[str, str]:
+    """Return the environment variables that one worker needs so that runs are equal; none on CPUs."""
+    if not plan.deterministic or plan.cluster.device != "cuda":
+        return {}
+    variables = dict(CUDA_VARIABLES)
+    for replica in plan.replicas:
+        if worker in replica.workers:
+            variables |= descriptor(replica.backend).deterministic_variables
+    return variables
+
+
+def determinism_warnings(replicas: Iterable[Replica], request: PlanRequest) -> Iterator[str]:
+    """Yield the replicas whose results may differ between two runs although they should not."""
+    if request.deterministic:
+        for replica, variation in _variations(replicas, request.cluster):
+            yield (
+                f"deterministic=true does not cover {replica.name}: {variation.reason}. Set "
+                f"models.{replica.model}.{variation.setting}."
+            )
+
+
+def _variations(replicas: Iterable[Replica], cluster: ClusterSpec) -> Iterator[tuple[Replica, Variation]]:
+    for replica in replicas:
+        variation = descriptor(replica.backend).find_variation(cluster.device)
+        if variation is not None:
+            yield replica, variation
+
+
+def determinism_line(plan: Plan) -> str:
+    """Describe how two runs of the plan are made equal; empty if they need not be."""
+    if not plan.deterministic:
+        return ""
+    others = [replica.name for replica, _ in _variations(plan.replicas, plan.cluster)]
+    equal = "two runs are equal bit for bit" + (f", except by {', '.join(others)}" if others else "")
+    if plan.cluster.device != "cuda":
+        return (
+            f"{equal}, for any number of threads: products of matrices in a fixed order, and torch refuses "
+            "operations that it cannot repeat"
+        )
+    variables: dict[str, str] = {}
+    for worker in range(plan.cluster.num_devices):
+        variables |= deterministic_variables(plan, worker)
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    return f"{equal}: torch's deterministic algorithms, {settings}"

@@ -1,0 +1,245 @@
+"""Descriptors of training backends and generation engines.
+
+A descriptor holds everything that hflow must know about a backend outside the backend's own package: how it
+shards a model, how much memory it needs, what it can run, and which function builds it on a worker.
+Descriptors import neither torch nor ray, so planning needs neither. `planner.traits` has the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hflow.planner.plan.traits import BACKENDS, ENGINES, BackendTraits, load_backend, load_engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hflow.backends.settings import ModelSettings
+    from hflow.config.schema import ModelConfig
+    from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
+    from hflow.planner.forecast.memory.rank import Rank
+    from hflow.planner.plan.cluster import ClusterSpec
+    from hflow.planner.plan.model_shape import ModelShape
+    from hflow.planner.plan.rows import Replica
+
+
+class TrainingMemory(Protocol):
+    """Memory formulas of a training backend; usually a module. All return bytes of one rank."""
+
+    def model_state(self, rank: Rank) -> Items:
+        """Return what the rank keeps between phases: weights, optimizer state, gradients."""
+
+    def train_step(self, rank: Rank, batch: MicroBatch) -> Items:
+        """Return the peak of a train node beyond the model state."""
+
+    def infer_step(self, rank: Rank, batch: MicroBatch) -> Items:
+        """Return the peak of an infer node beyond the model state."""
+
+    def kept_after_infer(self, rank: Rank) -> Items:
+        """Return what an infer node leaves allocated until the replica trains."""
+
+
+class EngineMemory(Protocol):
+    """Memory formulas of a generation engine; usually a module. All return bytes of one rank."""
+
+    def cache_bytes(self, rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
+        """Return the size of the KV cache.
+
+        Args:
+            rank: a rank of the engine.
+            load: the largest load of the engine.
+            capacity: memory of the device.
+            used: bytes of the device that everything else uses.
+        """
+
+    def decode_step(self, rank: Rank, load: EngineLoad) -> Items:
+        """Return the peak of a step beyond weights and cache."""
+
+    def process_state(self, rank: Rank, overhead: int) -> Items:
+        """Return what an engine with processes of its own keeps in all phases, beside weights and cache.
+
+        Args:
+            rank: a rank of the engine.
+            overhead: bytes that the runtime of a process takes on the device.
+        """
+
+    def max_sequences(self, rank: Rank, cache: int, length: float) -> int | None:
+        """Return how many sequences of a length a cache of some bytes holds; None if it grows as needed."""
+
+
+def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class InstallProblem:
+    """Why this machine cannot run a backend or an engine."""
+
+    reason: str
+    fix: str
+    """The command that fixes it."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.fix}"
+
+
+def _no_conflict(device: str) -> InstallProblem | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Why the results of a backend or an engine differ between two runs that must be equal bit for bit."""
+
+    reason: str
+    setting: str
+    """What to set instead, below `models.NAME`."""
+
+
+def _no_variation(device: str) -> Variation | None:
+    return None
+
+
+def _no_reasons(served: ServedModel) -> Iterable[str]:
+    return ()
+
+
+def _no_remark(served: ServedModel) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """What training backends and generation engines have in common."""
+
+    name: str
+    traits: BackendTraits
+    factory: Callable[..., Any]
+    """Build the backend on a worker; imports torch when called."""
+    packages: tuple[str, ...]
+    """Importable names of the packages that it needs."""
+    install: str
+    """Command that installs them."""
+    purpose: str = ""
+    """What it is for, in a few words."""
+    is_required: bool = False
+    """Whether hflow cannot run without it."""
+    find_conflict: Callable[[str], InstallProblem | None] = _no_conflict
+    """Return why the installed packages cannot run on a kind of device (`cpu`, `cuda`). It is called when all
+    packages are installed, and imports none of them."""
+    environment: Callable[[Replica, str], Mapping[str, str]] = _no_variables
+    """Return the environment variables of a worker that hosts this replica on this kind of device."""
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of a worker that hosts it on CUDA, where runs must be equal bit for bit."""
+    find_variation: Callable[[str], Variation | None] = _no_variation
+    """Return why its results on a kind of device differ between two such runs; None if they do not."""
+
+    def find_problem(self, device: str) -> InstallProblem | None:
+        """Return why the packages of this machine cannot run it; None if they can.
+
+        Args:
+            device: the kind of device to run on, `cpu` or `cuda`. The device itself is not needed.
+        """
+        missing = [package for package in self.packages if find_spec(package) is None]
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            return InstallProblem(f"{', '.join(missing)} {verb} not installed", self.install)
+        return self.find_conflict(device)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a generation engine has to serve, as far as the plan knows it."""
+
+    replica: Replica
+    config: ModelConfig
+    cluster: ClusterSpec
+    shape: ModelShape | None
+    """None if the planner does not know the model's family or sizes."""
+    family: str | None
+    """The model's `model_type`; None if neither its checkpoint nor its configuration is at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(Descriptor):
+    """A training backend: trains models and infers with them.
+
+    `factory` is called with `ModelSettings` and `RankPosition` and returns a `ModelBackend`.
+    """
+
+    memory: TrainingMemory
+    needs_process_per_rank: bool = False
+    """Whether several ranks cannot share a process, as `workers=inproc` would need."""
+    update_dtypes: tuple[str, ...] = ("fp32", "bf16")
+    """Compute dtypes in which update nodes may change its weights."""
+    check_model: Callable[[ModelSettings, PreTrainedConfig], None] | None = None
+    """Check a model's settings and HF config before any worker starts.
+
+    Raises:
+        BackendError: when the model cannot be built, or its checkpoint does not match.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind(Descriptor):
+    """A kind of generation engine.
+
+    `factory` is called with an `EngineSetup` and returns a `GenerationEngine`.
+    """
+
+    memory: EngineMemory
+    preferred_on: tuple[str, ...] = ()
+    """Kinds of devices on which it is the default where it is installed and can serve the model."""
+    check: Callable[[ServedModel], Iterable[str]] = _no_reasons
+    """Return why it cannot serve a model, each with what to set instead. It imports neither torch nor the
+    engine's packages."""
+    remark: Callable[[ServedModel], str | None] = _no_remark
+    """Return what the plan says about how it runs a model; None: nothing. It imports as little as `check`."""
+    recording_factory: Callable[..., Any] | None = None
+    """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
+    replaying_factory: Callable[..., Any] | None = None
+    """As `factory`, with such a dictionary in front, from which the engine takes its tokens."""
+
+
+@cache
+def training_backend(name: str) -> Backend:
+    """Return the descriptor of a training backend.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    backend = load_backend(name)
+    assert isinstance(backend, Backend)
+    assert backend.name == name
+    return backend
+
+
+@cache
+def engine_kind(name: str) -> EngineKind:
+    """Return the descriptor of a generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    engine = load_engine(name)
+    assert isinstance(engine, EngineKind)
+    assert engine.name == name
+    return engine
+
+
+def descriptor(name: str) -> Descriptor:
+    """Return the descriptor of a training backend or generation engine.
+
+    Raises:
+        PlanError: for an unknown name.
+    """
+    return engine_kind(name) if name in ENGINES else training_backend(name)
+
+
+def factories() -> dict[str, Callable[..., Any]]:
+    """Return the factories of all backends and engines, by name."""
+    return {name: descriptor(name).factory for name in (*BACKENDS, *ENGINES)}

@@ -1,0 +1,203 @@
+"""`Calibration`: what programs reach beyond data sheets, and what host, disks and copies take.
+
+Every empirical number of the cost model is here, in one file format. hflow ships figures by generation of
+devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/cost_model`). Figures
+that were measured on the hardware at hand replace them: `calibration=FILE`, or `calibrate=RUN`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictFloat
+from pydantic.dataclasses import dataclass
+
+from hflow.errors import PlanError
+from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.validation import CHECKED, FrozenMapping
+
+DTYPES = ("fp32", "bf16")
+"""Precisions that models compute in. Every device and every calibration has a figure for each."""
+
+Positive = Annotated[StrictFloat, Field(gt=0, le=1e15)]
+NonNegative = Annotated[StrictFloat, Field(ge=0, le=1e15)]
+
+
+@dataclass(frozen=True, config=CHECKED)
+class MatmulRate:
+    """How fast products of matrices are, by their shape.
+
+    A product of `[m, k]` and `[k, n]` takes `2 m k n / (peak * share * r(m) * s(k) * s(n)) + kernel_us`.
+    `s(x) = x / (x + half_size)`: short sides of the weights leave units of a device unused.
+    `r(m) = min(1, m / tile_rows)`: the units work on tiles. Every kernel takes a moment besides.
+    """
+
+    share: Positive
+    """Fraction of the data sheet's dense FLOP/s in large products. More than 1 where the sheet is a guess, as
+    for CPUs."""
+    half_size: NonNegative = 0.0
+    """A side of the weights of this length halves the rate."""
+    kernel_us: NonNegative = 0.0
+    """Microseconds that each product takes besides."""
+    tile_rows: Positive = 1.0
+    """Rows of the smallest tile of the matrix units: 64 on Hopper (`wgmma.m64n8k16` of NVIDIA's PTX ISA)."""
+
+    def rate(self, rows: float, inner: float, columns: float) -> float:
+        """Return the fraction of the data sheet's FLOP/s that a product of this shape reaches."""
+        sides = inner / (inner + self.half_size) * columns / (columns + self.half_size)
+        return self.share * min(1.0, rows / self.tile_rows) * sides
+
+    def seconds(self, rows: float, inner: float, columns: float, peak: float) -> float:
+        """Return the seconds of one product of `[rows, inner]` and `[inner, columns]`.
+
+        Args:
+            rows: of the first matrix, such as tokens.
+            inner: columns of the first matrix and rows of the second one.
+            columns: of the second matrix.
+            peak: FLOP/s of the data sheet.
+        """
+        flops = 2 * rows * inner * columns
+        return flops / (peak * self.rate(rows, inner, columns)) + self.kernel_us * 1e-6
+
+
+@dataclass(frozen=True, config=CHECKED)
+class MemoryRate:
+    """Fractions of the data sheet's memory bandwidth that programs reach."""
+
+    decode: Positive
+    """In decoding, which reads weights and the KV cache."""
+    stream: Positive
+    """In long element-wise kernels: optimizer steps, copies, norms and activation functions."""
+    sharpness: Annotated[StrictFloat, Field(ge=1)] | None = None
+    """Exponent p with which a product of few rows takes `(compute^p + memory^p)^(1/p)` in decoding: 1 if
+    arithmetic and reading weights follow one another. None: the longer of both."""
+    passes: NonNegative = 0.0
+    """How often element-wise kernels read or write all of a layer's hidden states and intermediate
+    activations in a forward pass. A backward pass takes twice as many."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class LinkRate:
+    """How fast collectives over one link are, by bytes and ranks.
+
+    A ring moves its bytes at `share` of the link's bandwidth. Each collective takes `launch_us` besides the
+    link's own latency, which grows with the ranks.
+    """
+
+    share: Positive
+    """Fraction of the link's bandwidth in large collectives."""
+    launch_us: NonNegative = 0.0
+    """Microseconds of each collective, whatever its size."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class HostTimes:
+    """Time that the host of a backend or engine takes, in microseconds, and rates of its own kernels."""
+
+    layer_us: NonNegative = 0.0
+    """To launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this ahead
+    of it, so that it is a minimum and is not added; on a CPU it is added. 0 with CUDA graphs."""
+    gap_us: NonNegative = 0.0
+    """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
+    step_us: NonNegative = 0.0
+    """Per decode step, added: scheduling, preparing inputs, sampling. Per training step of a model that is
+    sharded over ranks of a CPU: what does not grow with the bytes, such as waiting for the slower rank."""
+    sequence_us: NonNegative = 0.0
+    """Per running sequence of a decode step, added."""
+    expert_us: NonNegative = 0.0
+    """Per layer with experts in one pass or decode step, added: the device waits while the host reads how
+    many tokens each expert has, and launches the kernels that sort and compute them."""
+    attention: Positive | None = None
+    """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
+    passes: NonNegative | None = None
+    """As `MemoryRate.passes`, where its kernels are fused in another way; None: that of `MemoryRate`, and 0
+    in decoding, where few tokens are computed."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class TransferRates:
+    """Rates in 1e9 bytes per second of one process, and the time per tensor, where no link says them."""
+
+    store_gb_per_s: Positive
+    """Into or out of Ray's object store and shared memory: one copy in the memory of the host."""
+    disk_gb_per_s: Positive
+    """Files of checkpoints and weights."""
+    tensor_us: NonNegative
+    """Microseconds of each tensor in a weight update: gathering, converting and loading it."""
+    checksum_gb_per_s: Positive | None = None
+    """The checksum that verifies new weights where they are sent, received and held; None: not counted, as on
+    GPUs, where it reads memory at full bandwidth."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Calibration:
+    """What programs reach on one kind of device."""
+
+    name: str
+    """The file's name, without its ending."""
+    devices: tuple[str, ...]
+    """Names of the devices that it holds for."""
+    source: str
+    """What was measured, when and where, in a sentence."""
+    matmul: FrozenMapping[str, MatmulRate]
+    """By dtype. `fp32` and `bf16` are required."""
+    attention: Positive
+    """Fraction of dense bf16 FLOP/s in attention kernels over long sequences."""
+    memory: MemoryRate
+    intra: LinkRate
+    """Between devices of one machine."""
+    inter: LinkRate
+    """Between machines."""
+    host_copy: LinkRate
+    """Between a device and pinned memory of its machine."""
+    host: FrozenMapping[str, HostTimes]
+    """By training backend and generation engine."""
+    transfers: TransferRates
+    exchange: LinkRate | None = None
+    """Between machines, where every device sends to many others at once, as tokens are sent to experts: all
+    ports are in use. None: as `inter`."""
+    overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
+    """Seconds that computation loses for each second of collectives that run beside it, as both need the
+    device's units and memory."""
+    sample_us: NonNegative = 0.0
+    """Microseconds of each sample outside of its engine: its episode, its reward, the store and the ledger.
+    The controller handles samples one after the other, beside engines on GPUs, and on their cores on a
+    CPU."""
+    node_us: NonNegative = 0.0
+    """Microseconds of each execution of a batch node, and of each update of an engine's weights, besides its
+    work: messages to its workers and back, and what the controller does in between."""
+    is_measured: StrictBool = False
+    """Whether it was measured on the user's hardware, rather than shipped with hflow."""
+    missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)
+    """Part of what was measured, such as `matmul` -> mean absolute error (0.05: 5 %) on measurements that no
+    figure was fitted to."""
+    unmeasured: tuple[str, ...] = ()
+    """Parts that this hardware could not show, such as `inter` on one machine; they are shipped figures."""
+
+    def __post_init__(self) -> None:
+        for part, names in (("matmul", DTYPES), ("host", (*BACKENDS, *ENGINES))):
+            for name in names:
+                if name not in getattr(self, part):
+                    raise ValueError(f"{part}.{name} is missing; it has no default")
+
+    def matmul_rate(self, dtype: str) -> MatmulRate:
+        """Return the rate of products in a precision; those without a rate of their own have that of bf16."""
+        return self.matmul.get(dtype, self.matmul["bf16"])
+
+
+def check_device(calibration: Calibration, device: str, key: str) -> None:
+    """Refuse a calibration of other hardware.
+
+    Args:
+        calibration: what was asked for.
+        device: name of the cluster's devices.
+        key: the setting that names the calibration, for the message.
+
+    Raises:
+        PlanError: if it does not hold for the device.
+    """
+    if device not in calibration.devices:
+        raise PlanError(
+            f"{key} was measured on {', '.join(calibration.devices)}, but the cluster has {device}; "
+            "measure these devices with hflow profile, or set calibration=null for the shipped figures"
+        )

@@ -1,0 +1,127 @@
+"""Clusters by name: `h100-8x8` is eight machines with eight H100 each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from hflow.errors import PlanError, nearest, shorten
+from hflow.planner.plan.hardware import Device, Hardware, Link
+
+_PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")
+MAX_DEVICES = 65_536
+"""Devices of the largest cluster. A plan has rows for every device, and takes seconds for ten thousand."""
+
+MAX_DEVICES_PER_NODE = 1024
+"""Devices of the largest machine: more than any has, so that a larger number is a typing error."""
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Devices to plan for: `num_nodes` machines with `devices_per_node` each."""
+
+    name: str
+    device: str
+    """`cpu` or `cuda`: what torch calls the device."""
+    num_nodes: int
+    devices_per_node: int
+    memory_bytes: int
+    """Memory of one device."""
+    cores: tuple[int, ...] = ()
+    """Number of processor cores that the worker of each device of a machine is bound to; empty: workers are
+    not bound."""
+
+    def cores_of(self, device: int) -> range:
+        """Return the cores of a device's worker, numbered on its machine; empty if it is not bound."""
+        local = device % self.devices_per_node
+        return range(sum(self.cores[:local]), sum(self.cores[: local + 1]))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in the whole cluster."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        """Return the machine that a device belongs to."""
+        return device // self.devices_per_node
+
+    def machines(self, devices: tuple[int, ...]) -> Mapping[int, int]:
+        """Return the number of some devices on each machine that has any, in the order of the devices."""
+        return _machines(devices, self.devices_per_node)
+
+
+@lru_cache(maxsize=256)
+def _machines(devices: tuple[int, ...], devices_per_node: int) -> Mapping[int, int]:
+    return Counter(device // devices_per_node for device in devices)
+
+
+def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
+    """Parse `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`.
+
+    Args:
+        name: the cluster's name.
+        devices: known devices by name.
+
+    Raises:
+        PlanError: for a name of another form, or with an unknown device.
+    """
+    kind, num_nodes, devices_per_node = _split(name)
+    if kind not in devices:
+        near = nearest(kind, [device for device in devices if device.startswith(kind)] or devices)
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r}: unknown device {shorten(kind, 40)!r}{near} "
+            f"(known: {', '.join(devices)})"
+        )
+    device = devices[kind]
+    return ClusterSpec(name, device.type, num_nodes, devices_per_node, device.memory_bytes)
+
+
+def device_of(name: str) -> str:
+    """Return the device in a cluster's name, `a100-80g` in `a100-80g-2x8`."""
+    return _split(name)[0]
+
+
+def used_links(cluster: ClusterSpec, hardware: Hardware) -> list[tuple[Link, str]]:
+    """Return the links that connect devices of a cluster, each with the level at which it does."""
+    racks = {hardware.rack_of(device) for device in (0, cluster.num_devices - 1)}
+    levels = [
+        (hardware.intra, "within a machine", cluster.devices_per_node > 1),
+        (hardware.rack, "within a rack", cluster.num_nodes > 1),
+        (hardware.inter, "between racks" if hardware.rack else "between machines", cluster.num_nodes > 1),
+    ]
+    if hardware.rack and len(racks) == 1:
+        del levels[-1]
+    return [(link, where) for link, where, is_used in levels if link is not None and is_used]
+
+
+def device_ranges(devices: Iterable[int]) -> str:
+    """Return ascending devices as text, `0-3,6`."""
+    runs = groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])
+    ends = [[device for _, device in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)
+
+
+def _split(name: str) -> tuple[str, int, int]:
+    match = _PATTERN.fullmatch(name)
+    if match is None:
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} is not understood; write DEVICE-NODESxDEVICES, as in cpu-1x2"
+        )
+    kind, *counts = match.groups()
+    if max(map(len, counts)) > len(str(MAX_DEVICES)) or math.prod(map(int, counts)) > MAX_DEVICES:
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} has more than {MAX_DEVICES:,} devices, the most that can be "
+            "planned; use fewer"
+        )
+    nodes, devices = map(int, counts)
+    if devices > MAX_DEVICES_PER_NODE:
+        raise PlanError(
+            f"cluster {shorten(name, 80)!r} has {devices:,} devices per machine, and a machine has at most "
+            f"{MAX_DEVICES_PER_NODE:,}; write DEVICE-NODESxDEVICES, as in {kind}-{nodes}x8"
+        )
+    return kind, nodes, devices

@@ -1,0 +1,131 @@
+"""Figures of devices and links, as their data sheets say, with the calibration of what programs reach."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictInt
+from pydantic.dataclasses import dataclass
+
+from hflow.planner.plan.calibration import DTYPES, Calibration, LinkRate, NonNegative, Positive
+from hflow.validation import CHECKED, FrozenMapping
+
+GIB = 2**30
+LOW_DTYPES = ("fp8", "fp4")
+"""Precisions that only some devices compute in."""
+
+Count = Annotated[StrictInt, Field(ge=1)]
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Rack:
+    """Neighbouring machines whose devices have a faster link, or fewer switches between them, than others.
+
+    Examples are the NVLink domain of a GB200 NVL72, and machines on the same leaf switches.
+    """
+
+    devices: Count
+    """Number of devices of all its machines together."""
+    link: str
+    """The link between its machines."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Device:
+    """One kind of device. A `cpu` device is one worker process."""
+
+    name: str
+    type: Literal["cpu", "cuda"]
+    """Its name in torch."""
+    memory_gib: Positive
+    tflops: FrozenMapping[str, Positive]
+    """Dense TFLOP/s by dtype: `fp32`, `bf16`, and where the device has them `fp8` and `fp4`."""
+    memory_gb_per_s: Positive
+    """Memory bandwidth in 1e9 bytes per second."""
+    link: str
+    """The link between devices of one machine."""
+    network: str
+    """The link between machines, unless the configuration names another one."""
+    overhead_gib: NonNegative = 0.0
+    """Memory that the runtime itself takes (CUDA context, NCCL buffers, the Python process)."""
+    host_link: str = "pcie-4"
+    """The link between a device and the memory of its machine, as one device has it."""
+    host_memory_gib: Positive | None = None
+    """Memory of the machine for each of its devices; None: unknown. For a `cpu` it is the same memory as
+    `memory_gib`."""
+    rack: Rack | None = None
+    """The level between machine and cluster; None: all machines are equally far from each other."""
+    dollars_per_hour: NonNegative | None = None
+    """Rent of one device with its share of the machine; None: unknown."""
+
+    def __post_init__(self) -> None:
+        for dtype in self.tflops:
+            if dtype not in (*DTYPES, *LOW_DTYPES):
+                known = ", ".join((*DTYPES, *LOW_DTYPES))
+                raise ValueError(f"tflops.{dtype} is not a known precision (known: {known})")
+        for dtype in DTYPES:
+            if dtype not in self.tflops:
+                raise ValueError(f"tflops.{dtype} is missing; it has no default")
+        if self.overhead_gib >= self.memory_gib:
+            raise ValueError(
+                f"overhead_gib is {self.overhead_gib}; it must be less than memory_gib, {self.memory_gib:g}"
+            )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device."""
+        return int(self.memory_gib * GIB)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Memory of the machine for each of its devices; None if it is not known."""
+        return None if self.host_memory_gib is None else round(self.host_memory_gib * GIB)
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Link:
+    """A connection between two devices."""
+
+    name: str
+    gb_per_s: Positive
+    """Bandwidth of one device in one direction, in 1e9 bytes per second."""
+    latency_us: NonNegative
+    """Microseconds that the smallest message takes."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices and links of a cluster."""
+
+    device: Device
+    intra: Link
+    """Between devices of one machine."""
+    inter: Link
+    """Between machines; between racks, where the device has a `rack`."""
+    host: Link
+    """Between a device and the memory of its machine."""
+    calibration: Calibration
+    """What programs reach on them."""
+    rack: Link | None = None
+    """Between machines of one rack; None if the device has no `rack`."""
+
+    def link_rate(self, link: Link) -> LinkRate:
+        """Return what programs reach on one of the cluster's links."""
+        if link == self.intra:
+            return self.calibration.intra
+        return self.calibration.host_copy if link == self.host else self.calibration.inter
+
+    def exchange_rate(self, link: Link) -> LinkRate:
+        """Return what programs reach on a link where every rank sends to many others at once."""
+        return (
+            self.calibration.exchange or self.link_rate(link) if link == self.inter else self.link_rate(link)
+        )
+
+    @property
+    def within_rack(self) -> Link:
+        """The link between neighbouring machines."""
+        return self.rack or self.inter
+
+    def rack_of(self, device: int) -> int:
+        """Return the rack that a device belongs to; 0 if there are no racks."""
+        return device // self.device.rack.devices if self.device.rack else 0

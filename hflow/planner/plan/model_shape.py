@@ -1,0 +1,452 @@
+"""`ModelShape`: the sizes of a decoder-only transformer, and the list of its tensors.
+
+Names and shapes are those of Hugging Face checkpoints. Plans refer to checkpoint tensors only, even if a
+backend fuses or pads them. The experts of a layer are listed as one stacked tensor `[N, ...]` for each of
+their matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
+
+from hflow.config.schema import ALL_LINEAR, LoraConfig
+from hflow.errors import PlanError, nearest
+from hflow.types.routed_experts import RoutingFormat
+
+LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
+"""Metadata of a field that the rows of a plan lack where it has its default (`planner/plan/serialise.py`)."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Layers whose MLP is a mixture of experts: a router chooses `per_token` of `num` experts."""
+
+    num: int
+    per_token: int
+    intermediate: int
+    """Rows of one expert's matrices."""
+    shared: int = 0
+    """Rows of the experts that every token passes, all together."""
+    first: int = 0
+    """The first layer with experts; those before it have a dense MLP."""
+    step: int = 1
+    """Every `step`-th layer has experts: those with `(layer + 1) % step == 0`."""
+    has_bias: bool = False
+    """Whether the experts' matrices have biases."""
+    has_router_bias: bool = False
+    """Whether the router adds a number for each expert, such as DeepSeek's balance correction."""
+
+    def are_in(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return layer >= self.first and (layer + 1) % self.step == 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values are projected from one small vector per token.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. The cache holds `kv_rank + rope` entries per token.
+    """
+
+    q_rank: int | None
+    """Size of the vector that queries are projected from; None: they are projected from the hidden state."""
+    kv_rank: int
+    nope: int
+    """Part of a query's and key's size without a rotary embedding."""
+    rope: int
+    """Part of it with one, which all heads share in keys."""
+    value: int
+    """Size of a head's value."""
+
+    @property
+    def cached(self) -> int:
+        """Entries that the cache holds for a token, in one layer."""
+        return self.kv_rank + self.rope
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers that attend to the last tokens only."""
+
+    tokens: int
+    full_every: int
+    """Layers with `(layer + 1) % full_every == 0` attend to all tokens."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Low-rank adapters: a matrix `[r, inputs]` and a matrix `[outputs, r]` for each targeted matrix."""
+
+    r: int
+    targets: tuple[str, ...]
+    """Names of modules, such as `q_proj`."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one model with its head.
+
+    Axes: D hidden, V vocabulary, F intermediate, H heads, K key-value heads, E head size, N experts.
+    """
+
+    family: str
+    """`model_type` of the HF config, such as `qwen3`."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    is_tied: bool
+    """Whether the output matrix is the embedding."""
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    """Whether the attention's output projection has a bias (Llama's `attention_bias`)."""
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    head: str = "lm"
+    """`lm`: an output matrix `[V, D]`; `value` and `score`: a vector `[1, D]` in its place."""
+    experts: Experts | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    latent: LatentAttention | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """None: keys and values of all heads. With it, `head_dim` is the size of a query."""
+    window: SlidingWindow | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    has_post_norms: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether the outputs of attention and MLP are normalised as well as their inputs (Gemma)."""
+    has_sinks: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether each head has a learned weight for attending to nothing (gpt-oss)."""
+    adapter: AdapterShape | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """If it is set, `tensors` are the model's adapters, and a scalar head, in place of its weights."""
+
+    def __hash__(self) -> int:
+        """Return a hash of what usually differs, as shapes are keys of many caches."""
+        return hash((self.family, self.num_layers, self.hidden, self.intermediate, self.vocab, self.head))
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's MLP is a mixture of experts."""
+        return self.experts is not None and self.experts.are_in(layer)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a checkpoint, and how tensor parallelism may split it."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    """Index of its decoder layer; None for embedding, final norm and head."""
+    location: str
+    """`layer`, `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
+    embedding tensor, which both the first and the last stage hold."""
+    split_axis: int | None = None
+    """The axis that tensor parallelism splits; None: every tensor rank holds the whole tensor."""
+    split_units: int = 1
+    """Number of equal units of the split axis that must stay whole: heads for q and o, key-value heads for k
+    and v, rows for the MLP, tokens for a vocabulary."""
+    may_repeat: bool = False
+    """Whether several tensor ranks may hold the same unit if there are fewer units than ranks (key-value
+    heads)."""
+    may_pad: bool = False
+    """Whether a backend may pad the axis to a multiple of its ranks (vocabulary)."""
+    num_experts: int = 1
+    """Number of experts that the first axis stacks; 1: the tensor is not one of experts."""
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+"""Bytes of one entry by dtype."""
+
+
+@lru_cache
+def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
+    """Return every tensor of the model's checkpoint, in the order in which transformers lists them."""
+    layers = (spec for layer in range(shape.num_layers) for spec in layer_tensors(shape, layer))
+    if shape.adapter is not None:
+        return (*layers, *(() if shape.head == "lm" else _head(shape)))
+    return (
+        TensorSpec(
+            "model.embed_tokens.weight",
+            (shape.vocab, shape.hidden),
+            None,
+            "embedding",
+            0,
+            shape.vocab,
+            may_pad=True,
+        ),
+        *layers,
+        TensorSpec("model.norm.weight", (shape.hidden,), None, "norm"),
+        *_head(shape),
+    )
+
+
+def layer_tensors(shape: ModelShape, layer: int) -> tuple[TensorSpec, ...]:
+    """Return the tensors of one decoder layer."""
+    return tuple(_layer(shape, str(layer), layer))
+
+
+@lru_cache
+def layer_template(shape: ModelShape, layer: int = 0) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a layer, with `{}` for its index in their names."""
+    return tuple(replace(spec, layer=0) for spec in _layer(shape, "{}", layer))
+
+
+@lru_cache
+def equal_layers(shape: ModelShape, first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """Return `[first, last)` of each run of layers with the same tensors, as far as they are in a range."""
+    runs = [list(run) for _, run in groupby(range(first, last), key=shape.has_experts)]
+    return tuple((layers[0], layers[-1] + 1) for layers in runs)
+
+
+@lru_cache
+def kinds_of_layers(shape: ModelShape) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Return the different templates of the model's layers."""
+    first_of_kind = {shape.has_experts(layer): layer for layer in reversed(range(shape.num_layers))}
+    return tuple(layer_template(shape, layer) for layer in sorted(first_of_kind.values()))
+
+
+@lru_cache
+def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
+    """Return the tensors outside the decoder layers: embedding, final norm, head."""
+    return tensors(replace(shape, num_layers=0))
+
+
+@lru_cache
+def expert_layers(shape: ModelShape, first: int, last: int) -> int:
+    """Return how many of the layers `[first, last)` have experts."""
+    return sum(shape.has_experts(layer) for layer in range(first, last))
+
+
+def routing_format(shape: ModelShape) -> RoutingFormat | None:
+    """Return how the experts of a token are stored; None for a model without experts."""
+    experts = shape.experts
+    if experts is None:
+        return None
+    return RoutingFormat(expert_layers(shape, 0, shape.num_layers), experts.per_token, experts.num)
+
+
+def mlp_rows(shape: ModelShape, layer: int) -> int:
+    """Return the rows of F that one token passes in a layer's MLP, over all experts that compute with it."""
+    experts = shape.experts
+    if experts is None or not experts.are_in(layer):
+        return shape.intermediate
+    return experts.per_token * experts.intermediate + experts.shared
+
+
+@lru_cache
+def mean_mlp_rows(shape: ModelShape) -> float:
+    """Return the rows of F that a token passes in a layer, as the mean over layers."""
+    return sum(mlp_rows(shape, layer) for layer in range(shape.num_layers)) / shape.num_layers
+
+
+@lru_cache
+def mean_active_experts(shape: ModelShape) -> float:
+    """Return the routed experts that a token passes in a layer, as the mean over layers."""
+    if shape.experts is None:
+        return 0.0
+    return shape.experts.per_token * expert_layers(shape, 0, shape.num_layers) / shape.num_layers
+
+
+def cached_tokens(shape: ModelShape, length: float) -> float:
+    """Return the tokens of a sequence whose keys and values a layer's cache holds, as the mean over layers.
+
+    A layer with a window keeps the last tokens only.
+    """
+    if shape.window is None:
+        return length
+    num_full = shape.num_layers // shape.window.full_every
+    windowed = min(length, shape.window.tokens)
+    return (num_full * length + (shape.num_layers - num_full) * windowed) / shape.num_layers
+
+
+@lru_cache
+def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the modules that adapters can be added to: matrices of layers, without routers and experts."""
+    specs = [spec for kind in kinds_of_layers(replace(shape, adapter=None)) for spec in kind]
+    return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
+
+
+def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
+    """Return the shape whose tensors training changes: that of the adapters, if there are any.
+
+    Raises:
+        PlanError: if the model lacks a targeted module; names the nearest ones.
+    """
+    if lora is None:
+        return shape
+    known = adapter_targets(shape)
+    targets = known if lora.targets == (ALL_LINEAR,) else lora.targets
+    for name in targets:
+        if name not in known:
+            raise PlanError(
+                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
+                f"{ALL_LINEAR}, {', '.join(known)})"
+            )
+    return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
+
+
+def _is_linear(spec: TensorSpec) -> bool:
+    return (
+        len(spec.shape) == 2 and spec.name.endswith(".weight") and not spec.name.endswith("mlp.gate.weight")
+    )
+
+
+def _module(spec: TensorSpec) -> str:
+    return spec.name.split(".")[-2]
+
+
+@lru_cache
+def num_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the whole model."""
+    layers = sum(
+        (last - first) * sum(spec.numel for spec in layer_template(shape, first))
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+    )
+    return layers + sum(spec.numel for spec in other_tensors(shape))
+
+
+@lru_cache
+def num_tensors(shape: ModelShape) -> int:
+    """Return the number of tensors of the whole model; the experts of a layer count as one."""
+    layers = equal_layers(shape, 0, shape.num_layers)
+    return len(other_tensors(shape)) + sum(
+        (last - first) * len(layer_template(shape, first)) for first, last in layers
+    )
+
+
+@lru_cache
+def expert_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters that expert ranks divide."""
+    return sum(
+        (last - first) * spec.numel
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+        for spec in layer_template(shape, first)
+        if spec.num_experts > 1
+    )
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters that compute with one token: of the experts, those chosen for it.
+
+    The output matrix counts, even if it is the embedding. The embedding does not, as a token reads one row.
+    """
+    inactive = sum(
+        (last - first) * spec.numel // spec.num_experts * (spec.num_experts - shape.experts.per_token)
+        for first, last in equal_layers(shape, 0, shape.num_layers)
+        for spec in layer_template(shape, first)
+        if shape.experts is not None and spec.num_experts > 1
+    )
+    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
+    return num_parameters(shape) - inactive - embedding
+
+
+def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
+    if shape.adapter is None:
+        yield from _weights_of_layer(shape, index, layer)
+        return
+    for spec in _weights_of_layer(shape, index, layer):
+        if _is_linear(spec) and _module(spec) in shape.adapter.targets:
+            path, (rows, columns), r = spec.name.removesuffix(".weight"), spec.shape, shape.adapter.r
+            yield TensorSpec(f"{path}.lora_A.weight", (r, columns), layer, "layer")
+            yield TensorSpec(f"{path}.lora_B.weight", (rows, r), layer, "layer")
+
+
+def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
+    prefix = f"model.layers.{index}."
+    yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
+    if shape.has_experts(layer):
+        yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
+    else:
+        yield from _mlp(shape, f"{prefix}mlp.", shape.intermediate, layer)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    post_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if shape.has_post_norms else ()
+    for name in (*norms, *post_norms):
+        yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
+
+
+def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    d, e = shape.hidden, shape.head_dim
+    heads, kv = shape.num_heads, shape.num_kv_heads
+    for name, units, may_repeat in (("q", heads, False), ("k", kv, True), ("v", kv, True)):
+        at = f"{prefix}self_attn.{name}_proj."
+        yield TensorSpec(at + "weight", (units * e, d), layer, "layer", 0, units, may_repeat)
+        if shape.has_qkv_bias:
+            yield TensorSpec(at + "bias", (units * e,), layer, "layer", 0, units, may_repeat)
+    yield TensorSpec(f"{prefix}self_attn.o_proj.weight", (d, heads * e), layer, "layer", 1, heads)
+    if shape.has_out_bias:
+        yield TensorSpec(f"{prefix}self_attn.o_proj.bias", (d,), layer, "layer")
+    if shape.has_sinks:
+        yield TensorSpec(f"{prefix}self_attn.sinks", (heads,), layer, "layer", 0, heads)
+    if shape.has_qk_norm:
+        yield TensorSpec(f"{prefix}self_attn.q_norm.weight", (e,), layer, "layer")
+        yield TensorSpec(f"{prefix}self_attn.k_norm.weight", (e,), layer, "layer")
+
+
+def _latent_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield DeepSeek's matrices. Tensor ranks divide those that have heads, and repeat the others."""
+    latent, d, heads = shape.latent, shape.hidden, shape.num_heads
+    assert latent is not None
+    at, queries = f"{prefix}self_attn.", heads * (latent.nope + latent.rope)
+    if latent.q_rank is None:
+        yield TensorSpec(f"{at}q_proj.weight", (queries, d), layer, "layer", 0, heads)
+    else:
+        yield TensorSpec(f"{at}q_a_proj.weight", (latent.q_rank, d), layer, "layer")
+        yield TensorSpec(f"{at}q_a_layernorm.weight", (latent.q_rank,), layer, "layer")
+        yield TensorSpec(f"{at}q_b_proj.weight", (queries, latent.q_rank), layer, "layer", 0, heads)
+    yield TensorSpec(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, d), layer, "layer")
+    yield TensorSpec(f"{at}kv_a_layernorm.weight", (latent.kv_rank,), layer, "layer")
+    keys_and_values = heads * (latent.nope + latent.value)
+    yield TensorSpec(f"{at}kv_b_proj.weight", (keys_and_values, latent.kv_rank), layer, "layer", 0, heads)
+    yield TensorSpec(f"{at}o_proj.weight", (d, heads * latent.value), layer, "layer", 1, heads)
+
+
+def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Iterator[TensorSpec]:
+    d, f = shape.hidden, intermediate
+    for name in ("gate", "up"):
+        yield TensorSpec(f"{prefix}{name}_proj.weight", (f, d), layer, "layer", 0, f)
+        if shape.has_mlp_bias:
+            yield TensorSpec(f"{prefix}{name}_proj.bias", (f,), layer, "layer", 0, f)
+    yield TensorSpec(f"{prefix}down_proj.weight", (d, f), layer, "layer", 1, f)
+    if shape.has_mlp_bias:
+        yield TensorSpec(f"{prefix}down_proj.bias", (d,), layer, "layer")
+
+
+def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert."""
+    experts, d = shape.experts, shape.hidden
+    assert experts is not None
+    n, f = experts.num, experts.intermediate
+    yield TensorSpec(f"{prefix}gate.weight", (n, d), layer, "layer")
+    if experts.has_router_bias:
+        yield TensorSpec(f"{prefix}gate.bias", (n,), layer, "layer")
+    for name in ("gate", "up"):
+        at = f"{prefix}experts.{name}_proj."
+        yield TensorSpec(at + "weight", (n, f, d), layer, "layer", 1, f, num_experts=n)
+        if experts.has_bias:
+            yield TensorSpec(at + "bias", (n, f), layer, "layer", 1, f, num_experts=n)
+    yield TensorSpec(f"{prefix}experts.down_proj.weight", (n, d, f), layer, "layer", 2, f, num_experts=n)
+    if experts.has_bias:
+        yield TensorSpec(f"{prefix}experts.down_proj.bias", (n, d), layer, "layer", num_experts=n)
+    if experts.shared:
+        yield from _mlp(shape, f"{prefix}shared_experts.", experts.shared, layer)
+
+
+def _head(shape: ModelShape) -> Iterator[TensorSpec]:
+    if shape.head == "score":
+        yield TensorSpec("score.weight", (1, shape.hidden), None, "head")
+    elif shape.head == "value":
+        yield TensorSpec("value_head.weight", (1, shape.hidden), None, "head")
+        yield TensorSpec("value_head.bias", (1,), None, "head")
+    elif not shape.is_tied:
+        yield TensorSpec(
+            "lm_head.weight", (shape.vocab, shape.hidden), None, "head", 0, shape.vocab, may_pad=True
+        )

@@ -1,0 +1,73 @@
+"""The routing table of a plan: the worker that each key stands for.
+
+There are three kinds of keys: a model shard, the data shard `__data{i}__` (dp-head i of the source node), and
+the worker's own index. Several keys may stand for one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from hflow.planner.plan.layout import RankOrder
+from hflow.planner.plan.rows import Replica, RoutingRow
+
+
+def shard_key(model: str, dp: int, tp: int, pp: int, cp: int | None = None) -> str:
+    """Return the key of one shard of a replica. Only layouts with a context axis name its index."""
+    context = "" if cp is None else f", {cp}"
+    return f"({model}, {dp}, {tp}, {pp}{context})"
+
+
+def data_key(i: int) -> str:
+    """Return the key of the source's data shard `i`."""
+    return f"__data{i}__"
+
+
+def worker_key(worker: int) -> str:
+    """Return the key of a worker."""
+    return str(worker)
+
+
+def rank_order(role: str) -> RankOrder:
+    """Return the rank order of a replica with this role: only generation has its own order."""
+    return RankOrder.GENERATE if role == "gen" else RankOrder.TRAIN
+
+
+def on_workers(replica: Replica, workers: tuple[int, ...]) -> Replica:
+    """Return a replica whose ranks run on these workers."""
+    heads = tuple(workers[rank] for rank in replica.layout.heads(rank_order(replica.role)))
+    return replace(replica, workers=workers, heads=heads)
+
+
+def tensor_ranks(engine: Replica, head: int) -> tuple[int, ...]:
+    """Return the workers of the tensor ranks of one engine of a generation replica, given its head."""
+    num_ranks, rank = engine.layout.tensor, engine.workers.index(head)
+    return engine.workers[rank : rank + num_ranks]
+
+
+def shard_rows(replica: Replica) -> list[RoutingRow]:
+    """Return one row for every shard of a replica, by rank."""
+    order = rank_order(replica.role)
+    rows = []
+    for rank, worker in enumerate(replica.workers):
+        dp, tp, pp, cp = replica.layout.coords(order, rank)
+        context = cp if replica.layout.context > 1 else None
+        rows.append(RoutingRow(shard_key(replica.name, dp, tp, pp, context), worker))
+    return rows
+
+
+def routing_table(
+    replicas: Iterable[Replica], source_heads: Sequence[int], workers: Iterable[int]
+) -> tuple[RoutingRow, ...]:
+    """Return the whole table: shards of every replica, data shards of the source, worker indices.
+
+    Args:
+        replicas: all replicas of the plan.
+        source_heads: dp index -> worker of the node that opens the trained stream.
+        workers: indices of all workers.
+    """
+    rows = [row for replica in replicas for row in shard_rows(replica)]
+    rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_heads)]
+    rows += [RoutingRow(worker_key(worker), worker) for worker in workers]
+    return tuple(rows)
