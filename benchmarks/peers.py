@@ -99,8 +99,8 @@ def step_overrides(model: Path, case: Grpo, out: str) -> list[str]:
 def serve_steps(model: str, case: Grpo) -> None:
     """Run recipes/grpo.py; print the processor seconds of a step, in all and by thread."""
     from hflow import Observer
-    from hflow.launch.compile import compile_recipe
-    from hflow.launch.run_recipe import run_compiled
+    from hflow.launch.planning.compile import compile_recipe
+    from hflow.launch.running.run_recipe import run_compiled
 
     found: list[dict[str, float]] = []
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import harness
 
 from hflow import launch
-from hflow.launch.compile import compile_recipe
-from hflow.launch.profiling.run_times import STEP, WARM_STEPS, read_run_times
+from hflow.launch.planning.compile import compile_recipe
+from hflow.profiling.from_run import STEP, WARM_STEPS, read_run_times
 from hflow.runtime.execution.run_directory import RunDirectory
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -24,8 +24,8 @@ import numpy as np
 import ray
 
 from hflow.data.batch import Batch, Column
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_processes, make_setup
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.types import Unit
 from hflow.workers.interface import Move
 from hflow.workers.ray.ray_workers import RayWorkers

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kits"))
 
 from search_kit import exhaustive, hand_placements, problem
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.search import Evaluator, SearchProblem, search
 from hflow.planner.search.explore import NUM_IMPROVED, explore
 from hflow.planner.search.simulated import by_seconds, step_seconds

@@ -35,8 +35,8 @@ WORKERS = {
 def serve(run: str, model: Path, size: str) -> None:
     """Do a run; print the median seconds of a step."""
     from hflow import Observer
-    from hflow.launch.compile import compile_recipe
-    from hflow.launch.run_recipe import run_compiled
+    from hflow.launch.planning.compile import compile_recipe
+    from hflow.launch.running.run_recipe import run_compiled
 
     ends: list[float] = []
 

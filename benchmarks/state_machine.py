@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.runtime.simulation.simulate_plan import simulate_plan
 from hflow.runtime.state.run_state import RunState
 

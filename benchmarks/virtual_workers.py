@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hflow.base.files import FileChecksum
 from hflow.data_plane.redistribute import Move
-from hflow.durable_files import FileChecksum
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
 from hflow.types.engine import SleepLevel

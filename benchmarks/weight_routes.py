@@ -25,8 +25,8 @@ from typing import Any
 
 import harness
 
-from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.worker_setup import make_processes, make_setup
+from hflow.launch.planning.compile import Compiled, compile_recipe
+from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.planner.make import placement
 from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.rows import Plan

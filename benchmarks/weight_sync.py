@@ -20,8 +20,8 @@ from typing import Any
 import harness
 import torch
 
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_processes, make_setup
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.rows import Plan

@@ -7,6 +7,17 @@ of the same names do. Importing hflow imports neither torch nor ray.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    EpisodeError,
+    HflowError,
+    NotYetError,
+    PlanError,
+    RecipeError,
+    RunError,
+)
 from hflow.dsl import (
     Context,
     Dataset,
@@ -26,17 +37,6 @@ from hflow.dsl import (
     typed_options,
     update,
     use,
-)
-from hflow.errors import (
-    BackendError,
-    ConfigError,
-    DataError,
-    EpisodeError,
-    HflowError,
-    NotYetError,
-    PlanError,
-    RecipeError,
-    RunError,
 )
 from hflow.observer import Observer, RunInfo
 from hflow.types import (
@@ -60,10 +60,12 @@ from hflow.types import (
 )
 
 if TYPE_CHECKING:
-    from hflow.launch import check, plan, run, simulate
+    from hflow.launch import check, simulate
+    from hflow.launch import planning as plan
+    from hflow.launch import running as run
 
 _LAZY = {
-    "algo": "hflow.lazy",
+    "algo": "hflow.dsl.lazy",
     "check": "hflow.launch",
     "plan": "hflow.launch",
     "run": "hflow.launch",

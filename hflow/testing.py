@@ -21,7 +21,7 @@ from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
 
 if TYPE_CHECKING:
-    from hflow.report.summary import RunSummary
+    from hflow.report.text.summary import RunSummary
 
 T = TypeVar("T")
 
@@ -250,7 +250,7 @@ def try_recipe(
         HflowError: as `hflow.run`.
     """
     from hflow import launch
-    from hflow.launch.read_recipe import read_recipe
+    from hflow.launch.planning.read_recipe import read_recipe
 
     config, _, _ = read_recipe(recipe, overrides)
     random = [

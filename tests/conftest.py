@@ -185,7 +185,7 @@ def _without_installed_engines() -> Iterator[None]:
     """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
     problems = {"vllm": "vllm is not installed; pip install 'hflow[vllm]'"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hflow.launch.plan_request.engine_problems", lambda device: problems)
+        patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
         yield
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from hflow.base.shipped import shipped_directory
 from hflow.config.schema import ModelConfig
-from hflow.launch.plan_request import device_calibration, known_devices, known_links
+from hflow.launch.planning.request import device_calibration, known_devices, known_links
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -22,7 +23,6 @@ from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import traits
-from hflow.shipped import shipped_directory
 
 HERE = Path(__file__).parent
 Row = Mapping[str, str]

@@ -20,8 +20,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from hflow import launch
-from hflow.report.page import render_page
-from hflow.report.run_page import render_compare_page, render_run_page
+from hflow.report.html.plan import render_page
+from hflow.report.html.run import render_compare_page, render_run_page
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (

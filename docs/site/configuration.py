@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from hflow.base.validation import MAX_INT
 from hflow.config import schema
-from hflow.validation import MAX_INT
 
 JsonSchema = Mapping[str, Any]
 SCHEMA: JsonSchema = TypeAdapter(schema.RunConfig).json_schema()

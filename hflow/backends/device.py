@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 # torch 2.13 has new names for some collectives. hflow, FSDP2 and megatron also run with older versions.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hflow.backends.interface import GenerationResult, SamplingParams
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.types.sampling import find_sampling_problem
 
 Decode = Callable[[Sequence[int]], str]

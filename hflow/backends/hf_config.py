@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from hflow.backends.settings import ModelSettings
-from hflow.errors import BackendError, HflowError, nearest
-from hflow.json_text import read_json_object
-from hflow.model_config import check_model_config
+from hflow.base.errors import BackendError, HflowError, nearest
+from hflow.base.files import read_json_object
+from hflow.base.model_files import check_model_config
 
 _BUILD_ERRORS = (
     ArithmeticError,

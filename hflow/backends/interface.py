@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.metrics import declare
 from hflow.types.engine import SleepLevel
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from hflow.base.files import WriteFiles
     from hflow.data.batch import Batch
     from hflow.data.tokenizer import TextTokenizer
-    from hflow.durable_files import WriteFiles
     from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block
     from hflow.weights.incoming import IncomingWeights

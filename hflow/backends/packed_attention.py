@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from hflow.backends.attention_kernels import kernel_of, padded_attention, varlen_attention
+from hflow.base.errors import BackendError
 from hflow.data.device_copy import to_device
-from hflow.errors import BackendError
 from hflow.types.kernels import AttentionKernel
 
 PACKED = "hflow_packed"

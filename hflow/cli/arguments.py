@@ -1,4 +1,9 @@
-"""Arguments shared by several commands."""
+"""Exit codes other than 0.
+
+Writing the pages of `--html FILE`.
+
+Arguments shared by several commands.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,38 @@ from typing import Annotated
 
 import typer
 
-from hflow.errors import ConfigError
-from hflow.shipped import find_recipe, is_recipe_file, shipped_recipes
+from hflow.base.errors import ConfigError
+from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
+
+DIFFERENT = 1
+"""`hflow plan --diff` or `hflow twin` found a difference."""
+USER_ERROR = 2
+"""An error that the user can fix; it was printed in one line."""
+RESUMABLE = 75
+"""A run was stopped by Ctrl-C, SIGTERM or SIGHUP before its last step; `hflow run --resume` continues it. It
+is the system's code for a temporary failure, on which schedulers may try again."""
+INTERRUPTED = 130
+
+
+class StoppedByUser(Exception):
+    """Ctrl-C ended a command that had printed what it did."""
+
+
+class RunStopped(Exception):
+    """A run was stopped before its last step, and its summary was printed."""
+
+
+def write_html(file: Path, page: str) -> None:
+    """Write a page.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: cannot write {file}: {error.strerror or error}") from error
+
 
 OVERRIDES = (
     "Keys of the configuration to change, such as steps=10, models.actor.optim.lr=3e-4 or "

@@ -12,20 +12,12 @@ from rich.text import Text
 from typer.exceptions import TyperException
 
 from hflow import launch
-from hflow.cli import (
-    ledger_commands,
-    machine_commands,
-    plan_commands,
-    recipe_commands,
-    result_commands,
-    run_commands,
-    serve_command,
-)
-from hflow.cli.exit_codes import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
-from hflow.durable_files import file_fix
-from hflow.errors import HflowError, shorten
-from hflow.standard_streams import open_closed_streams, outlive_reader
-from hflow.terminal import SafeConsole
+from hflow.base.errors import HflowError, shorten
+from hflow.base.files import file_fix
+from hflow.base.standard_streams import open_closed_streams, outlive_reader
+from hflow.base.terminal import SafeConsole
+from hflow.cli import machine, plans, recipes, results, runs
+from hflow.cli.arguments import INTERRUPTED, RESUMABLE, USER_ERROR, RunStopped, StoppedByUser
 
 MAX_ERROR = 1200
 """Characters of an error: the middle of a longer one is left out."""
@@ -45,15 +37,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(
-    recipe_commands.new
-)
+app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(recipes.new)
 
 app.command(epilog=_examples("nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json"))(
-    recipe_commands.nodes
+    recipes.nodes
 )
 
-app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plan_commands.check)
+app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plans.check)
 
 app.command(
     epilog=_examples(
@@ -64,8 +54,8 @@ app.command(
         "plan --diff runs/grpo/latest grpo steps=20",
         "plan grpo cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
     ),
-    cls=plan_commands.PlanCommand,
-)(plan_commands.plan)
+    cls=plans.PlanCommand,
+)(plans.plan)
 
 app.command(
     epilog=_examples(
@@ -74,14 +64,14 @@ app.command(
         "run grpo models.actor.optim.lr=2e-4 --cfg",
         "run --plan lock.json out=elsewhere",
     )
-)(run_commands.run)
+)(runs.run)
 
 app.command(
     epilog=_examples(
         "simulate grpo_async schedule.max_staleness=4 workload.response_cv=1.2",
         "simulate grpo --steps 200 --json",
     )
-)(plan_commands.simulate)
+)(plans.simulate)
 
 app.command(
     epilog=_examples(
@@ -89,7 +79,7 @@ app.command(
         "size grpo --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
         "size grpo cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
     )
-)(plan_commands.size)
+)(plans.size)
 
 app.command(
     epilog=_examples(
@@ -97,11 +87,11 @@ app.command(
         "twin grpo batch=8 --layout d2t2p2",
         "twin grpo batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
     )
-)(run_commands.twin)
+)(runs.twin)
 
 app.command(
     epilog=_examples("why runs/grpo/latest 17", "why grpo eval_gen/3 --json"),
-)(ledger_commands.why)
+)(results.why)
 
 
 app.command(
@@ -116,12 +106,12 @@ app.command(
             *(f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()),
         ]
     ),
-)(ledger_commands.samples)
+)(results.samples)
 
 
 app.command(
     epilog=_examples("report grpo", "report runs/grpo/20260131-142500 --html report.html"),
-)(result_commands.report)
+)(results.report)
 
 
 app.command(
@@ -131,7 +121,7 @@ app.command(
         "compare grpo grpo_async --html compare.html",
         "compare runs/seed-*/latest --json",
     )
-)(result_commands.compare)
+)(results.compare)
 
 
 app.command(
@@ -141,7 +131,7 @@ app.command(
         "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
         "eval /models/Qwen2.5-0.5B --recipe grpo",
     ),
-)(result_commands.evaluate)
+)(results.evaluate)
 
 
 app.command(
@@ -149,7 +139,7 @@ app.command(
         "export grpo ./my-model",
         "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
     )
-)(result_commands.export)
+)(results.export)
 
 
 app.command(
@@ -158,13 +148,13 @@ app.command(
         "serve grpo gen.max_model_len=128 --port 9000",
         "serve /models/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
     )
-)(serve_command.serve)
+)(runs.serve)
 
 
-app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(machine_commands.profile)
+app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(machine.profile)
 
 
-app.command(epilog=_examples("doctor"))(machine_commands.doctor)
+app.command(epilog=_examples("doctor"))(machine.doctor)
 
 
 def main() -> None:

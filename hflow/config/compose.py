@@ -1,4 +1,8 @@
-"""Composes a `RunConfig` from a recipe's YAML file and overrides, with Hydra, and checks its names.
+"""Bounds what interpolations such as `${models.actor.path}` expand to: ten levels of ten are 10 GB.
+
+Lets Hydra read files only after `check_yaml` has found that they are bounded, and marks their paths.
+
+Composes a `RunConfig` from a recipe's YAML file and overrides, with Hydra, and checks its names.
 
 The primary file is the YAML file beside the recipe with the recipe's name, if there is one. Its defaults list
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
@@ -17,19 +21,120 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from hflow.base.errors import ConfigError, nearest, secret_in, shorten
+from hflow.base.files import LONG_NUMBER, is_of_long_number
+from hflow.base.shipped import shipped_directory
+from hflow.base.validation import from_mapping, join, unknown_key
 from hflow.config.dump import flatten
-from hflow.config.file_paths import resolve_paths
-from hflow.config.interpolations import check_interpolations
+from hflow.config.files import mark_paths, resolve_paths
 from hflow.config.schema import RunConfig
-from hflow.config.yaml_files import yaml_error
-from hflow.errors import ConfigError, nearest, shorten
-from hflow.json_text import LONG_NUMBER, is_of_long_number
-from hflow.secret_text import secret_in
-from hflow.shipped import shipped_directory
-from hflow.validation import from_mapping, join, unknown_key
+from hflow.config.yaml_files import check_yaml, yaml_error
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+
+MAX_CHARACTERS = 4 << 20
+"""Characters that the values of one key may expand to."""
+_REFERENCE = re.compile(r"\$\{\s*([^${}\s]+)\s*\}")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+
+
+def check_interpolations(values: Mapping[Any, Any]) -> None:
+    """Check that no value of a composed configuration expands to more than memory should hold.
+
+    Args:
+        values: the configuration, with interpolations as text.
+
+    Raises:
+        ConfigError: for the first key that does; names it.
+    """
+    sizes: dict[str, int] = {}
+
+    def size(key: str, value: Any) -> int:
+        """Return the characters of a value; 0 for one that contains itself, which OmegaConf refuses."""
+        if key not in sizes:
+            sizes[key] = 0
+            if isinstance(value, Mapping | list):
+                named = value.items() if isinstance(value, Mapping) else enumerate(value)
+                sizes[key] = sum(size(f"{key}.{name}" if key else str(name), item) for name, item in named)
+            else:
+                text = str(value)
+                found = (_absolute(reference, key) for reference in _REFERENCE.findall(text))
+                sizes[key] = len(text) + sum(size(other, _value(values, other)) for other in found)
+            if sizes[key] > MAX_CHARACTERS and key:
+                raise ConfigError(
+                    f"{shorten(key, 80)} expands to more than {MAX_CHARACTERS:,} characters; remove "
+                    "interpolations, which repeat what they name"
+                )
+        return sizes[key]
+
+    size("", values)
+
+
+def _absolute(reference: str, key: str) -> str:
+    """Return the dotted key of what an interpolation names. Leading dots are relative to its own key."""
+    name = reference.lstrip(".")
+    num_dots = len(reference) - len(name)
+    parents = key.split(".")[:-num_dots] if num_dots else []
+    return ".".join([*parents, *_BRACKET.sub(r".\1", name).strip(".").split(".")])
+
+
+def _value(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        if isinstance(values, list) and name.isdigit() and int(name) < len(values):
+            values = values[int(name)]
+        elif isinstance(values, Mapping):
+            values = values.get(name)
+        else:
+            return None
+    return values
+
+
+SCHEME = "bounded-file"
+
+
+class BoundedFileSource(FileConfigSource):
+    """YAML files of a directory."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the first part of the URLs of such directories."""
+        return SCHEME
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Check a file, parse it, and mark its paths with its directory."""
+        file = Path(self.path) / self._normalize_file_name(config_path)
+        check_yaml(file)
+        result = super().load_config(config_path)
+        if isinstance(result.config, DictConfig):
+            values = OmegaConf.to_container(result.config, resolve=False)
+            result.config = OmegaConf.create(mark_paths(values, str(file.parent)))
+        return result
+
+
+class BoundedSearchPath(SearchPathPlugin):
+    """Has the directory of the primary file read by `BoundedFileSource`."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Give the directory the scheme of `BoundedFileSource`."""
+        for element in search_path.get_path():
+            if element.provider == "main" and "://" not in element.path:
+                element.path = f"{SCHEME}://{element.path}"
+
+
+def register() -> None:
+    """Make both known to Hydra."""
+    Plugins.instance().register(BoundedFileSource)
+    Plugins.instance().register(BoundedSearchPath)
+
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
 
@@ -89,8 +194,6 @@ class ConfigLoader:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
         from yaml import YAMLError
-
-        from hflow.config.checked_source import register
 
         register()
         configs = shipped_directory("configs")

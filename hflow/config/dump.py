@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hflow.base.validation import join
 from hflow.config.schema import RunConfig
-from hflow.validation import join
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
-from hflow.validation import CHECKED, DirectoryName, FilePath, FilePaths, FrozenDict, FrozenMapping, Int
+from hflow.base.validation import CHECKED, DirectoryName, FilePath, FilePaths, FrozenDict, FrozenMapping, Int
 
 
 def _int_if_whole(number: float) -> float:

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hflow.errors import ConfigError
-from hflow.user_files import read_at_most
+from hflow.base.errors import ConfigError
+from hflow.base.files import read_at_most
 
 if TYPE_CHECKING:
     from yaml import Node, YAMLError

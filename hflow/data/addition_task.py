@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hflow.base.errors import DataError
 from hflow.data.row_schema import RowSchema
-from hflow.errors import DataError
 
 NUM_PAIRS = 10_000
 NUM_HELDOUT = 500

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types import Unit
 
 Values = npt.NDArray[Any] | list[Any]

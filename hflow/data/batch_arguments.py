@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hflow.base.errors import RunError, nearest
 from hflow.data.batch import Batch, Column
 from hflow.data.device_copy import to_device
 from hflow.data.returned_values import split_result
 from hflow.data.tensordicts import TENSORDICT, make_tensordict, unpack_tensordict
 from hflow.data.unpack_returns import column_of_tensor
-from hflow.errors import RunError, nearest
 from hflow.types import Output, Sequences, Unit
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from hflow.base.errors import BackendError, DataError, shorten
 from hflow.data.text_length import find_length_problem
 from hflow.data.unknown_tokens import check_known
-from hflow.errors import BackendError, DataError, shorten
 
 Messages = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]

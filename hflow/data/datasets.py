@@ -10,11 +10,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from hflow.base.errors import DataError, nearest
 from hflow.data.addition_task import Addition, AdditionChat, AdditionPairs
 from hflow.data.hf_datasets import HUB, is_saved, open_hub, open_saved
 from hflow.data.row_files import JsonLines, Parquet
 from hflow.data.row_schema import Check, RowSchema
-from hflow.errors import DataError, nearest
 from hflow.types import Unit
 
 NUM_CHECKED_ROWS = 20_000

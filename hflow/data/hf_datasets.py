@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hflow.base.errors import DataError, shorten
 from hflow.data.row_schema import RowSchema
-from hflow.errors import DataError, shorten
 
 HUB = "hf:"
 """Prefix of a path that names a dataset of the Hub, as in `hf:openai/gsm8k/main`."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hflow.errors import DataError, nearest, shorten
-from hflow.json_text import find_json_problem, parse_json
+from hflow.base.errors import DataError, nearest, shorten
+from hflow.base.files import find_json_problem, parse_json
 from hflow.types import Unit
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hflow.base.errors import DataError, ReturnError
+from hflow.base.files import find_json_problem
 from hflow.data.messages import normal_messages
-from hflow.errors import DataError, ReturnError
-from hflow.json_text import find_json_problem
 from hflow.types import Trajectory, Unit
 
 CallLevel = Literal["sample", "group"]

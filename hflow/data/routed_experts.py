@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hflow.errors import ReturnError
+from hflow.base.errors import ReturnError
 from hflow.types.routed_experts import RoutingFormat
 
 Rows = npt.NDArray[Any]

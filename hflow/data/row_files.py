@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hflow.base.errors import DataError
+from hflow.base.files import parse_json
 from hflow.data.arrow_values import json_value
 from hflow.data.row_schema import RowSchema
-from hflow.errors import DataError
-from hflow.json_text import parse_json
 
 MAX_ROW_BYTES = 1 << 26
 """The longest row that is read. A text of this length has more tokens than any model takes."""

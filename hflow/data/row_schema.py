@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.base.errors import DataError, nearest, shorten
+from hflow.base.files import find_json_problem
 from hflow.data.messages import normal_messages
-from hflow.errors import DataError, nearest, shorten
-from hflow.json_text import find_json_problem
 from hflow.types import Unit
 
 Check = Callable[[Sequence[Mapping[str, Any]], str], None]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hflow.errors import ReturnError, nearest
+from hflow.base.errors import ReturnError, nearest
 from hflow.types import Sequences, Unit
 
 TENSORDICT = "tensordict"

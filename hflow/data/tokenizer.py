@@ -14,13 +14,13 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from hflow.base.errors import BackendError, DataError, RecipeError
+from hflow.base.files import read_json_object
 from hflow.data.chat import ChatTemplate
 from hflow.data.messages import normal_messages
 from hflow.data.text_length import find_length_problem
 from hflow.data.unknown_tokens import check_known
 from hflow.data.vocabulary import character_vocabulary
-from hflow.errors import BackendError, DataError, RecipeError
-from hflow.json_text import read_json_object
 from hflow.types import Trajectory
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

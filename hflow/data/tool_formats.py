@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from hflow.base.errors import RecipeError
+from hflow.base.files import find_json_problem, parse_json
 from hflow.data.tool_schemas import Tool, parameter_names, tool_name
-from hflow.errors import RecipeError
-from hflow.json_text import find_json_problem, parse_json
 from hflow.types import ToolCall
 
 

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 """A function, or the JSON schema of one in the form of OpenAI's API and of chat templates."""

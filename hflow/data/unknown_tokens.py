@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from hflow.errors import DataError
+from hflow.base.errors import DataError
 
 
 def check_known(tokenizer: Any, text: str, ids: Sequence[int]) -> None:

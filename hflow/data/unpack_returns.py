@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hflow.base.errors import ReturnError
 from hflow.data.batch import Batch, Column, number_array
 from hflow.data.returned_values import checked_rows, checked_value
-from hflow.errors import ReturnError
 from hflow.types import Sequences, Unit
 
 

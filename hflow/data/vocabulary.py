@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hflow.json_text import read_json_object
+from hflow.base.files import read_json_object
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Ids 0 to 3 of a character tokenizer; the alphabet's characters follow in order."""

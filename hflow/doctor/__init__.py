@@ -12,9 +12,9 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
+from hflow.base.machine_memory import machine_memory
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_cuda
-from hflow.machine_memory import machine_memory
 from hflow.planner.models.descriptors import Descriptor, engine_kind, training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS, ENGINES

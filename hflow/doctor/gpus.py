@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from operator import le
 from typing import TYPE_CHECKING
 
+from hflow.base.errors import BackendError, HflowError
+from hflow.base.machine_memory import machine_memory
 from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
-from hflow.errors import BackendError, HflowError
-from hflow.machine_memory import machine_memory
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS
@@ -32,7 +32,7 @@ from hflow.workers.real_devices import (
 )
 
 if TYPE_CHECKING:
-    from hflow.launch.profiling.calibrate import LayerTime
+    from hflow.profiling.calibrate import LayerTime
 
 
 MAX_USED_SHARE = 0.05
@@ -277,7 +277,7 @@ def _check(backend: str, device: str) -> Finding:
 def _measure(backend: str, device: str) -> list[LayerTime]:
     import torch
 
-    from hflow.launch.profiling.calibrate import layer_times
+    from hflow.profiling.calibrate import layer_times
 
     if device == "cpu":
         torch.set_num_threads(1)  # a device is one core

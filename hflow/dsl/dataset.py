@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hflow.base.errors import RecipeError
+from hflow.base.validation import is_name
 from hflow.dsl.annotations import hint_text, unit_of
-from hflow.errors import RecipeError
 from hflow.graph.ir import DatasetSpec
 from hflow.graph.source_location import caller_location
 from hflow.types import Unit
-from hflow.validation import is_name
 
 _COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE)
 

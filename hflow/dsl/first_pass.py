@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from hflow.base.errors import RecipeError
 from hflow.dsl.return_types import ErrorFactory, read_fields
 from hflow.dsl.signature import Signature, read_signature
-from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import FIRST_PASS, Graph, Knob, Node, Parameter
 from hflow.graph.source_location import definition_location

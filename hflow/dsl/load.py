@@ -8,12 +8,12 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from hflow.base.errors import HflowError, RecipeError, nearest, shorten
+from hflow.base.files import resolved
+from hflow.base.recipe_files import MODULE_PREFIX, use_directory
+from hflow.base.shipped import shipped_recipes
 from hflow.dsl.recipe import Recipe
-from hflow.errors import HflowError, RecipeError, nearest, shorten
 from hflow.graph.source_location import relative_path
-from hflow.recipe_files import MODULE_PREFIX, use_directory
-from hflow.shipped import shipped_recipes
-from hflow.user_files import resolved
 
 
 def load_recipe(path: str | Path) -> Recipe:

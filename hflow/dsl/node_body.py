@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hflow.base.recipe_files import local_directory
 from hflow.dsl.nodetype import Context, Definition, NodeType
-from hflow.recipe_files import local_directory
 from hflow.types.node_setup import ATTRIBUTE
 
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
+from hflow.base.errors import RecipeError, nearest
+from hflow.base.recipe_files import MODULE_PREFIX
 from hflow.dsl.annotations import Form
 from hflow.dsl.first_pass import first_pass_of, with_first_pass
 from hflow.dsl.options import COMMON, GROUPED, Options
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_fields
 from hflow.dsl.signature import Signature, read_signature
-from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location, definition_location
-from hflow.recipe_files import MODULE_PREFIX
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

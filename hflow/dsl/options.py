@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.base.validation import check_value
 from hflow.types.sampling import MAX_TEMPERATURE
-from hflow.validation import check_value
 
 
 @dataclass(frozen=True)

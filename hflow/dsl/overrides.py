@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hflow.base.errors import ConfigError, nearest
+from hflow.base.validation import check_value
 from hflow.dsl.nodetype import NODE_TYPES
 from hflow.dsl.options import Option
-from hflow.errors import ConfigError, nearest
 from hflow.graph.ir import NodeSpec, RecipeSpec
 from hflow.graph.source_location import SourceLocation
-from hflow.validation import check_value
 
 Overrides = Mapping[str, Mapping[str, Any]]
 """Node -> knob or option -> value."""

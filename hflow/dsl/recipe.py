@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hflow.base.errors import RecipeError
+from hflow.base.validation import is_name
 from hflow.dsl.body_check import check_of
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
@@ -15,13 +17,11 @@ from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.node_body import node_body
 from hflow.dsl.nodetype import Definition, definition_of
 from hflow.dsl.to_spec import to_spec
-from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location, caller_module
 from hflow.observer import Observer
-from hflow.validation import is_name
 
 Named = TypeVar("Named", Model, Dataset)
 

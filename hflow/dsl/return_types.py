@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
+from hflow.base.errors import RecipeError
 from hflow.dsl.annotations import (
     ALLOWED_TYPES,
     Form,
@@ -15,7 +16,6 @@ from hflow.dsl.annotations import (
     result_hints,
     tensordict_fields,
 )
-from hflow.errors import RecipeError
 from hflow.graph.ir import Returned
 from hflow.types import Tensor, Trajectory, Unit
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from hflow.base.errors import RecipeError
+from hflow.base.validation import check_value, text_of_type
 from hflow.dsl.annotations import (
     ALLOWED_TYPES,
     PROVIDED_TYPES,
@@ -17,12 +19,10 @@ from hflow.dsl.annotations import (
     tensordict_fields,
     unit_of,
 )
-from hflow.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Knob, Parameter
 from hflow.graph.source_location import SourceLocation
 from hflow.types import Tensor, TensorDict, Unit
-from hflow.validation import check_value, text_of_type
 
 TENSORDICT = "tensordict"
 """The kind of a parameter that receives many fields at once."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 from types import EllipsisType
 from typing import Any, cast
 
+from hflow.base.errors import RecipeError, nearest
+from hflow.base.validation import check_value, is_name
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.nodetype import Arguments, Definition, Result, define, definition_of
-from hflow.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.model import Model
 from hflow.graph.source_location import SourceLocation, caller_location
-from hflow.validation import check_value, is_name
 
 
 def use(

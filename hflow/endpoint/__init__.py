@@ -4,5 +4,5 @@
 - `parse_chat` and `parse_text` read requests and refuse what no responder can do; `Reply` becomes JSON.
 - `EpisodeEndpoint` is the responder of an episode: it turns requests into turns of trajectories.
 
-`hflow.launch.serve_checkpoint` has another responder, for a checkpoint.
+`hflow.launch.checkpoints.serve` has another responder, for a checkpoint.
 """

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hflow.base.errors import EpisodeError
 from hflow.data.messages import normal_messages
 from hflow.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.endpoint.requests import CompletionRequest, Message, RequestRefused
 from hflow.endpoint.server import REFUSALS, EndpointServer
-from hflow.errors import EpisodeError
 from hflow.types import Trajectory
 
 Tools = Sequence[Mapping[str, Any]]

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.base.errors import DataError, nearest, shorten
+from hflow.base.files import find_json_problem
 from hflow.data.messages import check_prompt, normal_messages, normal_tools
-from hflow.errors import DataError, nearest, shorten
-from hflow.json_text import find_json_problem
 from hflow.types.sampling import find_sampling_problem
 
 Message = Mapping[str, Any]

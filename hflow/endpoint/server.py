@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hflow.base.errors import BackendError, ConfigError, DataError, EpisodeError, HflowError
+from hflow.base.files import parse_json
 from hflow.endpoint.replies import Reply, chat_json, chat_stream, text_json, text_stream
 from hflow.endpoint.requests import CompletionRequest, RequestRefused, parse_chat, parse_text
-from hflow.errors import BackendError, ConfigError, DataError, EpisodeError, HflowError
-from hflow.json_text import parse_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hflow.errors import RecipeError, nearest
+from hflow.base.errors import RecipeError, nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, column_fields
 from hflow.graph.framework_reads import computes_own_prox, framework_parameters, replay_parameters

@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.errors import format_problem, recipe_error
 from hflow.graph.field_table import UNIT_NAMES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
 from hflow.graph.source_location import SourceLocation
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.errors import ConfigError, nearest
+from hflow.base.errors import ConfigError, nearest
 from hflow.graph.framework_reads import ROUTING_REPLAY
 from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
 from hflow.types.routed_experts import ROUTED_EXPERTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.framework_reads import records_experts
 from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
-from hflow.errors import RecipeError, nearest
+from hflow.base.errors import RecipeError, nearest
+from hflow.base.validation import is_name
 from hflow.graph.source_location import SourceLocation, caller_location
-from hflow.validation import is_name
 
 Head = Literal["lm", "value", "score"]
 """The output layer of a model."""

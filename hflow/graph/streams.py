@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.errors import nearest
+from hflow.base.errors import nearest
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import NodeSpec, RecipeSpec, Stream
 from hflow.types import Unit

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hflow.launch.compare_runs import compare_runs
-from hflow.launch.compile import (
+from hflow.launch.checkpoints.evaluation_options import EvaluationOptions
+from hflow.launch.new_recipe import NewRecipe, new_recipe
+from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
+from hflow.launch.planning.compile import (
     Compiled,
     check,
     compare_plans,
@@ -23,8 +25,10 @@ from hflow.launch.compile import (
     plan,
     plan_file_text,
 )
-from hflow.launch.evaluation_options import EvaluationOptions
-from hflow.launch.ledger_queries import (
+from hflow.launch.planning.plan_file import compose_plan_file
+from hflow.launch.planning.variants import Target, size, what_if
+from hflow.launch.results.compare import compare_runs
+from hflow.launch.results.ledger import (
     SAMPLE_COLUMNS,
     count_samples,
     samples,
@@ -32,20 +36,15 @@ from hflow.launch.ledger_queries import (
     why,
     why_texts,
 )
-from hflow.launch.new_recipe import NewRecipe, new_recipe
-from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
-from hflow.launch.plan_file import compose_plan_file
-from hflow.launch.runs import read_report
-from hflow.launch.size import Target, size
-from hflow.launch.what_if import what_if
-from hflow.report.summary import RunSummary
+from hflow.launch.results.runs import read_report
+from hflow.report.text.summary import RunSummary
 
 if TYPE_CHECKING:
-    from hflow.launch.evaluate_checkpoint import EvaluationReport
-    from hflow.launch.export_model import Dtype, ExportedModel
-    from hflow.launch.profiling.calibrate import HardwareProfile
-    from hflow.launch.serve_checkpoint import ServedEndpoint
-    from hflow.launch.twin_run import TwinReport
+    from hflow.launch.checkpoints.evaluate import EvaluationReport
+    from hflow.launch.checkpoints.export import Dtype, ExportedModel
+    from hflow.launch.checkpoints.serve import ServedEndpoint
+    from hflow.launch.running.twin import TwinReport
+    from hflow.profiling.calibrate import HardwareProfile
     from hflow.runtime.simulation.simulate_plan import Simulation
 
 __all__ = [
@@ -113,7 +112,7 @@ def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     Raises:
         HflowError: for any error that a user can fix, before or during the run.
     """
-    from hflow.launch.run_recipe import run_compiled
+    from hflow.launch.running.run_recipe import run_compiled
 
     return run_compiled(compile_recipe(recipe, overrides), live)
 
@@ -135,7 +134,7 @@ def run_plan(
     Raises:
         HflowError: as `run`, and if the recipe's plan differs from the stored one.
     """
-    from hflow.launch.run_recipe import run_compiled
+    from hflow.launch.running.run_recipe import run_compiled
 
     return run_compiled(compile_plan_file(file, recipe, overrides), live)
 
@@ -151,7 +150,7 @@ def resume(run: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     Raises:
         HflowError: as `run`, and if the run cannot continue.
     """
-    from hflow.launch.run_recipe import resume_run
+    from hflow.launch.running.run_recipe import resume_run
 
     return resume_run(str(run), overrides, live)
 
@@ -176,7 +175,7 @@ def evaluate(
     Raises:
         HflowError: if there is no checkpoint or recipe, or nothing scores samples; and as `run`.
     """
-    from hflow.launch.evaluate_checkpoint import evaluate_checkpoint
+    from hflow.launch.checkpoints.evaluate import evaluate_checkpoint
 
     return evaluate_checkpoint(target, overrides, options or EvaluationOptions(), live, is_quiet=is_quiet)
 
@@ -195,7 +194,7 @@ def export(
     Raises:
         HflowError: if there is no such model, a file of it is damaged, or the directory exists.
     """
-    from hflow.launch.export_model import export_model
+    from hflow.launch.checkpoints.export import export_model
 
     return export_model(target, directory, model, dtype)
 
@@ -231,8 +230,8 @@ def serve(
     Raises:
         HflowError: if there is no checkpoint, the port is in use, or the engine fails.
     """
-    from hflow.launch.serve_checkpoint import ServeOptions, run_server
-    from hflow.launch.served_checkpoint import find_checkpoint
+    from hflow.launch.checkpoints.serve import ServeOptions, run_server
+    from hflow.launch.checkpoints.served import find_checkpoint
 
     checkpoint = find_checkpoint(target, overrides, model)
     return run_server(checkpoint, ServeOptions(host, port, api_key, engine), report_progress, on_ready)
@@ -253,7 +252,7 @@ def profile(
     Raises:
         ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
     """
-    from hflow.launch.profiling.calibrate import measure_hardware
+    from hflow.profiling.calibrate import measure_hardware
 
     return measure_hardware(device, file, report_progress)
 
@@ -299,7 +298,7 @@ def twin(
     Raises:
         HflowError: as `run`.
     """
-    from hflow.launch.twin_run import default_layouts, run_twin
+    from hflow.launch.running.twin import default_layouts, run_twin
 
     if layouts is not None and not layouts:
         layouts = default_layouts(recipe, overrides, report_progress)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.base.errors import ConfigError
+from hflow.base.shipped import find_recipe, is_recipe_file, shipped_directory, shipped_recipes
 from hflow.config.yaml_files import read_yaml
-from hflow.errors import ConfigError
-from hflow.launch.read_recipe import read_recipe
-from hflow.shipped import find_recipe, is_recipe_file, shipped_directory, shipped_recipes
+from hflow.launch.planning.read_recipe import read_recipe
 
 CHAT = "_chat"
 """Ending of the name of the recipe that is the chat form of another."""

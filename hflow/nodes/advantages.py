@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from hflow.base.errors import RunError
 from hflow.dsl import checked_by, compute
-from hflow.errors import RunError
-from hflow.lazy import algo
+from hflow.dsl.lazy import algo
 from hflow.types import Metrics, PerSequence, PerToken, Sequences, State, Text
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hflow.base.errors import DataError
 from hflow.dsl import encode, generate, infer
-from hflow.errors import DataError
 from hflow.types import Engine, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
 
 

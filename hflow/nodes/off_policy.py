@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from hflow.dsl import checked_by, compute
-from hflow.lazy import algo
+from hflow.dsl.lazy import algo
 from hflow.types import Metrics, PerToken, Sequences
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hflow.dsl import checked_by, first_pass, train
 from hflow.dsl.body_check import BodyCheck
-from hflow.lazy import algo
+from hflow.dsl.lazy import algo
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
 
 PolicyLoss = Literal["ppo", "cispo", "sapo", "dppo-tv", "dppo-kl", "reinforce", "dro"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.errors import RecipeError
 from hflow.dsl import caller_location, compute, use
-from hflow.errors import RecipeError
 from hflow.types import Metrics
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.dsl import compute
-from hflow.lazy import sandboxes
+from hflow.dsl.lazy import sandboxes
 from hflow.rewards.fences import find_block
 from hflow.types.sandbox import Sandbox, ToolFailed
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
 from hflow.types.sandbox import sandbox_of
 
 

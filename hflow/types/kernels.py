@@ -11,7 +11,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 MAX_HEAD_SIZE = 256
 """Largest head size of the variable-length kernels."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types.tensor_slices import Box, slices_within, whole_box
 from hflow.weights.buckets import IncomingTensor
 from hflow.weights.checksum import box_checksum

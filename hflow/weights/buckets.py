@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import Box, box_shape, slices_within, whole_box
 from hflow.weights.checksum import checksums_of

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketVersion
 from hflow.weights.channels.interface import ChannelSettings

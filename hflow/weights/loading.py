@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types.tensor_slices import Box, box_slices, intersect, numel
 from hflow.weights.buckets import IncomingTensor, box_text
 from hflow.weights.checksum import MODULUS, box_checksum, checksums_of

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hflow.errors import WorkerFailureError
+from hflow.base.errors import WorkerFailureError
 from hflow.planner.plan.routing import tensor_ranks
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.traits import traits

@@ -9,7 +9,7 @@ import socket
 
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.errors import RunError, WorkerFailureError
+from hflow.base.errors import RunError, WorkerFailureError
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 CONNECT_SECONDS = 15.0

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
-from hflow.standard_streams import outlive_reader
+from hflow.base.standard_streams import outlive_reader
 from hflow.workers.process_guard import (
     POLL_SECONDS,
     SHARED_FILES,

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 
 
 def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> bytes:

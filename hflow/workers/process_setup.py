@@ -7,7 +7,7 @@ import gc
 import os
 from pathlib import Path
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.models.choices import deterministic_variables
 from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.rows import Plan

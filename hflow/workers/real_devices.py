@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from hflow.errors import BackendError, RunError
-from hflow.machine_memory import machine_memory
+from hflow.base.errors import BackendError, RunError
+from hflow.base.machine_memory import machine_memory
 from hflow.planner.plan.cluster import ClusterSpec, device_ranges
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 
 MKL_MODE = "MKL_CBWR"
 """The environment variable from which MKL reads, before its first product, whether products of the same

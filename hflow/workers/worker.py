@@ -35,10 +35,10 @@ import torch
 
 from hflow.backends.interface import EngineSetup, ModelBackend
 from hflow.backends.settings import MERGED, SHARDS, RankPosition
-from hflow.data.model_files import copy_other_files
+from hflow.base.errors import HflowError, RunError
+from hflow.base.files import FileChecksum, WriteError
+from hflow.base.model_files import copy_other_files
 from hflow.data.tokenizer import TextTokenizer, has_tokenizer
-from hflow.durable_files import FileChecksum, WriteError
-from hflow.errors import HflowError, RunError
 from hflow.graph.ir import Level
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.routing import tensor_ranks

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import ray
 
-from hflow.launch import run_recipe
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_workers
-from hflow.report.summary import RunSummary
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running import run_recipe
+from hflow.launch.running.worker_setup import make_workers
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_workers import RayWorkers

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import RecipeError
 from hflow.dsl import load_recipe
-from hflow.errors import RecipeError
 from hflow.graph.build import build_graph
 from hflow.graph.draw import to_dot, to_mermaid
 from hflow.graph.render import render_text

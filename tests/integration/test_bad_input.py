@@ -15,11 +15,11 @@ import pytest
 from bad_input import MEMORY_BYTES, Case, problem, run_case, write
 from bad_input_cases import KINDS, NOT_NUMBERS, Good, cases, good_inputs, number_keys
 
+from hflow.base.errors import ConfigError
+from hflow.base.validation import from_mapping
 from hflow.config import RunConfig
 from hflow.config.schema import DataConfig, ModelConfig
-from hflow.errors import ConfigError
 from hflow.runtime.ledger import query
-from hflow.validation import from_mapping
 
 SEED = 14
 NUM_CHANGES = 3

@@ -19,11 +19,11 @@ from openai import AsyncOpenAI
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult
+from hflow.base.errors import ConfigError, EpisodeError, HflowError, RecipeError, RunError
 from hflow.data.tokenizer import TextTokenizer
 from hflow.endpoint.conversations import EpisodeEndpoint
 from hflow.endpoint.server import EndpointServer
-from hflow.errors import ConfigError, EpisodeError, HflowError, RecipeError, RunError
-from hflow.launch.serve_checkpoint import CheckpointResponder
+from hflow.launch.checkpoints.serve import CheckpointResponder
 from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.weights.incoming import IncomingWeights

@@ -29,8 +29,8 @@ from hflow.backends.interface import EngineSetup, GenerationEngine, GenerationRe
 from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.engine import VllmEngine
 from hflow.backends.vllm_engine.memory import CPU_BLOCK_TOKENS
+from hflow.base.errors import BackendError, RunError
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, RunError
 from hflow.planner.models.descriptors import engine_kind
 from hflow.types.engine import SleepLevel
 from hflow.weights.buckets import pack_buckets

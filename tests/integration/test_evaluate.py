@@ -13,14 +13,14 @@ import torch
 from runs import ROOT, TINY, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from hflow.base.errors import ConfigError, HflowError, PlanError, RunError
 from hflow.cli import main
 from hflow.config import load_config
 from hflow.dsl import load_recipe
-from hflow.errors import ConfigError, HflowError, PlanError, RunError
 from hflow.launch import simulate
-from hflow.launch.evaluate_checkpoint import EvaluationReport, _with_saved_models, evaluate_checkpoint
-from hflow.launch.evaluation_options import EvaluationOptions
-from hflow.launch.export_model import export_model
+from hflow.launch.checkpoints.evaluate import EvaluationReport, _with_saved_models, evaluate_checkpoint
+from hflow.launch.checkpoints.evaluation_options import EvaluationOptions
+from hflow.launch.checkpoints.export import export_model
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import select

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from runs import TINY, run, steps_of
 
-from hflow.report.ledger_text import render_story
-from hflow.report.summary import RunSummary
+from hflow.report.text.ledger import render_story
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history

@@ -12,9 +12,9 @@ from runs import ROOT, run, steps_of, weights_of
 
 from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import NotYetError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import model_settings
+from hflow.base.errors import NotYetError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import model_settings
 
 GOOD = ROOT / "tests" / "graphs" / "good"
 OWN_KINDS = ROOT / "tests" / "integration" / "recipes" / "own_kinds.py"

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import worker_kit as kit
 from runs import run as run_recipe
 
-from hflow.errors import RunError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_processes, make_setup
+from hflow.base.errors import RunError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.workers.interface import NodeTask, WorkerSetup
 from hflow.workers.ray import ray_actors, ray_workers
 from hflow.workers.ray.ray_workers import RayWorkers

@@ -17,11 +17,11 @@ from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
 
 from hflow import launch
-from hflow.errors import ConfigError, RunError
-from hflow.launch.runs import read_report
-from hflow.report.ledger_text import render_story
-from hflow.report.run_page.view import story
-from hflow.report.summary import RunSummary
+from hflow.base.errors import ConfigError, RunError
+from hflow.launch.results.runs import read_report
+from hflow.report.html.run.view import story
+from hflow.report.text.ledger import render_story
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from hflow.backends.interface import ENGINE_GAP_MAX
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import BackendError, ConfigError
-from hflow.launch import run_recipe
-from hflow.launch.compile import compile_recipe
-from hflow.launch.export_model import export_model
-from hflow.launch.merged_checkpoint import model_directory
-from hflow.launch.served_checkpoint import find_checkpoint
-from hflow.launch.worker_setup import make_setup
-from hflow.report.summary import RunSummary
+from hflow.base.errors import BackendError, ConfigError
+from hflow.launch.checkpoints.export import export_model
+from hflow.launch.checkpoints.merged import model_directory
+from hflow.launch.checkpoints.served import find_checkpoint
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running import run_recipe
+from hflow.launch.running.worker_setup import make_setup
+from hflow.report.text.summary import RunSummary
 from hflow.workers.worker import build_backends, hosted_replicas
 
 RECIPE = "recipes/reinforce_pp.py"

@@ -15,13 +15,13 @@ import pytest
 from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from hflow.launch.compare_runs import compare_runs
-from hflow.launch.runs import read_report
+from hflow.launch.results.compare import compare_runs
+from hflow.launch.results.runs import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import Limit, Remedy
 from hflow.planner.plan.model_shape import ModelShape
-from hflow.report.page import render_page
-from hflow.report.run_page import render_compare_page, render_run_page
+from hflow.report.html.plan import render_page
+from hflow.report.html.run import render_compare_page, render_run_page
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))

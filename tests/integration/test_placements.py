@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
-from hflow.report.summary import RunSummary
+from hflow.report.text.summary import RunSummary
 from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray

@@ -14,10 +14,10 @@ import pytest
 import ray
 import worker_kit as kit
 
+from hflow.base.errors import RunError
 from hflow.data.batch import Batch, Column
 from hflow.data_plane.redistribute import Move
-from hflow.errors import RunError
-from hflow.launch.worker_setup import make_processes
+from hflow.launch.running.worker_setup import make_processes
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import Failed, SampleReady, WorkerSetup

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from hflow.backends.interface import GenerationResult
 from hflow.backends.settings import RankPosition
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import NotYetError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup, model_settings
+from hflow.base.errors import NotYetError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_setup, model_settings
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import GroupOrder, SampleReady

@@ -11,7 +11,7 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
-from hflow.errors import NotYetError
+from hflow.base.errors import NotYetError
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 HERE = ROOT / "tests" / "integration" / "recipes"

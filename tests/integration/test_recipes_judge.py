@@ -12,8 +12,8 @@ import httpx
 import pytest
 from runs import ROOT, module, run, steps_of
 
+from hflow.base.errors import RecipeError
 from hflow.dsl import load_recipe
-from hflow.errors import RecipeError
 
 RECIPE = ROOT / "recipes" / "custom" / "llm_judge.py"
 SERVER = ROOT / "recipes" / "custom" / "judge_server.py"

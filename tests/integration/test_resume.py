@@ -18,14 +18,14 @@ from runs import ROOT, TINY, largest_difference, run, weights_of
 from safetensors.torch import load_file, save_file
 
 from hflow import launch
+from hflow.base.errors import ConfigError, PlanError, RunError
+from hflow.base.files import file_checksum
 from hflow.config import to_yaml
-from hflow.durable_files import file_checksum
-from hflow.errors import ConfigError, PlanError, RunError
-from hflow.launch.compile import compile_recipe, plan_file_text
-from hflow.launch.fingerprints import read_inputs
-from hflow.launch.resumed_run import find_resumed
-from hflow.launch.run_recipe import RunEnvironment, resume_run, run_compiled
-from hflow.report.summary import RunSummary
+from hflow.launch.checkpoints.fingerprints import read_inputs
+from hflow.launch.planning.compile import compile_recipe, plan_file_text
+from hflow.launch.running.resume import find_resumed
+from hflow.launch.running.run_recipe import RunEnvironment, resume_run, run_compiled
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.sample_texts import read_samples
 from hflow.runtime.execution.saved_run import SavedRun, read_saved_run

@@ -17,11 +17,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hflow.base.errors import ConfigError, RecipeError
 from hflow.data.tokenizer import character_tokenizer
-from hflow.errors import ConfigError, RecipeError
-from hflow.launch.compile import plan
-from hflow.launch.read_recipe import read_recipe
-from hflow.report.plan_text.samples import samples_section
+from hflow.launch.planning.compile import plan
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.report.text.plan.data import samples_section
 
 RECIPE = '''"""A reward model scores the text of the actor."""
 

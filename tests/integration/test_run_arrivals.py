@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
-from hflow.report.summary import RunSummary
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
-from hflow.errors import PlanError
-from hflow.report.summary import RunSummary
+from hflow.base.errors import PlanError
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_actors import RayActors
 

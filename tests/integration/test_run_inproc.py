@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow import launch
-from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.export_model import export_model
-from hflow.launch.run_recipe import resume_run
-from hflow.launch.runs import read_report
-from hflow.report.run_page import render_run_page
-from hflow.report.run_text import render_run_report
-from hflow.report.summary import RunSummary
+from hflow.base.errors import ConfigError, PlanError
+from hflow.launch.checkpoints.export import export_model
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.results.runs import read_report
+from hflow.launch.running.run_recipe import resume_run
+from hflow.report.html.run import render_run_page
+from hflow.report.text.results import render_run_report
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.batch_runner import BatchRunner
 from hflow.runtime.execution.node_execution import StepBatch
 

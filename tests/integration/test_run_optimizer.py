@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from runs import largest_difference, run, weights_of
 
-from hflow.errors import ConfigError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import model_settings
+from hflow.base.errors import ConfigError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import model_settings
 
 # Every step takes the same eight rows, so that a run which starts anew goes on with the same data.
 SFT = ["workers=inproc", "cluster=cpu-1x1", "batch=8", "data.train.limit=8", "nodes.eval_gen.after=1000"]

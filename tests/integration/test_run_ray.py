@@ -15,7 +15,7 @@ import psutil
 import pytest
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
-from hflow.errors import WorkerFailureError
+from hflow.base.errors import WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.workers.ray import ray_actors
 from hflow.workers.ray.ray_actors import RayActors

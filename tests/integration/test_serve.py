@@ -23,11 +23,11 @@ from openai import OpenAI
 from runs import ROOT, run
 
 from hflow.backends.vllm_engine.memory import STEP_TOKENS
+from hflow.base.errors import ConfigError
 from hflow.cli import main
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import ConfigError
-from hflow.launch.serve_checkpoint import _example
-from hflow.launch.served_checkpoint import find_checkpoint
+from hflow.launch.checkpoints.serve import _example
+from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.planner.models.descriptors import engine_kind
 
 JOINED = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -12,15 +12,14 @@ import pytest
 from mlflow import MlflowClient
 from runs import TINY, run, steps_of
 
+from hflow.base.errors import ConfigError, RecipeError
 from hflow.config.schema import ReportConfig
 from hflow.dsl import body_check
-from hflow.errors import ConfigError, RecipeError
-from hflow.launch.observer_thread import ObserverThread
-from hflow.launch.read_recipe import read_recipe
-from hflow.launch.run_recipe import resume_run
-from hflow.launch.trackers import MlflowTracker, check_trackers
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.running.run_recipe import resume_run
+from hflow.launch.running.trackers import MlflowTracker, ObserverThread, check_trackers
 from hflow.observer import RunInfo
-from hflow.report.summary import RunSummary
+from hflow.report.text.summary import RunSummary
 
 RECIPE = '''"""SFT with an observer of one's own."""
 

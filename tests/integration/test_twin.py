@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from runs import ROOT, module, run
 
-from hflow.errors import ConfigError, PlanError, RunError
-from hflow.launch.twin_run import TwinReport, run_twin
-from hflow.report.twin_text import (
+from hflow.base.errors import ConfigError, PlanError, RunError
+from hflow.launch.running.twin import TwinReport, run_twin
+from hflow.report.text.twin import (
     CHANGE_TOLERANCE,
     LEAST_SCALE,
     TOLERANCE,

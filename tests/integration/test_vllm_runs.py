@@ -20,8 +20,8 @@ from runs import ROOT, run, steps_of
 from hflow.backends.interface import ENGINE_GAP_MAX
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import RunError
-from hflow.launch.compile import compile_recipe
+from hflow.base.errors import RunError
+from hflow.launch.planning.compile import compile_recipe
 from hflow.runtime.ledger import audit
 from hflow.workers.ray.ray_actors import RayActors
 

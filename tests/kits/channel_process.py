@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.weights.buckets import Bucket, pack_buckets
 from hflow.weights.channels import make_channel

@@ -5,7 +5,7 @@ from dataclasses import replace
 import plan_graphs as graphs
 from model_configs import model_config
 
-from hflow.launch.plan_request import device_calibration
+from hflow.launch.planning.request import device_calibration
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.generation import RolloutRequest
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts

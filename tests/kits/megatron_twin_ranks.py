@@ -20,8 +20,8 @@ from hflow.backends.common.microbatches import Minibatch
 from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import RankPosition
+from hflow.base.errors import HflowError
 from hflow.data.batch import Column
-from hflow.errors import HflowError
 from hflow.types import Unit
 
 prepare("cpu")

@@ -23,7 +23,7 @@ from hflow.graph.ir import (
     Stream,
 )
 from hflow.graph.model import Model
-from hflow.launch.plan_request import known_devices
+from hflow.launch.planning.request import known_devices
 from hflow.planner.plan.cluster import ClusterSpec, parse_cluster
 from hflow.planner.plan.request import PlanRequest
 from hflow.types import Unit

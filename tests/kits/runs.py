@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hflow.launch.compile import compile_recipe
-from hflow.launch.run_recipe import RunEnvironment, run_compiled
-from hflow.report.summary import RunSummary
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
+from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.workers.ray.ray_actors import RayActors
 

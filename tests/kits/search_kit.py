@@ -10,8 +10,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 from hflow.graph.ir import Graph
-from hflow.launch.plan_request import plan_request
-from hflow.launch.read_recipe import read_recipe
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.planning.request import plan_request
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings

@@ -16,7 +16,7 @@ from hflow.config.schema import OptimConfig
 from hflow.data.batch import Batch, Column
 from hflow.dsl import read_first_pass
 from hflow.graph.ir import Read
-from hflow.launch.worker_setup import with_first_pass
+from hflow.launch.running.worker_setup import with_first_pass
 from hflow.types import Unit
 from hflow.workers.interface import NodeProgram
 

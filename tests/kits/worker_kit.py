@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_setup
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import (
     ComputeOrder,

@@ -23,7 +23,7 @@ from hflow import (
     train,
     update,
 )
-from hflow.validation import text_of_type
+from hflow.base.validation import text_of_type
 
 ROOT = Path(__file__).parents[2]
 WRONG_USES = Path(__file__).with_name("wrong_uses.py")

@@ -17,8 +17,8 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams, TrainShard
 from hflow.backends.settings import ModelSettings
 from hflow.config.schema import LoraConfig
-from hflow.launch.compile import compile_recipe
-from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights

@@ -15,8 +15,8 @@ from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams
 from hflow.backends.packed_attention import PackedLayout, attend
 from hflow.backends.settings import ModelSettings
-from hflow.launch.compile import compile_recipe
-from hflow.report.plan_text.header import attention_line
+from hflow.launch.planning.compile import compile_recipe
+from hflow.report.text.plan.header import attention_line
 from hflow.types.kernels import AttentionKernel, head_size_problem, packed_kernel
 
 KERNELS = ("scaled_dot_product_attention", "varlen_attn", "flash_attn_varlen_func", "flex_attention")
@@ -106,7 +106,7 @@ def test_half_precision_on_cuda_needs_no_padding(device, dtype, flash_attn, kern
     ],
 )
 def test_the_plan_states_the_kernel(monkeypatch, version, cluster, lines):
-    monkeypatch.setattr("hflow.launch.plan_request.flash_attn_version", lambda: version)
+    monkeypatch.setattr("hflow.launch.planning.request.flash_attn_version", lambda: version)
     engine = ["models.actor.gen.engine=vllm"] if len(lines) > 1 else []
     text = attention_line(compile_recipe(RECIPE, [f"cluster={cluster}", *engine]).plan)
     assert all(line in text for line in lines), text
@@ -138,7 +138,7 @@ def test_head_sizes_of_the_kernels(kernel, size, is_right):
 
 
 def test_a_plan_with_heads_that_no_kernel_computes_cannot_run(monkeypatch):
-    monkeypatch.setattr("hflow.launch.plan_request.flash_attn_version", lambda: None)
+    monkeypatch.setattr("hflow.launch.planning.request.flash_attn_version", lambda: None)
     heads = [
         "models.actor.architecture.num_attention_heads=32",
         "models.actor.architecture.num_key_value_heads=8",

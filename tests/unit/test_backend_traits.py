@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hflow.backends.settings import RankPosition
+from hflow.base.errors import PlanError
 from hflow.data.batch import Batch
 from hflow.data.shared_prefix import share_prefixes
-from hflow.errors import PlanError
 from hflow.planner.models.architectures import FAMILIES
 from hflow.planner.models.descriptors import descriptor, training_backend
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch_kit as kit
 
+from hflow.base.errors import RunError
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import RunError
 from hflow.workers.background_writer import BackgroundWriter
 
 FIX = "free some space, or write to another disk"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from hflow.base.errors import RunError
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.row_arguments import bind_rows, unpack_rows
-from hflow.errors import RunError
 from hflow.graph.ir import Read
 from hflow.types import Output, Unit
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hflow.base.errors import ConfigError, PlanError
 from hflow.config import RunConfig
-from hflow.errors import ConfigError, PlanError
-from hflow.launch.compile import Compiled, compile_recipe, learn_from_run, plan_file_text
-from hflow.launch.plan_request import cluster_hardware
-from hflow.launch.profiling.from_run import planned_run
-from hflow.launch.profiling.run_times import MIN_STEPS, WARM_STEPS
-from hflow.launch.profiling.short_run import find_overheads
+from hflow.launch.planning.compile import Compiled, compile_recipe, learn_from_run, plan_file_text
+from hflow.launch.planning.request import cluster_hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
+from hflow.profiling.from_run import MIN_STEPS, WARM_STEPS, planned_run
+from hflow.profiling.short_run import find_overheads
 from hflow.runtime import events as ev
 from hflow.runtime.execution.run_directory import RunDirectory
 from hflow.runtime.execution.trace import Trace

@@ -19,7 +19,7 @@ from hflow.cli import app, main
 from hflow.config import load_config
 from hflow.doctor import OptionalPart
 from hflow.doctor.finding import Finding
-from hflow.launch import plan_file
+from hflow.launch.planning import plan_file
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
 
 GOOD = '''"""GRPO, as small as it gets."""

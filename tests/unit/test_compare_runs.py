@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from run_files import DONE, reward_rows, write_run
 
+from hflow.base.errors import ConfigError
 from hflow.cli import main
-from hflow.errors import ConfigError
-from hflow.launch.compare_runs import compare_runs
-from hflow.launch.runs import read_run
-from hflow.report.curve_parts import ends_of, thinned
-from hflow.report.run_page.compare_view import compare_page_view
+from hflow.launch.results.compare import compare_runs
+from hflow.launch.results.runs import read_run
+from hflow.report.formatting import ends_of, thinned
+from hflow.report.html.run.compare_view import compare_page_view
 
 
 def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

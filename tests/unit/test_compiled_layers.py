@@ -12,7 +12,7 @@ import torch_ranks
 from ranks import start
 from torch._dynamo.utils import counters
 
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 Results = tuple[dict[str, float], dict[str, torch.Tensor]]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import ConfigError
+from hflow.base.shipped import shipped_directory
+from hflow.base.validation import COUNTERPARTS
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
 from hflow.dsl import load_recipe, overridable_keys
-from hflow.errors import ConfigError
-from hflow.other_names import COUNTERPARTS
-from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO = RECIPES / "grpo.py"

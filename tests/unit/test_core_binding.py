@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from hflow.errors import ConfigError, HflowError
-from hflow.launch.compile import plan
+from hflow.base.errors import ConfigError, HflowError
+from hflow.launch.planning.compile import plan
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.report.plan_text.header import cluster_line
+from hflow.report.text.plan.header import cluster_line
 
 RECIPE = "recipes/grpo.py"
 ARGS = ["models.actor.path=null", "cluster=cpu-2x2"]

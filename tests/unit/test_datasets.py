@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hflow.base.errors import DataError
 from hflow.data.datasets import DataSettings, check_columns, check_rows, open_dataset
 from hflow.data.messages import check_learned, check_prompt
 from hflow.data.row_order import RowOrder, WeightedOrder
 from hflow.endpoint.requests import RequestRefused, parse_chat
-from hflow.errors import DataError
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "score": Unit.SEQUENCE, "ids": Unit.TOKEN, "meta": Unit.JSON}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hflow.errors import PlanError
-from hflow.launch.compile import compile_recipe
+from hflow.base.errors import PlanError
+from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.plan.rows import Plan
-from hflow.report.plan_text import render_plan
+from hflow.report.text.plan import render_plan
 
 GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
 LARGE = (

@@ -18,16 +18,16 @@ from runs import TINY, run
 
 from hflow.algo import second_moment_mask
 from hflow.backends import attention_kernels
+from hflow.base.errors import ConfigError, HflowError, PlanError
+from hflow.base.shipped import find_recipe
 from hflow.data_plane.group_placement import GroupPlacer
-from hflow.errors import ConfigError, HflowError, PlanError
-from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
-from hflow.launch.preflight import check_determinism
+from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
+from hflow.launch.running.preflight import check_determinism
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
 from hflow.planner.models.choices import CUDA_VARIABLES, determinism_line
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
-from hflow.shipped import find_recipe
 from hflow.types import Sequences
 from hflow.types.kernels import AttentionKernel
 from hflow.workers.inproc import InprocWorkers
@@ -171,7 +171,7 @@ def test_a_worker_lets_torch_refuse_what_it_cannot_repeat_until_it_is_closed() -
 
 MODES = """
 import os, sys, torch
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.workers.torch_determinism import use_deterministic_algorithms
 if sys.argv[1] == "late":
     torch.ones(8, 8) @ torch.ones(8, 8)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hflow.backends.packed_attention import attend
+from hflow.base.shipped import find_recipe
 from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
@@ -18,9 +19,8 @@ from hflow.doctor.gpus import (
     parse_gpus,
 )
 from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.plan.hardware import GIB
-from hflow.shipped import find_recipe
 
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
 
@@ -224,7 +224,7 @@ def test_two_runs_that_differ_are_found(monkeypatch, second, detail):
 def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypatch):
     if num_gpus == 0 and not run.on_cpu:
         pytest.skip("it is not tried on CPUs")
-    monkeypatch.setattr("hflow.launch.plan_request.engine_problems", lambda device: {})
+    monkeypatch.setattr("hflow.launch.planning.request.engine_problems", lambda device: {})
     arguments = command(run, num_gpus, 79.6, str(tmp_path))
     overrides = arguments[arguments.index("--plain") + 1 :]
     plan = compile_recipe(find_recipe(run.recipe), overrides).plan

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from hflow.base.errors import ConfigError
 from hflow.doctor import gpus
 from hflow.doctor.gpus import check_layer_times, layers_finding
-from hflow.errors import ConfigError
-from hflow.launch.profiling import calibrate, measure
-from hflow.launch.profiling.calibrate import LayerTime
+from hflow.profiling import calibrate, measure
+from hflow.profiling.calibrate import LayerTime
 
 INFERENCE = LayerTime(measure.SmallModel(512, 1536, 3), 2048, "fp32", False, 0.010, 0.012)
 TRAINING = replace(INFERENCE, trains=True, seconds=0.060, expected_seconds=0.040)

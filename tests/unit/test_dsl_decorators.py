@@ -28,11 +28,11 @@ from hflow import (
     update,
     use,
 )
-from hflow.errors import RecipeError
+from hflow.base.errors import RecipeError
+from hflow.base.validation import check_value, text_of_type
 from hflow.graph.ir import Knob, Level, NodeSpec, Parameter, Returned
 from hflow.types import Unit
 from hflow.types.sandbox import Sandbox, sandbox_of
-from hflow.validation import check_value, text_of_type
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from hflow.base.errors import ConfigError, RecipeError
 from hflow.dsl import apply_overrides, load_recipe, overridable_keys
-from hflow.errors import ConfigError, RecipeError
 from hflow.graph.build import build_graph
 from hflow.graph.ir import NodeSpec, RecipeSpec
 

@@ -17,7 +17,7 @@ from hflow.backends.embedded_engine.packing import PromptGroup
 from hflow.backends.generation_request import new_request
 from hflow.backends.interface import GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
-from hflow.errors import BackendError, ConfigError
+from hflow.base.errors import BackendError, ConfigError
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 

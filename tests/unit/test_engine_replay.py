@@ -8,7 +8,7 @@ from test_engine import PROMPTS, full_logprobs, generate, reference, run, settin
 
 from hflow.backends.embedded_engine.replay import Draws, RecordingEngine, ReplayingEngine
 from hflow.backends.interface import SamplingParams
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 
 DRAWN = [SamplingParams(max_tokens=6, seed=seed) for seed in range(len(PROMPTS))]
 

@@ -14,8 +14,8 @@ from episode_kit import Gated, driving, model_settings, new_effects, until
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams
 from hflow.backends.settings import ModelSettings
+from hflow.base.errors import BackendError, DataError, EpisodeError, RunError
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, DataError, EpisodeError, RunError
 from hflow.types import Engine, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hflow import sandbox
 from hflow.backends.generation_request import new_request, stop_reason
 from hflow.backends.interface import SamplingParams
+from hflow.base.errors import EpisodeError, RecipeError
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import EpisodeError, RecipeError
 from hflow.types import ToolCall, Trajectory
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)

@@ -13,8 +13,8 @@ from rich.console import Console
 from state_script import grpo
 
 from hflow.algo.pass_at_k import pass_at_k
-from hflow.launch.evaluate_checkpoint import EvaluationReport
-from hflow.report.evaluation_text import render_evaluation
+from hflow.launch.checkpoints.evaluate import EvaluationReport
+from hflow.report.text.results import render_evaluation
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.ledger.header import schedule_header

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import ConfigError
 from hflow.dsl import load_recipe
-from hflow.errors import ConfigError
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph

@@ -3,12 +3,12 @@
 import pytest
 from rich.console import Console
 
-from hflow.launch.size import SizedCluster, Sizes, Target
-from hflow.launch.what_if import Changed, WhatIf, what_if
+from hflow.launch.planning.variants import Changed, SizedCluster, Sizes, Target, WhatIf, what_if
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
 from hflow.planner.forecast.figures import PlanFigures
-from hflow.report.figures_text import (
+from hflow.report.formatting import seconds_text
+from hflow.report.text.figures import (
     SIZE_HEADINGS,
     broken,
     dollars_text,
@@ -16,7 +16,6 @@ from hflow.report.figures_text import (
     size_cells,
     size_lines,
 )
-from hflow.report.formatting import seconds_text
 
 
 @pytest.mark.parametrize(

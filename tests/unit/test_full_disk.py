@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from ledger_kit import recorded
 
+from hflow.base.errors import RunError
+from hflow.base.files import WriteError, replace_text
 from hflow.data.batch import Batch, Column
-from hflow.durable_files import WriteError, replace_text
-from hflow.errors import RunError
 from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import read_metrics

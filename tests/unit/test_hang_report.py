@@ -10,7 +10,7 @@ import lost_peer_ranks
 import pytest
 import ranks
 
-from hflow.errors import WorkerFailureError
+from hflow.base.errors import WorkerFailureError
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Replica
 from hflow.workers.error_location import relative_path

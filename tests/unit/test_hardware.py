@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hflow.base.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
+from hflow.base.shipped import shipped_directory
 from hflow.config import RunConfig, load_config
 from hflow.data.chat import written_template_problem
 from hflow.data.tokenizer import TextTokenizer
 from hflow.dsl.load import load_recipe
-from hflow.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.graph.build import build_graph
-from hflow.launch.compile import compile_recipe
-from hflow.launch.plan_request import (
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.planning.request import (
     cluster_hardware,
     device_calibration,
     known_devices,
     known_links,
     plan_request,
 )
-from hflow.launch.preflight import refuse_unrunnable
-from hflow.launch.read_recipe import read_recipe
-from hflow.launch.worker_setup import model_settings, tokenizer_settings
+from hflow.launch.running.preflight import refuse_unrunnable
+from hflow.launch.running.worker_setup import model_settings, tokenizer_settings
 from hflow.planner.models.architectures import can_run, read_shape
 from hflow.planner.plan.cluster import used_links
 from hflow.planner.plan.model_shape import active_parameters, num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.report.formatting import size_text
-from hflow.shipped import shipped_directory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"

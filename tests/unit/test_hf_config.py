@@ -11,7 +11,7 @@ import torch_kit as kit
 
 from hflow.backends.hf_config import max_length, read_config
 from hflow.backends.settings import ModelSettings
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 
 def of(**changes: Any) -> ModelSettings:

@@ -10,8 +10,8 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
+from hflow.base.errors import DataError
 from hflow.data.datasets import DataSettings, open_dataset
-from hflow.errors import DataError
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT}

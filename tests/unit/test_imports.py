@@ -70,7 +70,7 @@ def test_workers_are_started_before_anything_heavy_is_imported():
     """What `hflow run` imports to plan a run and to start workers on Ray: these import torch meanwhile."""
     code = """
 import sys
-import hflow.launch.run_recipe
+import hflow.launch.running.run_recipe
 import hflow.workers.ray.ray_actors
 heavy = [name for name in ("torch", "transformers", "tensorboardX") if name in sys.modules]
 assert not heavy, heavy
@@ -96,22 +96,18 @@ def test_every_package_is_in_the_import_table():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     listed = {name for c in contracts if c["type"] == "protected" for name in c["protected_modules"]}
     free = {
-        "hflow.errors",
-        "hflow.json_text",
-        "hflow.machine_memory",
+        "hflow.base.errors",
+        "hflow.base.files",
+        "hflow.base.machine_memory",
         "hflow.metrics",
-        "hflow.model_config",
+        "hflow.base.model_files",
         "hflow.observer",
-        "hflow.other_names",
+        "hflow.base.validation",
         "hflow.types",
-        "hflow.user_files",
-        "hflow.validation",
-        "hflow.lazy",
-        "hflow.recipe_files",
-        "hflow.shipped",
-        "hflow.secret_text",
-        "hflow.standard_streams",
-        "hflow.durable_files",
+        "hflow.dsl.lazy",
+        "hflow.base.recipe_files",
+        "hflow.base.shipped",
+        "hflow.base.standard_streams",
         "hflow.testing",
         "hflow.__init__",
         "hflow.__main__",

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hflow.errors import RunError, WorkerFailureError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.preflight import refuse_unrunnable
+from hflow.base.errors import RunError, WorkerFailureError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.preflight import refuse_unrunnable
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 
@@ -63,7 +63,7 @@ def test_a_cluster_that_this_machine_cannot_hold_is_refused_before_ray_is_starte
     assert num_gpus() == 0
     compiled = compile_recipe(GSM8K, ["setup=qwen2.5-0.5b-1x24g"])
     absent = replace(engine_kind("vllm"), packages=("an_absent_package",))
-    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: absent)
+    monkeypatch.setattr("hflow.launch.running.preflight.descriptor", lambda name: absent)
     with pytest.raises(RunError, match="=rtx-4090-1x1 needs 1 GPU, but this machine has 0;"):
         refuse_unrunnable(compiled)  # before the package, which would not help
     assert said == []

@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 
 from hflow import sandbox
 from hflow.backends.interface import GenerationResult
+from hflow.base.errors import EpisodeError, RecipeError
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import EpisodeError, RecipeError
 from hflow.testing import ScriptedEngine
 from hflow.types import EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel

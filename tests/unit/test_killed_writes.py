@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hflow.durable_files import replace_text
-from hflow.errors import ConfigError
-from hflow.launch.runs import find_run
+from hflow.base.errors import ConfigError
+from hflow.base.files import replace_text
+from hflow.launch.results.runs import find_run
 from hflow.runtime.execution.checkpoint import BEST, LATEST, Checkpoints, replace_link
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics

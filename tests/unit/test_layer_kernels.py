@@ -10,13 +10,13 @@ from plan_graphs import grpo, request
 from rich.console import Console
 
 from hflow import doctor
+from hflow.base.errors import BackendError, PlanError
 from hflow.config.schema import ModelConfig
-from hflow.errors import BackendError, PlanError
-from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.preflight import refuse_unrunnable
-from hflow.launch.worker_setup import model_settings
+from hflow.launch.planning.compile import Compiled, compile_recipe
+from hflow.launch.running.preflight import refuse_unrunnable
+from hflow.launch.running.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
-from hflow.report.plan_text.header import header, layers_line
+from hflow.report.text.plan.header import header, layers_line
 from hflow.types import kernels
 from hflow.types.kernels import LayerKernels, TransformerEngine, choose_kernels
 

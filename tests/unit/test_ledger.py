@@ -16,8 +16,8 @@ from ledger_kit import ends_of, recorded, row_of
 from rich.console import Console
 from state_script import grpo
 
-from hflow.errors import ConfigError, RunError
-from hflow.report.ledger_text import render_story
+from hflow.base.errors import ConfigError, RunError
+from hflow.report.text.ledger import render_story
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger, audit, rewind, writer
 from hflow.runtime.ledger.header import schedule_header

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from hflow.report.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
-from hflow.terminal import SafeConsole
+from hflow.base.terminal import SafeConsole
+from hflow.report.text.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
 
 
 def shown(live: bool | None, terminal: bool, rows: list[LiveRow]) -> str:

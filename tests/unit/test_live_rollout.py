@@ -9,9 +9,8 @@ from collections.abc import Mapping
 import pytest
 from rich.console import Console
 
-from hflow.launch.observer import WINDOW, RolloutTracker
-from hflow.report.live import LiveRow, open_display
-from hflow.report.live_rollout import MAX_BINS, RolloutView
+from hflow.launch.running.run_observer import WINDOW, RolloutTracker
+from hflow.report.text.live import MAX_BINS, LiveRow, RolloutView, open_display
 
 STEP = {
     "time/step_seconds": 0.5,

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams, TrainShard
+from hflow.base.errors import BackendError, RunError
 from hflow.config.schema import LoraConfig
-from hflow.errors import BackendError, RunError
 from hflow.types.tensor_slices import slices_within, whole_box
 from hflow.weights.adapters import BaseTensor, MergedWeights, merge
 from hflow.weights.checksum import weights_checksum

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.machine_memory import cgroup_limits, machine_memory
+from hflow.base.machine_memory import cgroup_limits, machine_memory
 
 
 def write(root: Path, files: dict[str, str]) -> None:

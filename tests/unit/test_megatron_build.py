@@ -16,7 +16,7 @@ from hflow.backends.megatron.device import prepare
 from hflow.backends.megatron.hf_mapping import ShardPosition
 from hflow.backends.megatron.model_dims import check_split, read_dims
 from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 prepare("cpu")
 

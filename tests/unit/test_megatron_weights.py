@@ -28,7 +28,7 @@ from hflow.backends.megatron.hf_mapping import (
 from hflow.backends.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.shown_metrics import builtin_metrics
+from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 

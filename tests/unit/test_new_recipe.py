@@ -9,13 +9,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from hflow.base.errors import ConfigError, RecipeError
+from hflow.base.shipped import find_recipe, shipped_recipes
 from hflow.config import RunConfig
 from hflow.dsl import overridable_keys
-from hflow.errors import ConfigError, RecipeError
 from hflow.launch import compose_recipe, new_recipe, ready_node, ready_nodes, recipe_nodes
-from hflow.launch.read_recipe import read_recipe
-from hflow.report.nodes_text import render_node, render_nodes, render_recipe_nodes
-from hflow.shipped import find_recipe, shipped_recipes
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes
 from hflow.testing import try_recipe
 
 OWN = '''from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

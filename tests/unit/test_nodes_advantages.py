@@ -10,7 +10,7 @@ from knob_checks import knob_problem
 from torch.testing import assert_close
 
 from hflow import Sequences, State, nodes
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch.testing import assert_close
 
 from hflow import Output, Sequences, State, Trajectory, algo, nodes
-from hflow.errors import DataError
-from hflow.lazy import LazyModule
+from hflow.base.errors import DataError
+from hflow.dsl.lazy import LazyModule
 from hflow.testing import CharacterTokenizer, ScriptedEngine
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types import State
 from hflow.workers.bodies.batch_node_runner import NodeStates
 

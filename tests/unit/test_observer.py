@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import ConfigError
 from hflow.config.schema import ReportConfig
-from hflow.errors import ConfigError
-from hflow.launch.compile import plan
-from hflow.launch.observer import RunObserver
-from hflow.launch.shown_metrics import builtin_metrics
-from hflow.report.live import Display, LiveRow
+from hflow.launch.planning.compile import plan
+from hflow.launch.running.run_observer import RunObserver
+from hflow.launch.running.shown_metrics import builtin_metrics
+from hflow.report.text.live import Display, LiveRow
 from hflow.runtime.execution.metrics_log import MetricsLog
 from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.execution.trace import Trace

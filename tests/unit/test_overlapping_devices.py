@@ -14,9 +14,9 @@ from rich.console import Console
 from search_kit import problem
 
 from hflow.graph.ir import Graph
-from hflow.launch.compile import Compiled, compile_recipe
-from hflow.launch.plan_request import plan_request
-from hflow.launch.read_recipe import read_recipe
+from hflow.launch.planning.compile import Compiled, compile_recipe
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.planning.request import plan_request
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
 from hflow.planner.forecast.memory import MEMORY_MARGIN
@@ -26,9 +26,9 @@ from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings, search
 from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.partition import connected_blocks, overlaps, spread_sets
-from hflow.report.graph_text import plan_dot, plan_mermaid
-from hflow.report.page import render_page
-from hflow.report.plan_text import render_plan
+from hflow.report.html.plan import render_page
+from hflow.report.text.graph import plan_dot, plan_mermaid
+from hflow.report.text.plan import render_plan
 from hflow.runtime.simulation.simulate_plan import simulate_plan
 
 ROOT = Path(__file__).parents[2]

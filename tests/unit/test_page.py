@@ -21,11 +21,10 @@ from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
 from hflow.report.formatting import MINUS
-from hflow.report.page import render_page
-from hflow.report.page.gantt import Gantt, gantt_view
-from hflow.report.page.memory_view import memory_view
-from hflow.report.page.routes import Sets
-from hflow.report.page.view import page_view
+from hflow.report.html.plan import page_view, render_page
+from hflow.report.html.plan.devices import memory_view
+from hflow.report.html.plan.gantt import Gantt, gantt_view
+from hflow.report.html.plan.routes import Sets
 
 SHAPE = ModelShape("qwen2", 4, 128, 256, 8, 4, 16, 512, is_tied=True, has_qkv_bias=True)
 BEFORE = f"k{MINUS}1"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-BASE = Path(__file__).parents[2] / "hflow" / "report" / "page" / "templates" / "base.css"
+BASE = Path(__file__).parents[2] / "hflow" / "report" / "html" / "plan" / "templates" / "base.css"
 PAIRS = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", BASE.read_text())
 THEMES = {"light": {name: light for name, light, _ in PAIRS}, "dark": {name: dark for name, _, dark in PAIRS}}
 CATEGORIES = [f"c{i}" for i in range(1, 9)]

@@ -14,9 +14,8 @@ from plan_graphs import request
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.planner.compile import compile_plan
-from hflow.report.page.cards import VERBS, outline
-from hflow.report.page.edges import arrows
-from hflow.report.page.graph_layout import (
+from hflow.report.html.plan.cards import VERBS, arrows, outline
+from hflow.report.html.plan.graph_layout import (
     Pull,
     curve,
     make_chain,
@@ -25,7 +24,7 @@ from hflow.report.page.graph_layout import (
     place_tops,
     rounded,
 )
-from hflow.report.page.graph_view import GraphView, NodeView, graph_view
+from hflow.report.html.plan.graph_view import GraphView, NodeView, graph_view
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("recipes/*.py")) + sorted(ROOT.glob("tests/graphs/good/*.py"))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from model_configs import model_config
 from plan_graphs import ema, grpo, infer, ppo, request
 
+from hflow.base.errors import PlanError
 from hflow.config import load_config
-from hflow.errors import PlanError
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.make.placement_setting import apply_placement, replace_layout
 from hflow.planner.plan.cluster import device_ranges

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hflow.backends.common.chunked import LOGITS_PER_CHUNK
 from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost import transfers
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,

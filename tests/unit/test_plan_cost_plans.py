@@ -13,8 +13,8 @@ from model_configs import model_config
 
 from hflow.config.schema import WorkloadConfig
 from hflow.graph.ir import Level
-from hflow.launch.compile import compile_recipe
-from hflow.launch.plan_request import device_calibration, known_devices, known_links
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.planning.request import device_calibration, known_devices, known_links
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost import node_times
 from hflow.planner.forecast.cost.flops import work_of

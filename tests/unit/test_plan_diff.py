@@ -15,7 +15,7 @@ from model_configs import model_config
 from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 from rich.console import Console
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
@@ -36,7 +36,7 @@ from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import decisive_rows, to_json
 from hflow.planner.plan.workload import Workload
-from hflow.report.diff_text import render_diff
+from hflow.report.text.diff import render_diff
 
 GIB = 2**30
 TINY = ModelShape("llama", 1, 4, 8, 2, 2, 2, 10, True)

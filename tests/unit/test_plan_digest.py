@@ -10,7 +10,7 @@ import pytest
 from model_configs import model_config
 from plan_graphs import agent, changed, grpo, ppo, request
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.ir import BodyRef, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.serialise import plan_digest, to_json
@@ -81,7 +81,7 @@ def test_the_digest_changes_with_a_knob_an_option_or_a_body():
 def test_another_process_plans_the_same_and_needs_neither_torch_nor_ray():
     code = (
         "import sys; from plan_graphs import ppo, request; from hflow.planner.compile import compile_plan; "
-        "from hflow.report.plan_text import render_plan; plan = compile_plan(ppo(), request()); "
+        "from hflow.report.text.plan import render_plan; plan = compile_plan(ppo(), request()); "
         "render_plan(plan); assert not {'torch', 'ray'} & set(sys.modules); sys.stdout.write(plan.digest)"
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=KITS, capture_output=True, text=True, check=True)

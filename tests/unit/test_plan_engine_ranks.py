@@ -21,8 +21,8 @@ from hflow.planner.plan.routing import on_workers, tensor_ranks
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.serialise import to_json
 from hflow.planner.weights.resharding import add_rows, held_bytes
-from hflow.report.page import render_page
-from hflow.report.plan_text import render_plan
+from hflow.report.html.plan import render_page
+from hflow.report.text.plan import render_plan
 
 SHAPE = ModelShape("llama", 8, 1024, 4096, 16, 8, 64, 32768, is_tied=False)
 

@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from hflow.backends.vllm_engine import installed
-from hflow.errors import BackendError, ConfigError, NotYetError
-from hflow.launch import plan_request
-from hflow.launch.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
-from hflow.launch.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
+from hflow.base.errors import BackendError, ConfigError, NotYetError
+from hflow.launch.planning import request as plan_request
+from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
+from hflow.launch.running.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
 from hflow.planner.plan.serialise import to_json
-from hflow.report.page import render_page
-from hflow.report.plan_text import render_plan
+from hflow.report.html.plan import render_page
+from hflow.report.text.plan import render_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
@@ -255,7 +255,7 @@ def test_the_best_checkpoint_needs_one_where_its_metric_is_known():
 def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyPatch):
     compiled = compile_recipe(GRPO)
     kind = replace(engine_kind("embedded"), packages=("an_absent_package",), install="pip install it")
-    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: kind)
+    monkeypatch.setattr("hflow.launch.running.preflight.descriptor", lambda name: kind)
     with pytest.raises(BackendError, match="but an_absent_package is not installed; pip install it"):
         refuse_unrunnable(compiled)
 
@@ -263,7 +263,9 @@ def test_a_run_is_refused_where_packages_are_missing(monkeypatch: pytest.MonkeyP
 def test_an_engine_that_is_missing_names_one_that_is_not(monkeypatch: pytest.MonkeyPatch):
     kinds = {name: engine_kind(name) for name in ("embedded", "vllm")}
     kinds["vllm"] = replace(kinds["vllm"], packages=("an_absent_package",), install="pip install it")
-    monkeypatch.setattr("hflow.launch.preflight.descriptor", lambda name: kinds.get(name, kinds["embedded"]))
+    monkeypatch.setattr(
+        "hflow.launch.running.preflight.descriptor", lambda name: kinds.get(name, kinds["embedded"])
+    )
     with pytest.raises(BackendError) as error:
         refuse_unrunnable(compile_recipe(GRPO, ["models.actor.gen.engine=vllm"]))
     assert str(error.value) == (

@@ -6,8 +6,8 @@ import pytest
 from model_configs import model_config
 from plan_graphs import changed, compute, grpo, ppo, request, sft, train, without
 
+from hflow.base.errors import NotYetError, PlanError
 from hflow.config.schema import LoraConfig, OptimConfig, ScheduleConfig
-from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Level, Node, Stream
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import model_config
 
-from hflow.errors import NotYetError, PlanError
-from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
-from hflow.launch.run_recipe import RunEnvironment, run_compiled
+from hflow.base.errors import NotYetError, PlanError
+from hflow.base.shipped import shipped_directory
+from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
+from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
@@ -66,8 +67,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.weights.sharding import mean_copies
-from hflow.report.plan_text.header import experts_line
-from hflow.shipped import shipped_directory
+from hflow.report.text.plan.header import experts_line
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)

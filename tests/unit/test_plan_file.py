@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hflow import launch
-from hflow.errors import ConfigError, HflowError, PlanError, RecipeError
+from hflow.base.errors import ConfigError, HflowError, PlanError, RecipeError
 from hflow.planner.diff import Effect
 from hflow.planner.plan.serialise import rows_digest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.compile import Compiled, compile_recipe
+from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.planner.plan.forecast import Forecast
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "gsm8k"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.plan.layout import Layout, RankOrder, even_blocks
 from hflow.planner.plan.routing import data_key, routing_table, shard_key
 from hflow.planner.plan.rows import Replica, RoutingRow

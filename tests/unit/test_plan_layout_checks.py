@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from model_configs import model_config
 from plan_graphs import grpo
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec

@@ -12,8 +12,8 @@ from model_configs import model_config
 
 from hflow.backends.torch_model import memory
 from hflow.backends.vllm_engine.memory import process_state
+from hflow.base.errors import PlanError
 from hflow.config.schema import LoraConfig
-from hflow.errors import PlanError
 from hflow.graph.model import Model
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost.flops import Work

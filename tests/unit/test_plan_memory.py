@@ -25,8 +25,8 @@ from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model import fsdp, weight_export
 from hflow.backends.torch_model import memory as torch_memory
 from hflow.backends.vllm_engine import memory as vllm_memory
+from hflow.base.errors import PlanError
 from hflow.config.schema import WorkloadConfig
-from hflow.errors import PlanError
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import (
     MEMORY_MARGIN,

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
 from hflow.backends.torch_model.weight_export import _num_held
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.models.architectures import FAMILIES, read_shape
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import (

@@ -10,7 +10,7 @@ from plan_graphs import request
 
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.checks.settings import without_unused_keys
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.rows import Plan

@@ -18,14 +18,13 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import CycleStep, MemoryCategory, MemoryItem, Period, PhaseMemory, Slot
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload
-from hflow.report.memory_classes import device_classes
-from hflow.report.plan_text import render_plan
-from hflow.report.plan_text.assumptions import lengths_text
-from hflow.report.plan_text.devices import devices_section, marks_of
-from hflow.report.plan_text.gantt import gantt
-from hflow.report.plan_text.graph import cadence, describe_edge
-from hflow.report.plan_text.header import cluster_line, cycle_line
-from hflow.report.plan_text.memory import memory_bar
+from hflow.report.text.plan import render_plan
+from hflow.report.text.plan.assumptions import lengths_text
+from hflow.report.text.plan.devices import devices_section, marks_of
+from hflow.report.text.plan.graph import cadence, describe_edge
+from hflow.report.text.plan.header import cluster_line, cycle_line
+from hflow.report.text.plan.memory import device_classes, memory_bar
+from hflow.report.text.plan.time import gantt
 
 ROOT = Path(__file__).parents[2]
 GOOD = sorted((ROOT / "tests" / "graphs" / "good").glob("*.py"))

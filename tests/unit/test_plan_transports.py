@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QWEN = ("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.gen.max_model_len=2048")

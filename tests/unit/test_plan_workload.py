@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import model_config
 
+from hflow.base.errors import PlanError
 from hflow.config.schema import WorkloadConfig
-from hflow.errors import PlanError
-from hflow.launch.compile import plan
+from hflow.launch.planning.compile import plan
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.request import stream_workloads
 from hflow.planner.plan.workload import (

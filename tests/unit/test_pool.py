@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import BodyRetry

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import ConfigError, PlanError, RunError
 from hflow.config import RunConfig
-from hflow.errors import ConfigError, PlanError, RunError
-from hflow.launch.plan_request import cluster_hardware
-from hflow.launch.profiling import calibrate, measure
-from hflow.launch.profiling.calibrate import measure_hardware
-from hflow.launch.profiling.fit import (
+from hflow.launch.planning.request import cluster_hardware
+from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.plan.hardware import Link
+from hflow.profiling import calibrate, measure
+from hflow.profiling.calibrate import measure_hardware
+from hflow.profiling.fit import (
     CollectiveTime,
     LoadTime,
     ProductTime,
@@ -29,8 +31,6 @@ from hflow.launch.profiling.fit import (
     link_seconds,
     training_seconds,
 )
-from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate, MemoryRate
-from hflow.planner.plan.hardware import Link
 
 RECIPE = Path("recipes/grpo.py")
 

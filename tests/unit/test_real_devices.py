@@ -10,8 +10,8 @@ from pathlib import Path
 import plan_graphs as graphs
 import pytest
 
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.doctor.gpus import check_allocator
-from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem

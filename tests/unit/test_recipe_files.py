@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hflow import recipe_files
+from hflow.base import recipe_files
+from hflow.base.errors import RunError
+from hflow.base.recipe_files import files_to_send, local_directory, pack
 from hflow.dsl import load_recipe
-from hflow.errors import RunError
-from hflow.recipe_files import files_to_send, local_directory, pack
 
 RECIPE = """
 from hflow import Dataset, Model, Recipe, Text, nodes, use
@@ -54,7 +54,7 @@ def test_another_machine_imports_from_its_copy(directory: Path, tmp_path: Path) 
     (tmp_path / "packed").write_bytes(pack(directory))
     code = f"""
 from pathlib import Path
-from hflow.recipe_files import local_directory, unpack, use_directory
+from hflow.base.recipe_files import local_directory, unpack, use_directory
 copy = unpack(Path({str(tmp_path / "packed")!r}).read_bytes(), {str(directory)!r})
 use_directory(copy)
 import beside

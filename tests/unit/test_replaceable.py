@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.launch.compile import compile_recipe
+from hflow.launch.planning.compile import compile_recipe
 from hflow.workers.replaceable import replaceable_workers
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from hflow.base.errors import ReturnError
 from hflow.data.returned_values import DeclaredReturns, checked_trajectory
-from hflow.errors import ReturnError
 from hflow.types import Trajectory
 
 NUM_TOKENS = 3

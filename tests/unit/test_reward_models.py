@@ -16,8 +16,8 @@ from hflow.backends.interface import TrainShard
 from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.backends.torch_model.backend import TorchModel
+from hflow.base.errors import BackendError
 from hflow.data.batch import Batch
-from hflow.errors import BackendError
 
 prepare("cpu")
 

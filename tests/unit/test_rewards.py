@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hflow import Dataset, Json, Model, Recipe, Text, nodes, rewards, use
+from hflow.base.errors import RecipeError
 from hflow.dsl import body_check
-from hflow.errors import RecipeError
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
 

@@ -29,10 +29,10 @@ from hflow.backends.common.expert_replay import ReplayedExperts, routers_of
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams, TrainShard
 from hflow.backends.torch_model.backend import TorchModel
+from hflow.base.errors import BackendError, ReturnError
 from hflow.data.batch import Batch, Column
 from hflow.data.routed_experts import is_recorded, pack_rows
 from hflow.data.shared_prefix import share_prefixes
-from hflow.errors import BackendError, ReturnError
 from hflow.types import Unit
 from hflow.types.routed_experts import RoutingFormat
 from hflow.workers.generation.episode_engine import append_messages, append_turn, prompt_trajectory

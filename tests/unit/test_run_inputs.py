@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hflow.errors import ConfigError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.fingerprints import (
+from hflow.base.errors import ConfigError
+from hflow.launch.checkpoints.fingerprints import (
     BLOCK_BYTES,
     FORMAT,
     RunInputs,
@@ -16,8 +15,9 @@ from hflow.launch.fingerprints import (
     fingerprint,
     read_inputs,
 )
-from hflow.launch.run_inputs import changed_inputs, run_inputs
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.inputs import changed_inputs, run_inputs
+from hflow.launch.running.worker_setup import make_setup
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "tests/fixtures/checkpoint-format-1/actor"

@@ -11,14 +11,13 @@ import pytest
 from run_files import DONE, EVIL, reward_rows, write_full_run, write_run
 from test_page import Page
 
+from hflow.base.errors import ConfigError
 from hflow.cli import main
-from hflow.errors import ConfigError
-from hflow.launch.runs import RunReport, read_report
-from hflow.report.curve_parts import thinned
-from hflow.report.run_page import render_run_page
-from hflow.report.run_page.curves import HEIGHT, MARGIN, WIDTH, Series, curve_groups, curve_view
-from hflow.report.run_page.timeline import measured_gantt, planned_gantt
-from hflow.report.run_page.view import run_page_view
+from hflow.launch.results.runs import RunReport, read_report
+from hflow.report.formatting import thinned
+from hflow.report.html.run import render_run_page
+from hflow.report.html.run.curves import HEIGHT, MARGIN, WIDTH, Series, curve_groups, curve_view
+from hflow.report.html.run.view import measured_gantt, planned_gantt, run_page_view
 from hflow.runtime.ledger.overview import read_overview
 
 

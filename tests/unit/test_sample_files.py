@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from hflow.backends.interface import GenerationResult
+from hflow.base.errors import RunError
 from hflow.data.batch import Batch, Column
-from hflow.errors import RunError
 from hflow.types import Trajectory, Unit
 from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.sample_log import SampleLog
 from hflow.workers.storage.sample_store import SampleStore

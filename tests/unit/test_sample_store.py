@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hflow.base.errors import RunError
 from hflow.data.batch import Batch, Column
 from hflow.data_plane.redistribute import Move
-from hflow.errors import RunError
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage import field_column
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader

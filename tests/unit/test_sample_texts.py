@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from hflow.base.errors import ConfigError
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import ConfigError
-from hflow.report.sample_text import render_samples_with_text, render_texts, sample_markdown
+from hflow.report.text.samples import render_samples_with_text, render_texts, sample_markdown
 from hflow.runtime.execution.sample_texts import (
     drop_samples_after,
     keep_samples,

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from hflow import sandbox
-from hflow.errors import EpisodeError, RunError
+from hflow.base.errors import EpisodeError, RunError
 from hflow.types.sandbox import ToolFailed, sandbox_of
 from hflow.workers.generation import confinement
 from hflow.workers.generation import sandboxes as sandboxes_module

@@ -13,8 +13,8 @@ import yaml
 from rich.console import Console
 from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
-from hflow.errors import PlanError
-from hflow.launch.compile import compile_plan_file, compile_recipe, plan_file_text
+from hflow.base.errors import PlanError
+from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.planner.checks.unrunnable import layout_reasons
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.figures import plan_figures
@@ -44,9 +44,9 @@ from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.search.simulated import by_seconds
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.formatting import seconds_text
-from hflow.report.limits_text import limit_text
-from hflow.report.page import render_page
-from hflow.report.plan_text import render_plan
+from hflow.report.html.plan import render_page
+from hflow.report.text.plan import render_plan
+from hflow.report.text.section import limit_text
 from hflow.runtime.simulation.simulate_plan import simulate_plan, simulated_period
 
 LONG = pytest.mark.long

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from hflow.backends.common.sharded_checkpoint import entry_name
 from hflow.backends.megatron.device import prepare
 from hflow.backends.settings import SHARDS_INDEX
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.types.tensor_slices import slices_within, whole_box
 
 prepare("cpu")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from hflow.base.errors import RecipeError
+from hflow.base.shipped import find_recipe, shipped_recipes
 from hflow.cli.arguments import recipe_file
-from hflow.errors import RecipeError
-from hflow.shipped import find_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 

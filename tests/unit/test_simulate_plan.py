@@ -14,9 +14,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hflow import launch
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.plan.rows import Plan
-from hflow.report.simulation_text import render_simulation
+from hflow.report.text.simulation import render_simulation
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,7 +12,7 @@ from torch_kit import ARCHITECTURE
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.interface import SamplingParams
 from hflow.backends.settings import ModelSettings
-from hflow.errors import BackendError, RunError
+from hflow.base.errors import BackendError, RunError
 from hflow.planner.plan.rows import Schedule, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.types.engine import SleepLevel

@@ -93,7 +93,7 @@ BROKEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from hflow.backends.megatron.device import prepare
-from hflow.errors import HflowError
+from hflow.base.errors import HflowError
 try:
     prepare("cpu")
 except HflowError as error:

@@ -23,12 +23,12 @@ from hflow import (
     nodes,
     use,
 )
+from hflow.base.errors import BackendError, RecipeError, RunError
 from hflow.data.batch import Batch, Column
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
-from hflow.errors import BackendError, RecipeError, RunError
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, Node, Read
-from hflow.launch.preflight import check_packages
+from hflow.launch.running.preflight import check_packages
 from hflow.types import Unit
 
 UNITS = {"x": Unit.TOKEN, "reward": Unit.SEQUENCE, "loss_mask": Unit.TOKEN}

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hflow.base.errors import BackendError, DataError, RecipeError
 from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.errors import BackendError, DataError, RecipeError
 from hflow.types import Tokenizer
 
 ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hflow.base.errors import RecipeError
 from hflow.data.tool_formats import Hermes, Marked, ParsedCalls, tool_format
 from hflow.data.tool_schemas import tool_schema
-from hflow.errors import RecipeError
 from hflow.types import ToolCall
 
 

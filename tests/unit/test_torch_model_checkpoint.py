@@ -10,8 +10,8 @@ import torch_kit as kit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hflow.errors import BackendError
-from hflow.json_text import read_json_object
+from hflow.base.errors import BackendError
+from hflow.base.files import read_json_object
 
 UNTIED = kit.ARCHITECTURE | {"tie_word_embeddings": False}
 BATCH = kit.make_batch([5, 9, 3])

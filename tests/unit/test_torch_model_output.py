@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hflow.backends.common import chunked
 from hflow.backends.packed_attention import PackedLayout, packed_attention
 from hflow.backends.torch_model.backend import TorchModel
-from hflow.errors import BackendError, RunError
+from hflow.base.errors import BackendError, RunError
 from hflow.types import Unit
 
 LENGTHS = [5, 9, 3, 12, 2, 6]

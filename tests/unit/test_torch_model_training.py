@@ -10,9 +10,9 @@ import torch_kit as kit
 
 from hflow.backends.common.learning_rate import learning_rate
 from hflow.backends.interface import TrainShard
+from hflow.base.errors import BackendError, RecipeError, RunError
 from hflow.config.schema import OptimConfig
 from hflow.data.batch import Column
-from hflow.errors import BackendError, RecipeError, RunError
 from hflow.types import Unit
 
 BATCH = kit.make_batch(kit.LENGTHS)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hflow.launch.compile import compile_recipe
-from hflow.launch.read_recipe import read_recipe
-from hflow.launch.twin_run import comparable_config, compare_with_twin, configuration, reference_config
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.running.twin import comparable_config, compare_with_twin, configuration, reference_config
 from hflow.planner.plan.rows import Plan
-from hflow.report.summary import RunSummary
-from hflow.report.twin_text import TwinResult
+from hflow.report.text.summary import RunSummary
+from hflow.report.text.twin import TwinResult
 
 PPO = Path(__file__).parents[2] / "recipes" / "ppo.py"
 VLLM = ["models.actor.path=null", "models.actor.gen.engine=vllm", "models.actor.gen.cache_gib=1"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 import worker_kit as kit
 
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_setup
 from hflow.types import Engine, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers

@@ -13,7 +13,7 @@ import torch
 from channel_process import Receivers, buckets, sender
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.errors import RunError, WorkerFailureError
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.weights.buckets import unpack_bucket
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings

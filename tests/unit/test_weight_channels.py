@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.weights import pinned
 from hflow.weights.buckets import Bucket, pack_buckets, unpack_bucket, verify_bucket

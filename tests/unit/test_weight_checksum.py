@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.runtime.execution.engine_control import verify_weights
 from hflow.types.tensor_slices import Box
 from hflow.weights.checksum import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.buckets import Bucket, pack_buckets, unpack_bucket, verify_bucket

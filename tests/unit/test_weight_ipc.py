@@ -14,7 +14,7 @@ import torch
 from channel_process import Receivers, buckets
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.weights.buckets import Bucket, unpack_bucket
 from hflow.weights.channels import ipc, make_channel
 from hflow.weights.channels.interface import ChannelSettings

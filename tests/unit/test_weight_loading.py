@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import Box, slices_within, whole_box
 from hflow.weights.buckets import SliceValues

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_kit as kit
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.workers.bodies.batch_node_runner import update_weights
 from hflow.workers.interface import NodeProgram
 

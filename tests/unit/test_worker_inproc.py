@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
 from hflow.backends.interface import EngineSetup
+from hflow.base.errors import RunError
+from hflow.base.files import file_checksum
 from hflow.data_plane.redistribute import Move
-from hflow.durable_files import file_checksum
-from hflow.errors import RunError
 from hflow.types import Sequences, State
 from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers

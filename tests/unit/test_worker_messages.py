@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from worker_kit import setup_of
 
-from hflow.errors import RunError, WorkerFailureError
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Replica, WeightRoute

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types import Sequences
 from hflow.types.tensor_slices import numel

@@ -13,9 +13,9 @@ import worker_kit as kit
 from worker_kit import read, with_workers
 
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.errors import DataError, RecipeError, RunError
-from hflow.launch.compile import compile_recipe
-from hflow.launch.worker_setup import make_setup
+from hflow.base.errors import DataError, RecipeError, RunError
+from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.running.worker_setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers

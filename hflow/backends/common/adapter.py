@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hflow.backends.settings import ModelSettings
+from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
-from hflow.errors import BackendError, nearest
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 
 from hflow.backends.hf_config import max_length
 from hflow.backends.interface import NodeCall
+from hflow.base.errors import BackendError, RunError
 from hflow.data.batch import Batch
 from hflow.data.batch_arguments import get_column
-from hflow.errors import BackendError, RunError
 
 
 def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batch]) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hflow.backends.common.weight_files import INDEX, SINGLE
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 FILE_BYTES = 2 << 30
 """Files are about this large at most, unless a single tensor is larger."""

@@ -19,10 +19,10 @@ from hflow.backends.common.inputs import PackedBatch
 from hflow.backends.common.metrics import MetricAccumulator
 from hflow.backends.common.prox import UpdateProgress, computed_fields, prox_errors
 from hflow.backends.interface import NodeCall
+from hflow.base.errors import RecipeError, RunError
 from hflow.data.batch_arguments import bind_batch
 from hflow.data.returned_values import split_result
 from hflow.data.unpack_returns import check_shape
-from hflow.errors import RecipeError, RunError
 from hflow.types import Output, Unit
 
 REDUCTIONS: Mapping[Unit, str] = {

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.backends.common.inputs import PackedBatch
+from hflow.base.errors import RunError
 from hflow.data.device_copy import to_device
 from hflow.data.unpack_returns import metric_tensor, num_entries
-from hflow.errors import RunError
 from hflow.types import Unit
 
 _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)

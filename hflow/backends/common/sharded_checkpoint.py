@@ -28,11 +28,10 @@ from transformers import PreTrainedConfig
 from hflow.backends.common.checks import check_tensors
 from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.settings import SHARDS_INDEX
-from hflow.durable_files import WriteFiles
-from hflow.errors import BackendError, ConfigError
-from hflow.json_text import read_json_object
+from hflow.base.errors import BackendError, ConfigError
+from hflow.base.files import WriteFiles, read_json_object
+from hflow.base.validation import CHECKED, from_mapping
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
-from hflow.validation import CHECKED, from_mapping
 
 FORMAT = 1
 FILE_BYTES = 2 << 30

@@ -29,8 +29,8 @@ from hflow.backends.interface import (
     SKIPPED_UPDATES,
     NodeCall,
 )
+from hflow.base.errors import RunError
 from hflow.data.batch import Batch, Column
-from hflow.errors import RunError
 from hflow.types import Unit
 
 _REPLAYED = "replayed"

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hflow.backends.common.checks import check_tensors
-from hflow.errors import BackendError
-from hflow.json_text import read_json_object
+from hflow.base.errors import BackendError
+from hflow.base.files import read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

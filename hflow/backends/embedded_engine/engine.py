@@ -34,8 +34,8 @@ from hflow.backends.embedded_engine.sampling import SamplingRows, draw
 from hflow.backends.generation_request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.backends.settings import ModelSettings
+from hflow.base.errors import BackendError, ConfigError, nearest
 from hflow.data.device_copy import to_device
-from hflow.errors import BackendError, ConfigError, nearest
 from hflow.types.engine import SleepLevel
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights

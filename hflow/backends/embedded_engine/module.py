@@ -19,7 +19,7 @@ from hflow.backends.embedded_engine.attention import ATTENTION
 from hflow.backends.hf_config import read_config, translate_errors
 from hflow.backends.packed_attention import check_supported
 from hflow.backends.settings import ModelSettings
-from hflow.errors import BackendError, nearest
+from hflow.base.errors import BackendError, nearest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

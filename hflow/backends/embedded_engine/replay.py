@@ -15,8 +15,8 @@ from torch import Tensor
 from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.backends.generation_request import GenerationRequest
 from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.base.errors import RunError
 from hflow.data.device_copy import to_device
-from hflow.errors import RunError
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]
 """(seed, prompt) -> the tokens drawn after it, across interruptions."""

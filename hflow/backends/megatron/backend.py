@@ -23,10 +23,10 @@ from hflow.backends.megatron.schedule import PipelineSchedule
 from hflow.backends.megatron.shards import copy_stage_shards, load_stage_shards
 from hflow.backends.megatron.weight_export import held_blocks, named_weights
 from hflow.backends.settings import ModelSettings, RankPosition
+from hflow.base.errors import BackendError
+from hflow.base.files import WriteFiles
 from hflow.config.schema import Offload
 from hflow.data.batch import Batch
-from hflow.durable_files import WriteFiles
-from hflow.errors import BackendError
 from hflow.types.tensor_slices import Block
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 _PACKAGE = "megatron.core"
 _NAME = "__cpu_as_cuda__"

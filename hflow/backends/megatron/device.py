@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from hflow.backends.device import local_device
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.types.kernels import TE_PACKAGE, import_transformer_engine, installed_transformer_engine
 
 

@@ -15,7 +15,7 @@ from hflow.backends.megatron.hf_mapping import backbone_shapes
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.weight_export import named_weights
 from hflow.backends.torch_model.heads import SCORE, head_file, head_prefix, save_head, saved_config
-from hflow.durable_files import WriteFiles
+from hflow.base.files import WriteFiles
 
 
 def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int = FILE_BYTES) -> WriteFiles:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from hflow.backends.common.expert_tensors import EXPERT_FAMILIES
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERT_FAMILIES)
 """Values of `model_type` whose layers megatron's GPT model can compute."""

@@ -27,7 +27,7 @@ from hflow.backends.megatron.hf_mapping import MappedParameter, ShardPosition, T
 from hflow.backends.megatron.model import Stage
 from hflow.backends.megatron.optimizer import MegatronOptimizer
 from hflow.backends.megatron.weight_export import held_blocks
-from hflow.durable_files import WriteFiles
+from hflow.base.files import WriteFiles
 from hflow.types.tensor_slices import Box, box_shape, intersect, numel, slices_within, whole_box
 
 

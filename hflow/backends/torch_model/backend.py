@@ -33,9 +33,9 @@ from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.runner import TorchRunner
 from hflow.backends.torch_model.shards import TrainedModel, copy_model_shards, load_model_shards
 from hflow.backends.torch_model.weight_export import copy_model, held_blocks, named_weights, reshard
+from hflow.base.errors import BackendError
+from hflow.base.files import WriteFiles
 from hflow.data.batch import Batch
-from hflow.durable_files import WriteFiles
-from hflow.errors import BackendError
 from hflow.types.tensor_slices import Block
 
 

@@ -19,7 +19,7 @@ from hflow.backends.packed_attention import PACKED, check_supported
 from hflow.backends.settings import ModelSettings
 from hflow.backends.torch_model.heads import SCORE, ScalarHead, missing_head
 from hflow.backends.torch_model.held_weights import holds_parameters_of, parameters_on_meta
-from hflow.errors import BackendError, nearest
+from hflow.base.errors import BackendError, nearest
 
 HEADS = ("lm", "value", "score")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

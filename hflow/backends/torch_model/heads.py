@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from hflow.backends.common.weight_files import open_weight_files
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 
 SCORE = "score.weight"
 """The head of a reward model in its checkpoint."""

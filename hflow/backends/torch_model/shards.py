@@ -25,7 +25,7 @@ from hflow.backends.common.sharded_checkpoint import (
 from hflow.backends.torch_model.optimizer import TorchOptimizer
 from hflow.backends.torch_model.packed_model import PackedModel
 from hflow.backends.torch_model.weight_export import blocks_of, held_blocks, named_parameters
-from hflow.durable_files import WriteFiles
+from hflow.base.files import WriteFiles
 
 
 @dataclass(frozen=True)

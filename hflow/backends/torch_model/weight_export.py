@@ -24,7 +24,7 @@ from hflow.backends.settings import MERGED, ModelSettings
 from hflow.backends.torch_model.heads import head_file, head_prefix, save_head, saved_config
 from hflow.backends.torch_model.optimizer import local_shard
 from hflow.backends.torch_model.shard_collectives import gather_in_place
-from hflow.durable_files import WriteFiles
+from hflow.base.files import WriteFiles
 from hflow.types.tensor_slices import Block, Box, numel, whole_box
 from hflow.weights.adapters import A, B, merge
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from hflow.backends.interface import EngineSetup
 from hflow.backends.vllm_engine.child_process import VllmProcess
 from hflow.backends.vllm_engine.launch_options import command_line, engine_arguments, environment
-from hflow.errors import ConfigError
+from hflow.base.errors import ConfigError
 
 _MODULE = "hflow.backends.vllm_engine.api_server_main"
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hflow.errors import WorkerFailureError
+from hflow.base.errors import WorkerFailureError
 
 _END_SECONDS = 20.0
 """Longest wait for a process to end by itself."""

@@ -15,7 +15,7 @@ from hflow.backends.settings import ModelSettings
 from hflow.backends.vllm_engine.engine_process import EngineProcess
 from hflow.backends.vllm_engine.launch_options import engine_arguments, environment, reads_checkpoint
 from hflow.backends.vllm_engine.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings
-from hflow.errors import BackendError
+from hflow.base.errors import BackendError
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights

@@ -28,7 +28,7 @@ from hflow.backends.vllm_engine.messages import (
     FinishedRequests,
     ProcessSettings,
 )
-from hflow.errors import BackendError, HflowError, WorkerFailureError
+from hflow.base.errors import BackendError, HflowError, WorkerFailureError
 
 if TYPE_CHECKING:
     from hflow.backends.vllm_engine.stepper import Stepper

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from hflow.errors import BackendError, nearest
+from hflow.base.errors import BackendError, nearest
 from hflow.types.tensor_slices import Box, whole_box
 
 _WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, ReplicatedLinear)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hflow.machine_memory import machine_memory
+from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank

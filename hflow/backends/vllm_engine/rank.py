@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 from hflow.backends.common.expert_tensors import file_tensors
 from hflow.backends.common.host_copy import HostCopies
 from hflow.backends.vllm_engine.hf_mapping import checked, held_tensors
-from hflow.errors import HflowError
+from hflow.base.errors import HflowError
 from hflow.weights.adapters import BaseTensor, MergedWeights
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified

@@ -25,8 +25,8 @@ from hflow.backends.interface import GenerationResult
 from hflow.backends.vllm_engine import rank
 from hflow.backends.vllm_engine.messages import AddedRequest, ProcessSettings
 from hflow.backends.vllm_engine.seeded_weights import SeededWeights
+from hflow.base.errors import BackendError
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import BackendError
 from hflow.types.engine import SleepLevel
 from hflow.types.routed_experts import RoutingFormat
 from hflow.weights.loading import LoadedWeights

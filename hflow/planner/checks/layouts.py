@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
 from hflow.planner.plan.request import PlanRequest

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from hflow.base.errors import NotYetError, PlanError
 from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig
-from hflow.errors import NotYetError, PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.queries import (
     root_stream,

@@ -1,7 +1,7 @@
 """`unrunnable_reasons`: why a plan cannot run, found while it is made.
 
 A reason depends on the plan alone. What depends on the machine, such as missing packages, is checked when a
-run starts (`hflow/launch/preflight.py`).
+run starts (`hflow/launch/running/preflight.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.diff.effects import Difference, Effect, TrainedNames, effect_of, trained_names
 from hflow.planner.diff.values import (
     ESTIMATED_TOPICS,

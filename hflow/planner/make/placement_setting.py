@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hflow.base.errors import PlanError, nearest
 from hflow.config.schema import ModelConfig
-from hflow.errors import PlanError, nearest
 from hflow.graph.ir import Graph
 from hflow.graph.queries import trained_models
 from hflow.planner.make.replicas import ALL_DEVICES, GEN_SUFFIX, Devices, replica_roles

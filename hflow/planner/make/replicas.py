@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
-from hflow.errors import PlanError, nearest
+from hflow.base.errors import PlanError, nearest
 from hflow.graph.ir import Graph, Node
 from hflow.graph.queries import trained_models
 from hflow.planner.models.choices import UNDECIDED

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hflow.errors import ConfigError, PlanError
-from hflow.model_config import check_size
+from hflow.base.errors import ConfigError, PlanError
+from hflow.base.model_files import check_size
 from hflow.planner.plan.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
 
 Config = Mapping[str, Any]

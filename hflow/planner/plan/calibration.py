@@ -12,9 +12,9 @@ from typing import Annotated
 from pydantic import Field, StrictBool, StrictFloat
 from pydantic.dataclasses import dataclass
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
+from hflow.base.validation import CHECKED, FrozenMapping
 from hflow.planner.plan.traits import BACKENDS, ENGINES
-from hflow.validation import CHECKED, FrozenMapping
 
 DTYPES = ("fp32", "bf16")
 """Precisions that models compute in. Every device and every calibration has a figure for each."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from hflow.errors import PlanError, nearest, shorten
+from hflow.base.errors import PlanError, nearest, shorten
 from hflow.planner.plan.hardware import Device, Hardware, Link
 
 _PATTERN = re.compile(r"([\w.-]+)-([1-9]\d*)x([1-9]\d*)")

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictInt
 from pydantic.dataclasses import dataclass
 
+from hflow.base.validation import CHECKED, FrozenMapping
 from hflow.planner.plan.calibration import DTYPES, Calibration, LinkRate, NonNegative, Positive
-from hflow.validation import CHECKED, FrozenMapping
 
 GIB = 2**30
 LOW_DTYPES = ("fp8", "fp4")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.errors import PlanError, shorten
+from hflow.base.errors import PlanError, shorten
 
 _PATTERN = re.compile(
     r"(?:d(\d{1,9}))?(?:t(\d{1,9}))?(?:p(\d{1,9}))?(?:c(\d{1,9}))?(?:e(\d{1,9}))?", re.ASCII

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
+from hflow.base.errors import PlanError, nearest
 from hflow.config.schema import ALL_LINEAR, LoraConfig
-from hflow.errors import PlanError, nearest
 from hflow.types.routed_experts import RoutingFormat
 
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.base.errors import PlanError
 from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
-from hflow.errors import PlanError
 from hflow.graph.ir import NodeSpec
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware

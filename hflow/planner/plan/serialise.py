@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.model import Model
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Plan

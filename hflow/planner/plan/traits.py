@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from hflow.errors import PlanError, nearest
+from hflow.base.errors import PlanError, nearest
 
 _BACKENDS = {
     "torch": "hflow.backends.torch_model.descriptor",

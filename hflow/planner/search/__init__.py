@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from hflow.base.errors import PlanError
 from hflow.config.schema import OptimConfig
-from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.make.replicas import replica_roles
 from hflow.planner.plan.forecast import Candidate

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.checks.unrunnable import unrunnable_reasons
 from hflow.planner.make.replicas import Devices
 from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices

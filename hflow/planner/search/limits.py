@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.forecast.cost.nodes import EPISODES

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from hflow.base.errors import PlanError
 from hflow.config.schema import ModelConfig
-from hflow.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.graph.queries import root_stream, written_models
 from hflow.planner.checks.layouts import check_layouts

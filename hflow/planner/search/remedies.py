@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph
 from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.forecast.memory.capacity import gib

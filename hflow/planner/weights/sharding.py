@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.plan.layout import Coords, Layout, even_blocks
 from hflow.planner.plan.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.planner.plan.traits import BackendTraits

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hflow.durable_files import FileChecksum, file_checksum, sync
-from hflow.errors import RunError
-from hflow.json_text import parse_json
+from hflow.base.errors import RunError
+from hflow.base.files import FileChecksum, file_checksum, parse_json, sync
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hflow.base.errors import RunError
 from hflow.data_plane.group_placement import GroupPlacer
-from hflow.errors import RunError
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
 from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics

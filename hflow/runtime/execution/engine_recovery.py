@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.data_plane.locations import DataLocations
-from hflow.errors import HflowError, RunError, WorkerFailureError
 from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event, Published
 from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.step_metrics import RunEvents

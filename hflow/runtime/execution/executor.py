@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.data_plane.group_placement import GroupPlacer
-from hflow.errors import RunError, WorkerFailureError
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, SampleRelease

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.durable_files import WriteError, replace_text
-from hflow.errors import ConfigError
-from hflow.json_text import parse_json
+from hflow.base.errors import ConfigError
+from hflow.base.files import WriteError, parse_json, replace_text
 from hflow.runtime.execution.checkpoint import replace_link
 
 

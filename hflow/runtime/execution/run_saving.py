@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hflow.base.files import FileChecksum, WriteError, write_error
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.data_plane.locations import DataLocations
-from hflow.durable_files import FileChecksum, WriteError, write_error
 from hflow.graph.ir import Level
 from hflow.graph.queries import saved_models
 from hflow.metrics import declare

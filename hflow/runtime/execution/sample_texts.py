@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from hflow.base.errors import ConfigError
 from hflow.data_plane.locations import DataLocations
-from hflow.errors import ConfigError
 from hflow.runtime.events import Refusal, Refuse
 from hflow.runtime.execution.node_execution import StepBatch
 from hflow.runtime.execution.step_metrics import RunEvents

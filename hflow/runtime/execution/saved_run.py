@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.checkpoint import other_version_fix

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.runtime.events import Accept, FormBatch, Instruction, OpenGroup, Refuse, StepDone
 from hflow.runtime.ledger.header import Header
 from hflow.runtime.ledger.rows import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.errors import ConfigError, shorten
+from hflow.base.errors import ConfigError, shorten
 from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading
 
 QUERY_SECONDS = 60

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.errors import ConfigError, nearest, shorten
+from hflow.base.errors import ConfigError, nearest, shorten
 from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading, survives
 
 MAX_DIGITS = 100

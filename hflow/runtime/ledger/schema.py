@@ -27,7 +27,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from hflow.errors import ConfigError
+from hflow.base.errors import ConfigError
 
 FORMAT = 3
 

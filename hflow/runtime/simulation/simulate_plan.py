@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Level
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.forecast.period import steady_period

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader, box_text, unpack_bucket
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel

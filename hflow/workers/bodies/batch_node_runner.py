@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
+from hflow.base.errors import NotYetError, ReturnError, RunError
 from hflow.data.batch import Batch
 from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.data.unpack_returns import metric_tensor
-from hflow.errors import NotYetError, ReturnError, RunError
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Plan
 from hflow.types import Sequences, State

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from hflow.base.errors import DataError, ReturnError
 from hflow.data.row_arguments import bind_rows
-from hflow.errors import DataError, ReturnError
 from hflow.planner.plan.rows import Plan
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields

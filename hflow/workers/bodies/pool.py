@@ -24,8 +24,8 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.data.returned_values import DeclaredReturns
-from hflow.errors import RunError, WorkerFailureError
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from hflow.base.errors import ReturnError, RunError
 from hflow.data.returned_values import DeclaredReturns, checked_value
-from hflow.errors import ReturnError, RunError
 from hflow.types import Unit
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.seeding import seed_generators

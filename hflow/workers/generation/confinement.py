@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 
 MIB = 2**20
 MAX_OPEN_FILES = 1024

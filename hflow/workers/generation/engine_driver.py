@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.backends.interface import GenerationEngine, GenerationResult, SamplingParams, extended
-from hflow.errors import HflowError, RunError, WorkerFailureError
+from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import EngineStats
 

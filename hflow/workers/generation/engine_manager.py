@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hflow.backends.interface import ModelBackend
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.traits import traits
 from hflow.types.engine import SleepLevel

@@ -16,13 +16,13 @@ from time import time
 from typing import Any, TypeVar
 
 from hflow.backends.interface import GenerationResult, SamplingParams, extended
+from hflow.base.errors import DataError, EpisodeError
 from hflow.data.messages import check_prompt, normal_messages, normal_tools
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import ToolFormat, tool_format
 from hflow.data.tool_schemas import Tool, tool_schema
 from hflow.endpoint.conversations import EpisodeEndpoint, open_endpoint
 from hflow.endpoint.server import EndpointServer
-from hflow.errors import DataError, EpisodeError
 from hflow.types import ToolCall, Trajectory
 from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.recorded_effects import RecordedEffects

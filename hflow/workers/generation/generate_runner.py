@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from hflow.backends.interface import SamplingParams
+from hflow.base.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError
 from hflow.data.tokenizer import TextTokenizer
 from hflow.data.tool_formats import tool_format
 from hflow.endpoint.server import EndpointServer
-from hflow.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError
 from hflow.planner.plan.rows import Plan
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.error_location import error_with_location

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.backends.interface import SamplingParams
-from hflow.errors import EpisodeError
+from hflow.base.errors import EpisodeError
 
 _REPLAY_RULE = "A journal can only be replayed by the body that wrote it."
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from hflow.backends.interface import GenerationResult, SamplingParams
+from hflow.base.errors import HflowError
 from hflow.data.tool_schemas import Tool, tool_name
-from hflow.errors import HflowError
 from hflow.types import EpisodeState
 from hflow.types.environments import environment_number
 from hflow.types.sandbox import ToolFailed, sandbox_of

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hflow.errors import EpisodeError, RunError
+from hflow.base.errors import EpisodeError, RunError
 from hflow.types.sandbox import Sandbox, ToolFailed
 from hflow.workers.bodies.pool_child import timeout_message
 from hflow.workers.generation.confinement import check_machine, missing_protection

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from hflow.errors import RunError, WorkerFailureError
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.workers.hangs.hang_report import (
     Snapshots,
     WorkerCall,

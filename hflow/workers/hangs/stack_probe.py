@@ -17,7 +17,7 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
-from hflow.errors import HflowError, RunError, WorkerFailureError
+from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.workers.error_location import relative_path
 
 _HFLOW = str(Path(__file__).parents[2]) + "/"

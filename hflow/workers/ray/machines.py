@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 from ray._private.state import available_resources_per_node
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.planner.plan.cluster import ClusterSpec
 
 MAX_LISTED = 8

@@ -11,8 +11,8 @@ import cloudpickle
 import ray
 from ray.exceptions import RayActorError
 
-from hflow.errors import WorkerFailureError
-from hflow.recipe_files import unpack, use_directory
+from hflow.base.errors import WorkerFailureError
+from hflow.base.recipe_files import unpack, use_directory
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of

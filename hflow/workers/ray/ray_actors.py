@@ -24,7 +24,7 @@ from ray._private.services import get_ray_address_from_environment
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hflow.errors import RunError, WorkerFailureError
+from hflow.base.errors import RunError, WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.workers.process_guard import children
 from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines

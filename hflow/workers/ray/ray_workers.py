@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from hflow.base.errors import HflowError, WorkerFailureError
+from hflow.base.recipe_files import pack
 from hflow.data_plane.redistribute import Move
-from hflow.errors import HflowError, WorkerFailureError
 from hflow.planner.plan.rows import Replica
-from hflow.recipe_files import pack
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot

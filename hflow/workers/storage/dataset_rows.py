@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hflow.base.errors import DataError
 from hflow.data.datasets import DataSettings, open_dataset
 from hflow.data.messages import read_as
-from hflow.errors import DataError
 from hflow.planner.plan.rows import Plan
 from hflow.types import Unit
 from hflow.workers.interface import NodeProgram

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hflow.backends.interface import GenerationResult
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.types import Unit
 from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.interface import NotSaved

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hflow.errors import RunError
+from hflow.base.errors import RunError
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore, StoredStream
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from hflow.base.errors import shorten
 from hflow.data.tokenizer import TextTokenizer
-from hflow.errors import shorten
 from hflow.planner.plan.rows import Plan
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hflow.base.errors import ReturnError
 from hflow.data.batch import Batch, Column
 from hflow.data.returned_values import DeclaredReturns, checked_metrics, checked_trajectory, split_result
 from hflow.data.routed_experts import Rows, pack_rows
-from hflow.errors import ReturnError
 from hflow.planner.plan.model_shape import routing_format
 from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.forecast import PhaseMemory
 from hflow.planner.plan.hardware import GIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hflow.errors import PlanError
+from hflow.base.errors import PlanError
 from hflow.planner.forecast.memory import activations, transfer
 from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, gib, share_text
 from hflow.planner.forecast.memory.offload import in_host_memory

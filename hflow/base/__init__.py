@@ -1,0 +1,1 @@
+"""What every room may import: errors, files, checked values, text for the terminal."""

@@ -1,0 +1,89 @@
+"""hflow new and hflow nodes: a recipe of one's own, and what it can be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from hflow import launch
+from hflow.base.errors import ConfigError
+from hflow.base.shipped import is_recipe_file, shipped_recipes
+from hflow.base.terminal import print_json, print_text, show
+from hflow.cli.arguments import recipe_file
+from hflow.launch import CatalogNode
+from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes
+
+
+def new(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The name of a shipped recipe, such as grpo.", show_default=False
+        ),
+    ],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False),
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The chat form of the recipe: its prompts are messages.")
+    ] = False,
+) -> None:
+    """Write a shipped recipe, its YAML and a test to a directory, ready to edit."""
+    made = launch.new_recipe(recipe, directory, chat=chat)
+    for file in made.files:
+        print_text(str(file))
+    name = made.recipe.name
+    print_text(f"next: cd {directory} && hflow run {name} steps=3 && pytest")
+
+
+_FIRST_HELP = (
+    "A ready node, such as actor_train, or a recipe: the name of a shipped one or a Python file. Default: "
+    "list all ready nodes."
+)
+
+
+def nodes(
+    subject: Annotated[
+        str | None, typer.Argument(metavar="NAME|RECIPE", help=_FIRST_HELP, show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="A node of the recipe. Default: list all.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the ready nodes and rewards, or those of a recipe, or all that can be set of one."""
+    if subject is None:
+        _show_all(launch.ready_nodes(), render_nodes, json)
+    elif is_recipe_file(subject) or subject in shipped_recipes():
+        found = launch.recipe_nodes(recipe_file(subject), name)
+        if name is None:
+            _show_all(found, partial(render_recipe_nodes, subject), json)
+        else:
+            _show_one(found[0], json)
+    elif name is not None:
+        raise ConfigError(f"{subject} is not a recipe, which {name} could be a node of; name its .py file")
+    else:
+        _show_one(launch.ready_node(subject), json)
+
+
+def _show_all(
+    found: Sequence[CatalogNode], render: Callable[[Sequence[CatalogNode]], RenderableType], json: bool
+) -> None:
+    if json:
+        print_json([node.to_json() for node in found])
+    else:
+        show(render(found))
+
+
+def _show_one(node: CatalogNode, json: bool) -> None:
+    if json:
+        print_json(node.to_json())
+    else:
+        show(render_node(node))

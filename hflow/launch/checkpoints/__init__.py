@@ -1,0 +1,1 @@
+"""Using what runs saved: evaluate, export, serve."""

@@ -1,0 +1,335 @@
+"""`hflow serve`: an OpenAI-compatible endpoint on a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import shlex
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from hflow.backends.hf_config import max_length, read_config
+from hflow.backends.interface import EngineSetup, SamplingParams
+from hflow.backends.settings import ModelSettings
+from hflow.backends.vllm_engine.api_server import VllmApiServer
+from hflow.base.errors import ConfigError, DataError, RecipeError, RunError
+from hflow.base.files import read_json_object
+from hflow.data.tokenizer import TextTokenizer
+from hflow.endpoint.replies import Reply, generated_ids, reply_of
+from hflow.endpoint.requests import CompletionRequest, RequestRefused
+from hflow.endpoint.server import EndpointServer, base_url
+from hflow.launch.checkpoints.served import ServedCheckpoint
+from hflow.launch.running.run_recipe import stop_signals
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.traits import ENGINES
+from hflow.types import Trajectory
+from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.workers.generation.episode_engine import EpisodeEngine
+from hflow.workers.generation.recorded_effects import RecordedEffects
+from hflow.workers.generation.sandboxes import Sandboxes
+
+_PROMPTS = ("Say hello.", "17+25=")
+"""Prompts for the example; the first that the tokenizer can encode is used."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `hflow serve`."""
+
+    host: str
+    port: int
+    api_key: str | None
+    """None: requests need no key."""
+    engine: str | None
+    """None: vLLM on CUDA if it is installed, else the embedded engine."""
+
+
+@dataclass(frozen=True)
+class ServedEndpoint:
+    """An endpoint that is ready."""
+
+    url: str
+    model: str
+    directory: Path
+    engine: str
+    why: str
+    """Why this engine."""
+    example: str
+    """A shell command that completes something."""
+
+
+def run_server(
+    checkpoint: ServedCheckpoint,
+    options: ServeOptions,
+    report_progress: Callable[[str], None],
+    on_ready: Callable[[ServedEndpoint], None],
+) -> bool:
+    """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
+
+    Args:
+        checkpoint: what to serve.
+        options: how.
+        report_progress: called with a line when the engine starts.
+        on_ready: called when requests can be sent.
+
+    Returns:
+        Whether Ctrl-C ended it.
+
+    Raises:
+        ConfigError: if the port is in use, or the engine cannot serve the model.
+        BackendError: if the engine cannot be built.
+        RunError: if the engine fails.
+    """
+    disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine, why = _choose_engine(options.engine, device)
+    tokenizer = TextTokenizer(checkpoint.tokenizer)
+    settings = ModelSettings(
+        checkpoint.name, path=str(checkpoint.directory), dtype=checkpoint.dtype, device=device
+    )
+    longest = max_length(read_config(settings))
+    gen = checkpoint.config.gen
+    setup = EngineSetup(
+        settings,
+        {
+            "max_running": gen.max_running,
+            "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
+        },
+        tokenizer,
+        tensor=_tensor_size(checkpoint, engine),
+    )
+    _check_served(setup, engine)
+
+    def ready(url: str) -> None:
+        example = _example(url, checkpoint.name, tokenizer, options.api_key)
+        on_ready(ServedEndpoint(url, checkpoint.name, checkpoint.directory, engine, why, example))
+
+    if options.api_key is None and options.host not in _LOOPBACK:
+        report_progress(
+            f"every machine that reaches {options.host} may send requests; --api-key asks for a key"
+        )
+    report_progress(f"starting {engine} on {checkpoint.directory}")
+    if engine == "vllm":
+        return _serve_vllm(setup, options, ready)
+    return asyncio.run(_serve_embedded(setup, tokenizer, options, ready))
+
+
+class CheckpointResponder:
+    """Completes requests with a model that is not being trained. Each request is on its own.
+
+    Args:
+        model: name of the model.
+        driver: drives its engine.
+        tokenizer: the model's.
+        longest: tokens of the longest sequence.
+        on_failure: called when the engine has failed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        driver: EngineDriver,
+        tokenizer: TextTokenizer,
+        longest: int,
+        on_failure: Callable[[RunError], None],
+    ) -> None:
+        self._model = model
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._on_failure = on_failure
+        self._sandboxes = Sandboxes(1)
+        self._numbers = itertools.count()
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self._model
+
+    async def reply(self, request: CompletionRequest) -> Reply:
+        """Complete a request."""
+        params = SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            max_tokens=self._longest,
+        )
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        effects = RecordedEffects(self._sandboxes)
+        engine = EpisodeEngine(self._driver, self._tokenizer, params, seed, effects, self._model)
+        try:
+            after = await engine.complete(
+                request.prompt, tools=request.tools, max_tokens=request.max_tokens, stop=request.stop
+            )
+        except RecipeError as error:
+            raise RequestRefused(str(error), param="tools") from error
+        except RunError as error:
+            self._on_failure(error)
+            raise
+        before = Trajectory((), (), (), ())
+        tokens = [engine.token_text(token) for token in generated_ids(before, after)]
+        return reply_of(str(next(self._numbers)), before, after, engine.text_before_calls(after), tokens)
+
+
+async def _serve_embedded(
+    setup: EngineSetup, tokenizer: TextTokenizer, options: ServeOptions, ready: Callable[[str], None]
+) -> bool:
+    server = EndpointServer(options.host, options.port)
+    failure: list[RunError] = []
+    with _stopped_by_signals() as (stopped, received):
+
+        def fail(error: RunError) -> None:
+            failure.append(error)
+            stopped.set()
+
+        try:
+            server.announce(options.api_key)
+            await server.start()  # before the model is loaded, as the port may be in use
+            engine = await asyncio.to_thread(engine_kind("embedded").factory, setup)
+            with closing(EngineDriver(engine)) as driver:
+                longest = setup.options["max_model_len"]
+                responder = CheckpointResponder(setup.settings.name, driver, tokenizer, longest, fail)
+                async with server.admit_key(options.api_key, responder):
+                    if not stopped.is_set():
+                        ready(server.url)
+                    await stopped.wait()
+        finally:
+            await server.close()
+    if failure:
+        raise failure[0]
+    return signal.SIGINT in received
+
+
+def _serve_vllm(setup: EngineSetup, options: ServeOptions, ready: Callable[[str], None]) -> bool:
+    server = VllmApiServer(setup, options.host, options.port, options.api_key)
+
+    async def serve() -> bool:
+        with _stopped_by_signals() as (stopped, received):
+            started = asyncio.create_task(asyncio.to_thread(server.wait_ready))
+            stop = asyncio.create_task(stopped.wait())
+            try:
+                await asyncio.wait({started, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if not stopped.is_set():
+                    await started
+                    ready(base_url(options.host, server.port))
+                    ended = asyncio.create_task(asyncio.to_thread(server.wait))
+                    await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    if not stopped.is_set():
+                        await ended
+            finally:
+                stop.cancel()
+                await asyncio.to_thread(server.close)
+        return signal.SIGINT in received
+
+    server.start()
+    return asyncio.run(serve())
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[tuple[asyncio.Event, list[signal.Signals]]]:
+    """Set an event at Ctrl-C, SIGTERM or SIGHUP; yields it and the signals that have come."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        stopped.set()
+
+    signals = stop_signals()
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stopped, received
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _choose_engine(wanted: str | None, device: str) -> tuple[str, str]:
+    """Return the engine and why it was chosen.
+
+    Raises:
+        ConfigError: if the wanted engine is unknown or cannot run on this machine.
+    """
+    if wanted is not None:
+        if wanted not in ENGINES:
+            raise ConfigError(f"--engine is {wanted!r}; it must be {' or '.join(map(repr, ENGINES))}")
+        problem = engine_kind(wanted).find_problem(device)
+        if problem is not None:
+            raise ConfigError(f"--engine {wanted}: {problem}")
+        return wanted, "as configured"
+    for kind in map(engine_kind, ENGINES):
+        if device in kind.preferred_on:
+            problem = kind.find_problem(device)
+            return (
+                (kind.name, f"installed, {device.upper()}") if problem is None else (ENGINES[0], str(problem))
+            )
+    return ENGINES[0], f"the device is {device}"
+
+
+def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
+    """Return the number of tensor ranks: those of `gen.layout`, with vLLM."""
+    layout = checkpoint.config.gen.layout
+    tensor = 1 if layout is None else Layout.parse(layout).tensor
+    return tensor if engine == "vllm" else 1
+
+
+def _check_served(setup: EngineSetup, engine: str) -> None:
+    """Check what an engine would only find out, at length, when it has started."""
+    from hflow.backends.vllm_engine.support import CPU_HEAD_SIZES
+
+    if engine != "vllm" or setup.settings.device != "cpu":
+        return
+    architecture = read_json_object(Path(str(setup.settings.path)) / "config.json")
+    shape = read_shape(architecture, "lm")
+    if shape is not None and shape.head_dim not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it has "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}); use --engine embedded"
+        )
+
+
+def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None) -> str:
+    """Return a curl command that works with this model."""
+    prompt = next((prompt for prompt in _PROMPTS if _can_encode(tokenizer, prompt)), "")
+    body: dict[str, Any] = {"model": model, "max_tokens": 16}
+    if tokenizer.chat_template is not None:
+        if _rendered(tokenizer, prompt).endswith("=="):
+            prompt = prompt.removesuffix("=")  # the template appends it
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": prompt}]
+    else:
+        path, body["prompt"] = "completions", prompt
+    headers = ["Content-Type: application/json"]
+    if api_key is not None:
+        headers.append(f"Authorization: Bearer {api_key}")
+    words: Sequence[str] = [f"-H {shlex.quote(header)}" for header in headers]
+    return f"curl {url}/{path} {' '.join(words)} -d {shlex.quote(json.dumps(body))}"
+
+
+def _rendered(tokenizer: TextTokenizer, prompt: str) -> str:
+    """Return what the model reads if a user says `prompt`; empty if the tokenizer cannot encode it."""
+    try:
+        return tokenizer.text(tokenizer.template().prompt([{"role": "user", "content": prompt}]))
+    except DataError:
+        return ""
+
+
+def _can_encode(tokenizer: TextTokenizer, text: str) -> bool:
+    try:
+        tokenizer.encode(text)
+    except DataError:
+        return False
+    return True

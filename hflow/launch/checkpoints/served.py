@@ -1,0 +1,131 @@
+"""Finds the checkpoint that `hflow serve` names, and how its model was configured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hflow.base.errors import ConfigError, nearest, shorten
+from hflow.base.files import read_json_object, resolved
+from hflow.base.model_files import max_positions
+from hflow.base.validation import from_mapping
+from hflow.config import ModelConfig
+from hflow.config.files import read_chat_template
+from hflow.config.yaml_files import parse_yaml, read_yaml
+from hflow.data.tokenizer import TokenizerSettings
+from hflow.launch.checkpoints.merged import generates_merged, is_adapter, is_saved_model, model_directory
+from hflow.launch.checkpoints.saved import find_saved_models
+from hflow.runtime.execution.run_directory import RunDirectory
+
+KEYS = ("alphabet", "chat_template", "dtype", "gen.layout", "gen.max_model_len", "gen.max_running")
+"""Keys of `models.NAME` that matter for serving."""
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint:
+    """A checkpoint to serve."""
+
+    directory: Path
+    """With config, weights and tokenizer, as Hugging Face writes them."""
+    name: str
+    """Name of the model for clients."""
+    config: ModelConfig
+    """The configuration of the run that saved it, with the user's changes."""
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """The precision: as configured, else that of the checkpoint."""
+        if self.config.dtype is not None:
+            return self.config.dtype
+        saved = read_json_object(self.directory / "config.json")
+        return "bf16" if saved.get("dtype", saved.get("torch_dtype")) == "bfloat16" else "fp32"
+
+    @property
+    def tokenizer(self) -> TokenizerSettings:
+        """The settings of the tokenizer."""
+        longest = max_positions(read_json_object(self.directory / "config.json"))
+        return TokenizerSettings(
+            str(self.directory), self.config.alphabet, self.config.chat_template, max_tokens=longest
+        )
+
+
+def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) -> ServedCheckpoint:
+    """Return the checkpoint that a user names.
+
+    Args:
+        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
+        overrides: keys of `models.NAME` to change, as `key=value`.
+        model: the model of a run; None: the only one that generates.
+
+    Raises:
+        ConfigError: if there is no checkpoint, there are several, or an override is wrong.
+    """
+    path = Path(target)
+    if is_saved_model(path):
+        if model is not None and model != resolved(path).name:
+            raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
+        directory = resolved(path)
+    else:
+        directory = _choose_model(find_saved_models(target).models, target, model)
+    config = _config(directory, overrides)
+    return ServedCheckpoint(model_directory(directory), directory.name, config)
+
+
+def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:
+    generating = {name: path for name, path in saved.items() if generates(path)}
+    if model is not None:
+        if model not in saved:
+            raise ConfigError(f"--model: {target!r} has no model {model!r}{nearest(model, saved)}")
+        if model not in generating:
+            raise ConfigError(f"--model: {model!r} has no language-model head, so it cannot generate")
+        return saved[model]
+    if len(generating) != 1:
+        names = ", ".join(generating) or "no language model"
+        raise ConfigError(f"{target!r} has {names}; choose one with --model NAME")
+    return next(iter(generating.values()))
+
+
+def generates(path: Path) -> bool:
+    """Return whether a saved model, or an adapter of one, has a language-model head."""
+    if is_adapter(path):
+        return generates_merged(path)
+    names = read_json_object(path / "config.json").get("architectures") or ["ForCausalLM"]
+    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
+    """Return the configuration of the run that saved a checkpoint, if there was one, with changes."""
+    values: dict[str, Any] = {}
+    file = RunDirectory(directory.parent.parent.parent).config  # checkpoints/STEP/MODEL
+    if file.is_file():
+        of_model = _look_up(_look_up(read_yaml(file), "models"), directory.name)
+        values = {key: _look_up(of_model, key) for key in KEYS}
+    for override in overrides:
+        key, is_given, text = override.partition("=")
+        if not is_given:
+            raise ConfigError(f"override {override!r} cannot be parsed: write key=value")
+        if key not in KEYS:
+            raise ConfigError(f"unknown key {key!r}{nearest(key, KEYS)}; serve takes {', '.join(KEYS)}")
+        try:
+            is_text = key in ("alphabet", "chat_template") and text != "null"
+            values[key] = text if is_text else parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"override {shorten(override, 80)!r} cannot be parsed: {error}") from error
+        if key == "chat_template" and values[key] is not None:
+            values[key] = read_chat_template(text, Path(), key)
+    nested: dict[str, Any] = {"gen": {}}
+    for key, value in values.items():
+        if value is None and key not in ("alphabet", "chat_template", "dtype", "gen.layout"):
+            continue
+        group, _, name = key.rpartition(".")
+        (nested[group] if group else nested)[name] = value
+    return from_mapping(ModelConfig, nested)
+
+
+def _look_up(values: Any, key: str) -> Any:
+    """Return the value of a dotted key, or None."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values

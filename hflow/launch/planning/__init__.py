@@ -1,0 +1,1 @@
+"""From a recipe and a configuration to a plan."""

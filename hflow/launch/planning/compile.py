@@ -1,0 +1,306 @@
+"""`placement=auto`: what the planner may choose, and the configuration with its choices.
+
+Compiles a recipe and its configuration, or a plan file, to a checked graph and a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import ConfigError, PlanError, RecipeError
+from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
+from hflow.config import DataConfig, ModelConfig, RunConfig, to_mapping, to_yaml
+from hflow.dsl import apply_overrides, override_values
+from hflow.graph.ir import Graph
+from hflow.launch.planning.data_settings import replaced_data_warnings
+from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
+from hflow.launch.planning.read_recipe import ReadRecipe, RecipeReader, options_of
+from hflow.launch.planning.request import LearnedFromRun, plan_request
+from hflow.observer import Observer
+from hflow.planner.checks.settings import check_unused_keys
+from hflow.planner.compile import compile_plan
+from hflow.planner.diff import PlanDiff, and_more, diff_plans
+from hflow.planner.make.placement_setting import parse_items
+from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
+from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_json
+from hflow.planner.search import PLACEMENT, PastSearches, free_settings, with_settings, without_places
+from hflow.runtime.simulation.simulate_plan import simulated_period
+
+AUTO = "auto"
+"""The value of `placement` with which the planner places every replica."""
+
+
+def free_keys(
+    config: RunConfig, set_keys: Collection[str], graph: Graph, request: PlanRequest
+) -> frozenset[str]:
+    """Return the keys of the configuration that the planner may choose.
+
+    On accelerators this is the default where there is something to choose. Devices of a CPU cluster are
+    processes that share their machine, mostly for tests: there every model runs on all of them unless
+    `placement=auto`.
+
+    Args:
+        config: the configuration.
+        set_keys: the keys that the user has set; they are never chosen.
+        graph: the recipe's graph.
+        request: made of the configuration.
+    """
+    roles = replica_roles(graph)
+    if not roles:
+        return frozenset()
+    if config.placement != AUTO:
+        if request.cluster.device == "cpu" or request.cluster.num_devices == 1 or _names_groups(config):
+            return frozenset()
+        if any(model not in request.shapes for model, _ in roles):
+            return frozenset()
+        if config.placement is not None:
+            names = [model + GEN_SUFFIX * (role == "gen") for model, role in roles]
+            if len(parse_items(config.placement, names)) == len(names):
+                return frozenset()
+    settings = free_settings([model for model, _ in roles])
+    return frozenset({PLACEMENT, *(key for key in settings if key not in set_keys)})
+
+
+def with_choices(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with what the planner chose, so that nothing is left to choose.
+
+    Args:
+        config: what was searched for.
+        overrides: keys of the configuration and their values. If the placement is among them, it has all
+            groups and layouts.
+    """
+    if PLACEMENT in overrides:
+        config = replace(without_places(config), placement=overrides[PLACEMENT])
+    return with_settings(config, overrides)
+
+
+def _names_groups(config: RunConfig) -> bool:
+    """Return whether the user has named device groups, in which replicas stay then."""
+    return bool(config.groups) or any(model.group or model.gen.group for model in config.models.values())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A recipe with its configuration, graph and plan."""
+
+    config: RunConfig
+    graph: Graph
+    bodies: Mapping[str, Callable[..., Any]]
+    """Node name -> the decorated function."""
+    plan: Plan
+    recipe: Path
+    """The recipe's Python file."""
+    observers: tuple[Observer, ...] = ()
+    """Those of the recipe."""
+    set_keys: frozenset[str] = frozenset()
+    """Keys of the configuration that the recipe's files and overrides set."""
+
+
+def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
+    """Read a recipe and its configuration, and return its checked graph.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    return RecipeReader(recipe).read(overrides).graph
+
+
+def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Return the plan of a recipe.
+
+    Raises:
+        RecipeError: as `check`.
+        ConfigError: as `check`.
+        PlanError: if the graph cannot be placed on the cluster as configured.
+    """
+    return compile_recipe(recipe, overrides).plan
+
+
+def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return the whole configuration of a recipe as YAML, with every model, dataset and option of a node.
+
+    The YAML composes to the same graph and configuration. What it sets, `placement=auto` does not choose.
+    """
+    read = RecipeReader(recipe).read(overrides)
+    config, graph = read.config, read.graph
+    nodes = apply_overrides(read.recipe.spec(), config.nodes).nodes
+    whole = replace(
+        config,
+        models={model.name: config.models.get(model.name, ModelConfig()) for model in graph.models},
+        data={dataset.name: config.data.get(dataset.name, DataConfig()) for dataset in graph.datasets},
+        nodes={node.name: override_values(node) for node in nodes},
+    )
+    return to_yaml(whole)
+
+
+def compile_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    config: RunConfig | None = None,
+    engines: Mapping[str, str] | None = None,
+    candidates: tuple[Candidate, ...] = (),
+    *,
+    with_limits: bool = False,
+) -> Compiled:
+    """Compile a recipe without torch and ray.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, used instead of the recipe's YAML file and overrides.
+        engines: model -> the engine that a plan file names, for models whose configuration names none.
+        candidates: placements that a plan file was compared with.
+        with_limits: also find the settings that make a step longer than necessary.
+
+    Raises:
+        HflowError: as `plan`.
+    """
+    read = RecipeReader(recipe).read(overrides, config)
+    return compile_read(read, engines, candidates, with_limits=with_limits)
+
+
+def compile_read(
+    read: ReadRecipe,
+    engines: Mapping[str, str] | None = None,
+    candidates: tuple[Candidate, ...] = (),
+    *,
+    with_limits: bool = False,
+    searches: PastSearches | None = None,
+) -> Compiled:
+    """Compile a recipe that has been read.
+
+    Args:
+        read: a recipe with its configuration.
+        engines: as in `compile_recipe`.
+        candidates: as in `compile_recipe`.
+        with_limits: as in `compile_recipe`.
+        searches: of plans with other settings, which are not repeated.
+
+    Raises:
+        HflowError: as `plan`.
+    """
+    config, graph, recipe = read.config, read.graph, read.path
+    replaced = () if read.is_decided else tuple(replaced_data_warnings(config, graph, recipe, read.overrides))
+
+    learn = cache(learn_from_run)
+
+    def requested(config: RunConfig) -> PlanRequest:
+        request = plan_request(config, graph, recipe, learn)
+        return replace(
+            request, engines=engines or {}, warnings=(*request.warnings, *read.warnings, *replaced)
+        )
+
+    request = requested(config)
+    check_unused_keys(graph, request)
+    searched = None
+    free = frozenset() if read.is_decided else free_keys(config, read.set_keys, graph, request)
+    if free:
+        placement = None if config.placement == AUTO else config.placement
+        searched = replace(request, placement=placement, free=free)
+        found = (searches or PastSearches(simulated_period)).search(graph, searched)
+        candidates = found.candidates
+        config = with_choices(config, found.overrides)
+        request = requested(config)
+        request = replace(request, warnings=(*request.warnings, *found.warnings))
+    elif config.placement == AUTO:  # the recipe has no model to place
+        config, request = replace(config, placement=None), replace(request, placement=None)
+    compiled_plan = compile_plan(
+        graph,
+        request,
+        candidates=candidates,
+        with_limits=with_limits,
+        searched=searched,
+        simulate=simulated_period,
+    )
+    bodies = read.recipe.bodies(options_of(graph))
+    return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
+
+
+def plan_file_text(compiled: Compiled) -> str:
+    """Return the plan file of a compiled recipe, as indented JSON."""
+    recipe, directory = compiled.recipe.absolute(), Path.cwd()
+    is_local = recipe.is_relative_to(directory)
+    values = {
+        "format": FORMAT,
+        "recipe": (recipe.relative_to(directory) if is_local else recipe).as_posix(),
+        "config": to_mapping(compiled.config),
+        "plan": to_json(compiled.plan),
+    }
+    return json.dumps(values, indent=2)
+
+
+def compile_plan_file(
+    path: str | Path, recipe: str | Path | None = None, overrides: Sequence[str] = ()
+) -> Compiled:
+    """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
+
+    Args:
+        path: a plan file or a run's directory.
+        recipe: the recipe's file, if it has moved; None: the stored path.
+        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
+
+    Raises:
+        ConfigError: for a file that is not a plan file, or overrides that do not fit.
+        PlanError: if the plan differs from the stored one; the message names the first change.
+        RecipeError: if there is no recipe.
+    """
+    file = read_plan_file(path)
+    source, config = recipe_file(file, recipe), file.configuration(overrides)
+    try:
+        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
+    except (ConfigError, PlanError, RecipeError) as error:
+        raise PlanError(f"{file.path} is out of date: {error}") from error
+    diff = diff_plans(file.rows, to_json(compiled.plan))
+    if diff.decided:
+        command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(source), *overrides])
+        others = and_more(len(diff.decided) - 1)
+        raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
+    return compiled
+
+
+def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> PlanDiff:
+    """Compare two plans.
+
+    Args:
+        before: a plan file, a run's directory, or a recipe, which is compiled: its file (`.py`), or the name
+            of a shipped one.
+        after: the same.
+        overrides: configuration with which recipes are compiled.
+
+    Raises:
+        HflowError: for any other file, or a recipe that cannot be compiled.
+    """
+    if overrides and not (_is_recipe(before) or _is_recipe(after)):
+        raise ConfigError(
+            f"{overrides[0]} has no effect: neither {before!r} nor {after!r} is a recipe (a .py file, or the "
+            "name of a shipped one); remove it"
+        )
+    return diff_plans(_rows(before, overrides), _rows(after, overrides))
+
+
+def _rows(operand: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    if _is_recipe(operand):
+        return to_json(compile_recipe(find_recipe(operand), overrides).plan)
+    return read_plan_file(operand).rows
+
+
+def _is_recipe(operand: str) -> bool:
+    """Return whether an operand is a recipe. A file or directory here comes before a shipped recipe."""
+    return is_recipe_file(operand) or (operand in shipped_recipes() and not Path(operand).exists())
+
+
+def learn_from_run(run: str, device: str) -> LearnedFromRun:
+    """Learn from a run, as `profiling.from_run.learn_from_run`, which is imported by the first call."""
+    from hflow.profiling import from_run
+
+    return from_run.learn_from_run(run, device)

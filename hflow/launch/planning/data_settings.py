@@ -1,0 +1,206 @@
+"""Where the rows of a recipe's datasets are: settings from the configuration, and checks while planning.
+
+What reads rows imports pyarrow. It is imported only where there is a file to read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from glob import glob, has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hflow.base.errors import ConfigError
+from hflow.base.files import resolved
+from hflow.config import DataConfig, RunConfig, load_config
+from hflow.config.schema import SourceConfig, WeightedSourceConfig
+from hflow.data.hf_datasets import HUB
+from hflow.graph.ir import DatasetSpec, Graph
+from hflow.launch.planning.request import is_library_node
+
+if TYPE_CHECKING:
+    from hflow.data.datasets import DataSettings
+    from hflow.data.row_schema import Check
+
+_DATA_KEY = re.compile(r"[+~]*data[.@]")
+_PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
+"""How overrides of a dataset, and of the length of prompts, begin."""
+
+
+def data_settings(config: RunConfig, dataset: DatasetSpec) -> DataSettings:
+    """Return the settings of a dataset.
+
+    Raises:
+        ConfigError: if the configuration names no rows, or too many.
+    """
+    from hflow.data.datasets import DataSettings
+
+    own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
+    sources = tuple(
+        DataSettings(
+            path=_absolute(source.path),
+            generator=source.generator,
+            split=source.split,
+            limit=source.limit,
+            names=source.map,
+            weight=source.weight if isinstance(source, WeightedSourceConfig) else 1.0,
+            key=source_key,
+        )
+        for source_key, source in _sources(own, key, dataset)
+    )
+    if own.sources:
+        return DataSettings(shuffle=own.shuffle, sources=sources, key=key)
+    return replace(sources[0], shuffle=own.shuffle)
+
+
+def check_data(config: RunConfig, graph: Graph) -> None:
+    """Refuse settings of datasets that contradict each other, and files without the declared columns.
+
+    A plan needs no data. So a dataset without settings, and files that are not on this machine, are left to
+    the run. Of a file, the first row is read.
+
+    Raises:
+        ConfigError: for settings that contradict each other, and weights of sources that no training reads.
+        DataError: for a file that does not have the columns that the recipe declares.
+    """
+    trained = {stream.dataset for stream in graph.streams if stream.trained}
+    for dataset in graph.datasets:
+        own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
+        if not (own.sources or own.path or own.generator):
+            continue
+        sources = list(_sources(own, key, dataset))
+        if dataset.name not in trained:
+            _refuse_weights(sources)
+        if any(not path.startswith(HUB) for _, source in sources for path in _paths(source)):
+            from hflow.data.datasets import check_columns
+
+            checks = conversation_checks(graph, dataset.name)
+            check_columns(data_settings(config, dataset), dict(dataset.columns), checks)
+
+
+def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
+    """Return what nodes of the library need of a dataset's conversations: column -> a check.
+
+    The body of any other node may change a conversation first, so it is checked when it is encoded.
+    """
+    from hflow.data.messages import check_learned, check_prompt
+
+    checks: dict[str, Check] = {}
+    for stream in graph.streams:
+        node = graph.node(stream.source)
+        if stream.dataset == dataset:
+            for name, check in (("chat_gen", check_prompt), ("chat_view", check_learned)):
+                if is_library_node(node.spec, name):
+                    checks.update({read.field: check for read in node.reads})
+    return checks
+
+
+def replaced_data_warnings(
+    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them.
+
+    Args:
+        config: the configuration.
+        graph: the recipe's graph.
+        recipe: path of the recipe's Python file.
+        overrides: with which the configuration was composed.
+    """
+    others = [text for text in overrides if not _DATA_KEY.match(text)]
+    is_given = any(_PROMPT_KEY.match(text) for text in overrides)
+    if config.workload.prompt is None or is_given or len(others) == len(overrides):
+        return
+    try:
+        before = load_config(recipe, others)
+    except ConfigError:  # its data was left open for the overrides
+        return
+    trained = {stream.dataset for stream in graph.streams if stream.trained}
+    for name in (dataset.name for dataset in graph.datasets if dataset.name in trained):
+        old, new = before.data.get(name, DataConfig()), config.data.get(name, DataConfig())
+        if (old.path or old.generator or old.sources) and _rows(old) != _rows(new):
+            yield (
+                f"the plan assumes prompts of {config.workload.prompt} tokens, as workload.prompt says for "
+                f"data.{name}.{_rows(old)}, but the rows are now those of {_rows(new)}. If their "
+                "prompts have another length, set workload.prompt. After a first run, workload.prompt=null "
+                "workload.response_mean=null workload.response_cv=null calibrate=RUN takes its lengths."
+            )
+
+
+def _rows(config: DataConfig) -> str:
+    """Return which rows a dataset has, as the key that says so."""
+    if config.sources:
+        return f"sources={{{','.join(config.sources)}}}"
+    if config.generator is not None:
+        return f"generator={config.generator}"
+    return f"path={config.path if isinstance(config.path, str) else list(config.path or ())}"
+
+
+def _sources(
+    config: DataConfig, key: str, dataset: DatasetSpec
+) -> Iterator[tuple[str, SourceConfig | WeightedSourceConfig]]:
+    """Yield each source of a dataset with its key: the dataset itself if it has one only."""
+    if not config.sources:
+        _check_source(config, key, dataset)
+        yield key, config
+        return
+    default = SourceConfig()
+    for field in fields(SourceConfig):
+        if getattr(config, field.name) != getattr(default, field.name):
+            name, unset = field.name, _text(default, field.name)
+            raise ConfigError(
+                f"{key} has both {name} and sources; set {key}.{name}={unset}, and that of each source as "
+                f"{key}.sources.SOURCE.{name}"
+            )
+    for name, source in config.sources.items():
+        source_key = f"{key}.sources.{name}"
+        _check_source(source, source_key, dataset)
+        yield source_key, source
+
+
+def _check_source(config: SourceConfig, key: str, dataset: DatasetSpec) -> None:
+    if config.path is None and config.generator is None:
+        raise ConfigError(
+            f"{key} has no rows; set {key}.path to a .jsonl or .parquet file with the columns "
+            f"{', '.join(name for name, _ in dataset.columns)}, or to a dataset such as hf:openai/gsm8k/main"
+        )
+    if config.path is not None and config.generator is not None:
+        raise ConfigError(f"{key} has both path and generator; set {key}.generator=null to read the file")
+
+
+def _refuse_weights(sources: list[tuple[str, SourceConfig | WeightedSourceConfig]]) -> None:
+    for key, source in sources:
+        if isinstance(source, WeightedSourceConfig) and source.weight != 1:
+            raise ConfigError(f"{key}.weight has no effect, as evaluations read every row once; remove it")
+
+
+def _text(config: SourceConfig, name: str) -> str:
+    """Return the value of a key as an override has it."""
+    value = getattr(config, name)
+    return "null" if value is None else str(value)
+
+
+def _paths(source: SourceConfig) -> tuple[str, ...]:
+    return (source.path,) if isinstance(source.path, str) else source.path or ()
+
+
+def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Return paths that mean the same in every worker, whenever it starts: of a pattern, its files.
+
+    A dataset of the Hub stays as it is, and so does a pattern without files, for the error.
+    """
+    if isinstance(path, tuple):
+        return tuple(file for item in path for file in _files(item))
+    if path is None:
+        return None
+    files = _files(path)
+    return files[0] if len(files) == 1 else files
+
+
+def _files(path: str) -> tuple[str, ...]:
+    if path.startswith(HUB):
+        return (path,)
+    absolute = str(resolved(path))
+    is_pattern = has_magic(absolute) and not Path(absolute).exists()
+    return tuple(sorted(glob(absolute, recursive=True))) * is_pattern or (absolute,)

@@ -1,0 +1,196 @@
+"""Reads a recipe and its configuration: what there is before it is planned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import ConfigError, nearest
+from hflow.config import ConfigLoader, RunConfig, validate_names
+from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
+from hflow.graph.build import build_graph
+from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
+from hflow.launch.planning.data_settings import check_data
+from hflow.launch.planning.models import (
+    check_is_whole,
+    check_model_fit,
+    differing_size,
+    has_config,
+    missing_text,
+)
+from hflow.launch.running.shown_metrics import check_metric_names
+from hflow.launch.running.trackers import check_trackers
+from hflow.planner.plan.traits import BACKENDS, ENGINES
+
+
+@dataclass(frozen=True)
+class ReadRecipe:
+    """A recipe with its configuration and its checked graph, before it is planned."""
+
+    path: Path
+    """The recipe's Python file."""
+    overrides: tuple[str, ...]
+    config: RunConfig
+    set_keys: frozenset[str]
+    """Keys of the configuration that the recipe's files and overrides set."""
+    graph: Graph
+    recipe: Recipe
+    is_decided: bool
+    """Whether the configuration was given as a whole, so that nothing is left to choose."""
+    warnings: tuple[str, ...] = ()
+    """What overrides replace besides the keys that they name."""
+
+
+class RecipeReader:
+    """Reads a recipe once, and its configuration with any overrides."""
+
+    def __init__(self, recipe: str | Path) -> None:
+        """Import a recipe's Python file.
+
+        Raises:
+            RecipeError: for an error in the recipe.
+        """
+        self._path = Path(recipe)
+        self._recipe = load_recipe(recipe)
+        self._configs = ConfigLoader(recipe)
+
+    def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
+        """Return the recipe with its configuration and graph.
+
+        Args:
+            overrides: configuration as `key=value`.
+            config: a whole configuration, used instead of the recipe's YAML file and overrides.
+
+        Raises:
+            RecipeError: for an error in the recipe.
+            ConfigError: for an unknown key, or a value that does not fit.
+        """
+        is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
+        if config is None:
+            config, set_keys = self._configs.load(overrides)
+            config, warnings = with_overridden_models(config, overrides)
+        spec = self._recipe.spec()
+        check_names(config, spec)
+        graph = build_graph(apply_overrides(spec, config.nodes))
+        self._recipe.check_bodies(graph)
+        check_model_fit(config, graph)
+        check_data(config, graph)
+        check_metric_names(config, graph)
+        check_trackers(config.report)
+        return ReadRecipe(
+            self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided, warnings
+        )
+
+
+def read_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
+) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
+    """Return a recipe's configuration, its graph, and its node bodies by name.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration as `key=value`.
+        config: a whole configuration, used instead of the recipe's YAML file and overrides.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    read = RecipeReader(recipe).read(overrides, config)
+    return read.config, read.graph, read.recipe.bodies(options_of(read.graph))
+
+
+def read_nodes(recipe: str | Path) -> tuple[Recipe, dict[str, NodeSpec]]:
+    """Return a recipe, and its nodes by name with the values of its configuration.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    read = RecipeReader(recipe).read()
+    nodes = apply_overrides(read.recipe.spec(), read.config.nodes).nodes
+    return read.recipe, {node.name: node for node in nodes}
+
+
+def options_of(graph: Graph) -> dict[str, dict[str, Any]]:
+    """Return node -> its options, as the configuration set them."""
+    return {node.name: dict(node.spec.options) for node in graph.nodes}
+
+
+def check_names(config: RunConfig, spec: RecipeSpec) -> None:
+    """Check that a configuration names only what the recipe has, and backends that exist.
+
+    Raises:
+        ConfigError: for the first other name, with the nearest one.
+    """
+    validate_names(
+        config,
+        models=[model.name for model in spec.models],
+        data=[dataset.name for dataset in spec.datasets],
+        nodes={node.name: overridable_keys(node) for node in spec.nodes},
+    )
+    _check_backends(config)
+
+
+def _check_backends(config: RunConfig) -> None:
+    """Check that the names of backends and engines are registered.
+
+    Raises:
+        ConfigError: naming the key, the nearest name and all names.
+    """
+    for name, model in config.models.items():
+        settings = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
+        for key, value, known in settings:
+            if value is not None and value not in known:
+                choices = " or ".join(map(repr, known))
+                raise ConfigError(
+                    f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"
+                )
+
+
+_PATH_KEY = re.compile(r"\+*models\.(\w+)\.path=")
+_ARCHITECTURE_KEY = re.compile(r"[+~]*(?:model@models\.(\w+)|models\.(\w+)\.architecture)\b")
+"""How overrides of a checkpoint, and of an architecture, begin."""
+
+
+def with_overridden_models(config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration without what overrides replace, and warnings.
+
+    A path on the command line replaces the recipe's architecture, so there must be a checkpoint. An
+    architecture on the command line replaces the recipe's checkpoint, unless they have the same sizes.
+
+    Raises:
+        ConfigError: for a path on the command line without a checkpoint, if its sizes are not given as well.
+    """
+    models, warnings = dict(config.models), []
+    paths = {match[1] for text in overrides if (match := _PATH_KEY.match(text))}
+    named = {match[1] or match[2] for text in overrides if (match := _ARCHITECTURE_KEY.match(text))}
+    for name in sorted((paths | named) & models.keys()):
+        model = models[name]
+        if model.path is None or model.architecture is None:
+            continue
+        check_is_whole(name, model)
+        if not has_config(model):
+            if name not in named:
+                raise ConfigError(
+                    f"{missing_text(name, model)}, and its architecture is the recipe's. Correct the path, "
+                    "or name the sizes of a model that only other machines have, as "
+                    f"model@models.{name}=qwen2.5-0.5b."
+                )
+            if name in paths:
+                warnings.append(
+                    f"{missing_text(name, model)}. Its sizes are those of the architecture; a run needs a "
+                    "checkpoint there."
+                )
+        elif name not in paths and (size := differing_size(model)) is not None:
+            key, saved, configured = size
+            models[name] = replace(model, path=None)
+            warnings.append(
+                f"models.{name}: the recipe's checkpoint {model.path} ({key} {saved}) is not used, as the "
+                f"command line has another architecture ({key} {configured}). A run starts from random "
+                f"weights. To silence this, set models.{name}.path to a checkpoint, or to null."
+            )
+    return replace(config, models=models), tuple(warnings)

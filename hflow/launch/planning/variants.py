@@ -1,0 +1,327 @@
+"""`size`: the smallest or the cheapest cluster on which a recipe reaches a target.
+
+`what_if`: the plan of a recipe beside the plans with one change each.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import ConfigError, PlanError
+from hflow.config import RunConfig
+from hflow.launch.planning.compile import Compiled, compile_read
+from hflow.launch.planning.read_recipe import RecipeReader
+from hflow.launch.planning.request import known_devices
+from hflow.planner.diff import PlanDiff, diff_plans
+from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures, plan_figures
+from hflow.planner.plan.cluster import MAX_DEVICES, device_of, parse_cluster
+from hflow.planner.plan.hardware import Device
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.serialise import to_json
+from hflow.planner.search import PastSearches
+from hflow.report.formatting import seconds_text
+from hflow.runtime.simulation.simulate_plan import simulated_period
+
+PER_MACHINE = 8
+"""Devices of a machine in the clusters that a device's name means."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a cluster must reach. Exactly one is set."""
+
+    seconds: float | None = None
+    """Most seconds of a step."""
+    samples: float | None = None
+    """Fewest samples per second."""
+    days: float | None = None
+    """Most days of the whole run."""
+
+    def __post_init__(self) -> None:
+        values = [value for value in asdict(self).values() if value is not None]
+        if len(values) != 1 or not (values[0] > 0 and math.isfinite(values[0])):
+            raise ConfigError(
+                "set exactly one of --seconds, --samples and --days to a number above 0, as in --days 3"
+            )
+
+    def is_reached(self, figures: PlanFigures) -> bool:
+        """Return whether a plan is fast enough."""
+        if self.samples is not None:
+            return figures.samples_per_second is not None and figures.samples_per_second >= self.samples
+        needed, most = (
+            (figures.seconds_per_step, self.seconds)
+            if self.seconds is not None
+            else (figures.days, self.days)
+        )
+        return needed is not None and most is not None and needed <= most
+
+    def __str__(self) -> str:
+        if self.samples is not None:
+            return f"{self.samples:g} samples/s"
+        if self.seconds is not None:
+            return f"{self.seconds:g} s a step"
+        assert self.days is not None
+        text = "1 day" if self.days == 1 else f"{self.days:g} days"
+        return text if self.days >= 1 else f"{text} ({seconds_text(self.days * SECONDS_PER_DAY)})"
+
+
+@dataclass(frozen=True)
+class SizedCluster:
+    """A cluster with the figures of the recipe's plan on it."""
+
+    cluster: str
+    num_devices: int
+    figures: PlanFigures | None
+    reaches: bool
+    """Whether it reaches the target."""
+    placement: str | None = None
+    """Devices and layouts of the plan, as one `NAME=DEVICES:LAYOUT` for each replica."""
+    refusal: str | None = None
+    """Why there is no plan."""
+    can_run: bool = True
+    """Whether `run` accepts the plan."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The clusters that were tried, and the one that was chosen."""
+
+    target: Target
+    is_cheapest: bool
+    """Whether the cheapest cluster was asked for, rather than the smallest."""
+    rows: tuple[SizedCluster, ...]
+    chosen: SizedCluster | None
+    compiled: Compiled | None
+    """The recipe with its plan on the chosen cluster."""
+    problem: str | None
+    """Why none was chosen, and what to change."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values for `json.dumps`."""
+        return {
+            "target": asdict(self.target),
+            "cheapest": self.is_cheapest,
+            "clusters": [asdict(row) for row in self.rows],
+            "chosen": self.chosen.cluster if self.chosen else None,
+            "problem": self.problem,
+        }
+
+
+def size(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    target: Target,
+    *,
+    on: Sequence[str] = (),
+    most: int = 1024,
+    cheapest: bool = False,
+) -> Sizes:
+    """Plan a recipe on clusters of several sizes, and choose the smallest or cheapest that is fast enough.
+
+    The smallest has the fewest devices; of equals, the one whose whole run costs least is chosen. A
+    cluster on which the plan can run comes before all on which it cannot.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration as `key=value`; it names no cluster.
+        target: what the cluster must reach.
+        on: clusters, such as `h100-4x8`, and devices, such as `h100`, which mean 1, 2, 4, ... devices;
+            empty: the device of the configured cluster.
+        most: devices of the largest cluster that a device's name means.
+        cheapest: choose by cost; every device must have a price.
+
+    Raises:
+        ConfigError: for settings that do not fit the recipe, or a device without a price if cost decides.
+        PlanError: for an unknown cluster or device.
+        RecipeError: for an error in the recipe.
+    """
+    if most > MAX_DEVICES:
+        raise ConfigError(f"--most is {most}; it must be at most {MAX_DEVICES:,}")
+    reader = RecipeReader(recipe)
+    config = reader.read(overrides).config
+    devices = known_devices(recipe)
+    clusters = _clusters(on or (_device_of(config, devices),), most, devices)
+    for name in dict.fromkeys(device_of(cluster) for cluster in clusters):
+        if cheapest and devices[name].dollars_per_hour is None:
+            raise ConfigError(
+                f"{name} has no price; set dollars_per_hour in hardware/devices/{name}.yaml beside the "
+                "recipe, or remove --cheapest"
+            )
+    plans: dict[str, Compiled] = {}
+    rows = tuple(_sized(reader, overrides, cluster, target, plans, devices) for cluster in clusters)
+    fitting = [row for row in rows if row.reaches]
+    chosen = min(fitting, key=lambda row: _order(row, cheapest), default=None)
+    compiled = plans[chosen.cluster] if chosen else None
+    return Sizes(target, cheapest, rows, chosen, compiled, None if chosen else _problem(target, rows))
+
+
+def _device_of(config: RunConfig, devices: dict[str, Device]) -> str:
+    parse_cluster(config.cluster, devices)
+    return device_of(config.cluster)
+
+
+def _clusters(on: Sequence[str], most: int, devices: dict[str, Device]) -> list[str]:
+    """Return the names of all clusters to try, each once."""
+    names: list[str] = []
+    for name in on:
+        names += _sizes_of(name, most) if name in devices else [name]
+    for name in names:
+        parse_cluster(name, devices)
+    return list(dict.fromkeys(names))
+
+
+def _sizes_of(device: str, most: int) -> Iterator[str]:
+    num = 1
+    while num <= most:
+        yield f"{device}-{max(1, num // PER_MACHINE)}x{min(num, PER_MACHINE)}"
+        num *= 2
+
+
+def _sized(
+    reader: RecipeReader,
+    overrides: Sequence[str],
+    cluster: str,
+    target: Target,
+    plans: dict[str, Compiled],
+    devices: dict[str, Device],
+) -> SizedCluster:
+    """Plan on one cluster; the plan is added to `plans`."""
+    num_devices = parse_cluster(cluster, devices).num_devices
+    try:
+        compiled = compile_read(reader.read([*overrides, f"cluster={cluster}"]))
+    except PlanError as error:
+        return SizedCluster(cluster, num_devices, None, False, refusal=str(error))
+    plan, plans[cluster] = compiled.plan, compiled
+    figures = plan_figures(plan)
+    if figures.seconds_per_step is None:
+        missing = plan.forecast.missing if plan.forecast else ()
+        return SizedCluster(cluster, num_devices, figures, False, refusal="; ".join(missing))
+    reaches, can_run = target.is_reached(figures), not plan.unrunnable
+    return SizedCluster(cluster, num_devices, figures, reaches, _placement(plan), can_run=can_run)
+
+
+def _placement(plan: Plan) -> str:
+    return " ".join(
+        f"{replica.name}={min(replica.workers)}-{max(replica.workers)}:{replica.layout}"
+        for replica in plan.replicas
+    )
+
+
+def _order(row: SizedCluster, cheapest: bool) -> tuple[float, ...]:
+    assert row.figures is not None
+    dollars = math.inf if row.figures.dollars is None else row.figures.dollars
+    seconds = row.figures.seconds_per_step or math.inf
+    order = (dollars, row.num_devices, seconds) if cheapest else (row.num_devices, dollars, seconds)
+    return (not row.can_run, *order)
+
+
+def _problem(target: Target, rows: Sequence[SizedCluster]) -> str:
+    """Return that no cluster is fast enough, and what the fastest reaches."""
+    known = [row for row in rows if row.figures is not None and row.figures.samples_per_second is not None]
+    if not known:
+        return (
+            f"the recipe has no plan on any of {len(rows)} clusters; on the last, {rows[-1].cluster}: "
+            f"{rows[-1].refusal}"
+        )
+    best = max(known, key=lambda row: (row.figures and row.figures.samples_per_second) or 0)
+    assert best.figures is not None
+    assert best.figures.days is not None
+    reached = (
+        f"{best.figures.samples_per_second:.3g} samples/s, {best.figures.seconds_per_step:.3g} s a step, "
+        f"{seconds_text(best.figures.days * SECONDS_PER_DAY)} for the whole run"
+    )
+    return (
+        f"no cluster reaches {target}; the fastest, {best.cluster}, reaches {reached}. Allow larger clusters "
+        "with --most, or other devices with --on, or see what limits the plan: hflow plan"
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A plan with changed settings. Either it cannot be planned, or it has figures and differences."""
+
+    change: str
+    """The settings, as the user wrote them."""
+    figures: PlanFigures | None
+    speed_up: float | None
+    """The base's seconds a step over those of this plan; None if either is unknown."""
+    diff: PlanDiff | None
+    """All differences from the base."""
+    decided_keys: tuple[str, ...] = ()
+    """Settings that differ though the configuration does not set them: the plan decided them otherwise."""
+    refusal: str | None = None
+    """Why there is no plan."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A plan, and what changes of its settings would do."""
+
+    base: PlanFigures
+    rows: tuple[Changed, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values for `json.dumps`."""
+        rows = [{**asdict(row), "diff": row.diff.to_json() if row.diff else None} for row in self.rows]
+        return {"base": asdict(self.base), "changes": rows}
+
+
+def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]) -> WhatIf:
+    """Plan a recipe, and again with each change.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration of all plans as `key=value`.
+        changes: each one `key=value`, or several separated by spaces.
+
+    Raises:
+        ConfigError: for a change that is not `key=value`, an unknown key, or a value that does not fit.
+        HflowError: if the recipe itself cannot be planned.
+    """
+    settings = [(change, _settings(change)) for change in changes]
+    reader, searches = RecipeReader(recipe), PastSearches(simulated_period)
+    configured = reader.read(overrides)  # a typing error is found before anything is planned
+    changed = [(change, reader.read([*overrides, *values])) for change, values in settings]
+    plan = compile_read(configured, searches=searches).plan
+    base, before = plan_figures(plan), to_json(plan)
+    rows = []
+    for change, read in changed:
+        try:
+            compiled = compile_read(read, searches=searches)
+        except (ConfigError, PlanError) as error:
+            rows.append(Changed(change, None, None, None, refusal=str(error)))
+            continue
+        figures, diff = plan_figures(compiled.plan), diff_plans(before, to_json(compiled.plan))
+        decided = _decided_keys(diff, compiled.set_keys)
+        rows.append(Changed(change, figures, _speed_up(base, figures), diff, decided))
+    return WhatIf(base, tuple(rows))
+
+
+def _decided_keys(diff: PlanDiff, set_keys: Collection[str]) -> tuple[str, ...]:
+    """Return the settings of both plans that differ, without those that the configuration sets."""
+    settings = [change for change in diff.decided if change.topic == "setting"]
+    in_both = [change.subject for change in settings if None not in (change.before, change.after)]
+    return tuple(key for key in in_both if key not in set_keys)
+
+
+def _settings(change: str) -> list[str]:
+    """Return the settings of one change, `key=value`, `+key=value` or `~key`."""
+    try:
+        settings = shlex.split(change)
+    except ValueError as error:
+        raise ConfigError(f"--what-if {change!r}: {error}; close the quotation") from error
+    if not settings or not all("=" in setting or setting.startswith("~") for setting in settings):
+        raise ConfigError(f"--what-if {change!r} is not KEY=VALUE, as in schedule.max_staleness=4")
+    return settings
+
+
+def _speed_up(base: PlanFigures, changed: PlanFigures) -> float | None:
+    """Return by how much more samples are trained in the same time."""
+    if base.samples_per_second is None or changed.samples_per_second is None:
+        return None
+    return changed.samples_per_second / base.samples_per_second

@@ -1,0 +1,102 @@
+"""`hflow why` and `hflow samples`: find the ledger of a run and query it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import ConfigError
+from hflow.launch.results.runs import find_run
+from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.ledger.query import QueryResult, count, select
+from hflow.runtime.ledger.sample_history import SampleHistory, read_history
+from hflow.runtime.ledger.schema import COLUMNS
+
+
+@dataclass(frozen=True)
+class SampleTextsFound:
+    """Samples that a query found, with their texts."""
+
+    samples: QueryResult
+    """Only those whose text was kept."""
+    texts: Mapping[tuple[str, int], Sequence[SampleRow]]
+    """Stream and id of every sample whose text was kept -> its texts, one for each of its trajectories."""
+    total: int
+    """How many samples meet the condition, with or without text."""
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return one object per sample: its columns, and its `texts` by stream."""
+        return [
+            {**row, "texts": {text["stream"]: text["turns"] for text in self.texts[row["stream"], row["id"]]}}
+            for row in self.samples.to_json()
+        ]
+
+
+SAMPLE_COLUMNS = {name: description for name, (_, description) in COLUMNS.items()}
+"""Column of the view `samples` -> its description."""
+
+
+def why(run: str, sample: str) -> SampleHistory:
+    """Return the history of one sample.
+
+    Args:
+        run: a run's directory, or NAME for the latest run in `runs/NAME`.
+        sample: an id in the trained stream, or `STREAM/ID`.
+
+    Raises:
+        ConfigError: if there is no such run or sample.
+    """
+    return read_history(_ledger(run), sample)
+
+
+def samples(run: str, where: str | None = None, limit: int | None = None) -> QueryResult:
+    """Return the samples of a run that meet an SQL condition on the columns of the view `samples`.
+
+    Args:
+        run: as for `why`.
+        where: the SQL condition; None: all samples.
+        limit: maximum number of samples.
+
+    Raises:
+        ConfigError: if there is no such run, or the SQL is invalid.
+    """
+    return select(_ledger(run), where, limit)
+
+
+def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
+    """Return the kept texts of the sample of a history; empty if its text was not kept."""
+    texts = by_sample(read_samples(find_run(run, "ledger.sqlite").samples))
+    return texts.get((history.sample["stream"], history.sample["id"]), [])
+
+
+def samples_with_text(run: str, where: str | None = None, limit: int | None = None) -> SampleTextsFound:
+    """Return those samples that meet a condition whose text was kept.
+
+    Args:
+        run: as for `why`.
+        where: as for `samples`.
+        limit: maximum number of samples.
+
+    Raises:
+        ConfigError: as `samples`, and if the run kept no text at all.
+    """
+    directory = find_run(run, "ledger.sqlite")
+    texts = by_sample(read_samples(directory.samples))
+    if not texts:
+        raise ConfigError(
+            f"{directory.path} has no texts of samples (samples/step-N.jsonl); run the recipe with "
+            "report.samples=8, and wait for its first step"
+        )
+    found = select(directory.ledger, where, limit, among=texts)
+    return SampleTextsFound(found, texts, count(directory.ledger, where))
+
+
+def count_samples(run: str, where: str | None = None) -> int:
+    """Return the number of samples that `samples` finds. Arguments and errors are those of `samples`."""
+    return count(_ledger(run), where)
+
+
+def _ledger(run: str) -> Path:
+    return find_run(run, "ledger.sqlite").ledger

@@ -1,0 +1,273 @@
+"""Runs by name and directory, and what they have recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hflow.backends.interface import LOSS
+from hflow.base.errors import ConfigError, nearest
+from hflow.base.files import read_json_object, resolved
+from hflow.config import RunConfig
+from hflow.launch.running.shown_metrics import builtin_metrics
+from hflow.metrics import find_metric
+from hflow.runtime.execution.checkpoint import Checkpoints
+from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
+from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.ledger.overview import LedgerOverview, read_overview
+
+WHAT = {"ledger.sqlite": "a ledger", "plan.json": "a plan"}
+"""Files of a run -> what messages call them."""
+
+
+def run_candidates(run: str) -> tuple[RunDirectory, ...]:
+    """Return the directories that a user may mean: the one named, or the latest run of a name."""
+    out = Path(RunConfig.out)
+    return tuple(map(RunDirectory, (Path(run), Path(run) / "latest", out / run, out / run / "latest")))
+
+
+def find_run(run: str, file: str) -> RunDirectory:
+    """Return the directory of a run.
+
+    Args:
+        run: a run's directory, or NAME for the latest run in `runs/NAME`.
+        file: the file of `WHAT` that the run must have.
+
+    Raises:
+        ConfigError: if there is no such run, or it has no such file.
+    """
+    for candidate in run_candidates(run):
+        if (candidate.path / file).is_file():
+            return candidate
+    for candidate in run_candidates(run):
+        if begun := sorted(candidate.path.glob(f"[!.]*/{file}")):
+            raise ConfigError(
+                f"{candidate.path} has no latest run, as no workers were ready there; name a run, such as "
+                f"{begun[-1].parent}"
+            )
+    if Path(run).is_dir():
+        raise ConfigError(
+            f"{run} has no {file}, so it is not a run's directory; begin a run with hflow run RECIPE"
+        )
+    out = Path(RunConfig.out)
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    raise ConfigError(
+        f"there is no run {run!r} with {WHAT[file]}; give a run's directory, such as {out}/NAME/latest, or "
+        f"NAME for the latest run in {out}/NAME{nearest(run, names)}"
+    )
+
+
+Curve = tuple[tuple[int, float], ...]
+"""(completed steps, value), ascending."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files describe it."""
+
+    directory: RunDirectory
+    config: Mapping[str, Any]
+    """The whole configuration as plain values."""
+    plan: Mapping[str, Any]
+    """The rows of its plan, which may be those of an earlier version of hflow."""
+    curves: Mapping[str, Curve]
+    """Metric -> its values. Where a step was done twice, the later value counts."""
+    summary: Mapping[str, Any] | None
+    """Content of `summary.json`; None: the run has not ended, or failed."""
+    is_running: bool
+    error: str | None = None
+    """What it failed with; None: it did not, or was killed."""
+
+    @property
+    def name(self) -> str:
+        """NAME/TIME."""
+        path = resolved(self.directory.path)
+        return f"{path.parent.name}/{path.name}"
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The metrics that tell how well it learned: numbers that nodes give samples, then losses."""
+        nodes = self.plan["graph"]["nodes"]
+        fields = [
+            f"{node['stream']}/{returned['field']}"
+            for node in nodes
+            if node["spec"]["verb"] != "train"
+            for returned in node["spec"]["returns"]
+        ]
+        losses = [LOSS.member(node["spec"]["name"]) for node in nodes if node["spec"]["verb"] == "train"]
+        return tuple(name for name in dict.fromkeys((*fields, *losses)) if name in self.curves)
+
+    @property
+    def steps(self) -> int:
+        """Completed steps."""
+        return max((curve[-1][0] for curve in self.curves.values()), default=0)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, or that it is still going."""
+        planned = self.config.get("steps")
+        if self.is_running:
+            return f"still going, {self.steps} of {planned} steps"
+        if self.error is not None:
+            return f"failed after {self.steps} of {planned} steps: {self.error}"
+        if self.summary is None:
+            return f"failed or killed after {self.steps} of {planned} steps"
+        return f"{self.summary.get('reason')} after {self.summary.get('steps')} steps"
+
+
+def read_run(run: str) -> RunRecord:
+    """Return what a run has written.
+
+    Args:
+        run: a run's directory, or NAME for the latest run in `runs/NAME`.
+
+    Raises:
+        ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
+    """
+    directory = find_run(run, "plan.json")
+    file = read_json_object(directory.plan, "plan of a run")
+    if not _is_plan(file):
+        raise ConfigError(f"{directory.plan} is not the plan of a run, or damaged; name another run")
+    is_running = directory.is_running
+    has_failed = directory.error.is_file() and not is_running
+    error = directory.error.read_text("utf-8", "replace").strip() if has_failed else None
+    curves: dict[str, dict[int, float]] = {}
+    for row in read_metrics(directory.metrics) if directory.metrics.is_file() else []:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                curves.setdefault(name, {})[int(row["step"] or 0)] = value
+    if not curves:
+        ended = f"it failed: {error}" if error else "it ended before its first step"
+        when = "wait for its first step" if is_running else f"{ended}; name another run"
+        raise ConfigError(f"the run in {directory.path} has no metrics yet; {when}")
+    has_ended = directory.summary.is_file() and not is_running and not has_failed
+    return RunRecord(
+        directory=directory,
+        config=file["config"],
+        plan=file["plan"],
+        curves={name: tuple(sorted(values.items())) for name, values in sorted(curves.items())},
+        summary=read_json_object(directory.summary, "summary of a run") if has_ended else None,
+        is_running=is_running,
+        error=error,
+    )
+
+
+def _is_plan(file: Mapping[str, Any]) -> bool:
+    """Return whether a plan file has the parts that are read here, whatever version of hflow wrote it."""
+    try:
+        nodes = file["plan"]["graph"]["nodes"]
+        texts = [node["spec"][key] for node in nodes for key in ("name", "verb")]
+        texts += [node["stream"] for node in nodes]
+        texts += [returned["field"] for node in nodes for returned in node["spec"]["returns"]]
+        return isinstance(file["config"]["steps"], int) and all(isinstance(text, str) for text in texts)
+    except (AttributeError, LookupError, TypeError):
+        return False
+
+
+MAX_TEXTS = 200
+"""Texts that a report shows, at equal distances over the run."""
+
+
+@dataclass(frozen=True)
+class MeasuredSpan:
+    """Something that a worker did, in seconds since the trace's first span."""
+
+    worker: str
+    """`worker 0`, or `controller`."""
+    lane: str
+    name: str
+    start: float
+    end: float
+    step: int | None
+    """Its training step, or the version of the weights that it used or made."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run, as `hflow report` shows it."""
+
+    record: RunRecord
+    units: Mapping[str, tuple[str, str]]
+    """Metric that hflow computes -> (unit, meaning)."""
+    spans: tuple[MeasuredSpan, ...]
+    """In order of their start; empty if there is no trace."""
+    ledger: LedgerOverview | None
+    """None: the run has no ledger."""
+    texts: Mapping[tuple[str, int], Sequence[SampleRow]]
+    """Root stream and id of a sample -> its texts, of some of those whose text was kept; empty: none was."""
+    checkpoints: tuple[int, ...]
+    """Completed steps of the checkpoints that exist."""
+
+
+def read_report(run: str) -> RunReport:
+    """Read what a run has written. It may still be going.
+
+    Args:
+        run: a run's directory, or NAME for the latest run in `runs/NAME`.
+
+    Raises:
+        ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
+    """
+    record = read_run(run)
+    directory = record.directory
+    rows = read_samples(directory.samples)
+    chosen = rows[:: -(-len(rows) // MAX_TEXTS) or 1]
+    for row in chosen:
+        if not _is_text(row):
+            raise ConfigError(f"{directory.samples} has a damaged row of sample {row['id']}; delete its file")
+    texts = by_sample(chosen)
+    declared = {name: find_metric(name, builtin_metrics()) for name in record.curves}
+    return RunReport(
+        record=record,
+        units={name: (metric.unit, metric.help) for name, metric in declared.items() if metric},
+        spans=tuple(sorted(read_spans(directory.trace), key=lambda span: span.start)),
+        ledger=read_overview(directory.ledger, texts) if directory.ledger.is_file() else None,
+        texts=texts,
+        checkpoints=tuple(Checkpoints(directory.checkpoints).steps),
+    )
+
+
+def read_spans(path: Path) -> Iterator[MeasuredSpan]:
+    """Yield the spans of a trace; none if there is no file.
+
+    Raises:
+        ConfigError: for a file that is not a trace of hflow.
+    """
+    if not path.is_file():
+        return
+    try:
+        events: list[Mapping[str, Any]] = read_json_object(path, "trace of a run")["traceEvents"]
+        names = {
+            event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"
+        }
+        for event in events:
+            if event["ph"] == "X":
+                args = event["args"]
+                step = args.get("step", args.get("version"))
+                yield MeasuredSpan(
+                    worker=names[event["pid"]],
+                    lane=str(event["cat"]),
+                    name=str(event["name"]),
+                    start=event["ts"] * 1e-6,
+                    end=(event["ts"] + event["dur"]) * 1e-6,
+                    step=int(step) if step is not None else None,
+                )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not the trace of a run: {error!r}; delete it") from error
+
+
+def _is_text(row: SampleRow) -> bool:
+    """Return whether a row has what is shown of it: turns, their tokens, and numbers."""
+    try:
+        tokens = [token for turn in row["turns"] for token in turn.get("tokens", ())]
+        turns = [turn[key] for turn in row["turns"] for key in ("role", "text", "trained")]
+        numbers = [*row["values"].values(), *(number for _, *pair in tokens for number in pair)]
+        return all(len(token) == 3 for token in tokens) and all(
+            isinstance(value, int | float | str) for value in (*numbers, *turns)
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False

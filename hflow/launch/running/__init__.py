@@ -1,0 +1,1 @@
+"""Running a plan: new, resumed, or as twins that are compared."""

@@ -1,0 +1,361 @@
+"""Builds what workers and the executor need: setup, workers, settings of models and tokenizers, and rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hflow.backends.interface import FIRST_PASS_STREAM
+from hflow.backends.settings import SHARDS, SHARDS_INDEX, ModelSettings
+from hflow.base.errors import ConfigError
+from hflow.base.files import read_json_object, resolved
+from hflow.base.model_files import max_positions
+from hflow.base.shipped import shipped_recipes
+from hflow.config import ModelConfig, RunConfig
+from hflow.data.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
+from hflow.data.row_order import RowOrder, WeightedOrder
+from hflow.data.tokenizer import TokenizerSettings, eos_ids
+from hflow.dsl import FirstPass, first_pass_of, read_first_pass
+from hflow.graph.ir import Node, Read
+from hflow.graph.model import Model
+from hflow.graph.queries import reported_field
+from hflow.launch.planning.compile import Compiled
+from hflow.launch.planning.data_settings import conversation_checks, data_settings
+from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
+from hflow.planner.models import descriptors
+from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.schedule import scheduled_updates
+from hflow.runtime.execution.row_cursor import DatasetRows
+from hflow.types import Unit
+from hflow.types.kernels import LayerKernels
+from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
+from hflow.workers.process_setup import device_environment
+
+if TYPE_CHECKING:
+    from hflow.workers.ray.ray_actors import RayActors
+
+
+def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] | None = None) -> WorkerSetup:
+    """Return the setup that every worker receives.
+
+    Args:
+        compiled: the recipe.
+        factories: name of a backend or engine -> the function that builds it; None: those of the registry.
+
+    Raises:
+        ConfigError: if a model or dataset is not configured.
+    """
+    return WorkerSetup(
+        plan=compiled.plan,
+        programs={node.name: _program(compiled, node) for node in compiled.graph.nodes},
+        models=model_settings(compiled),
+        engines={
+            replica.name: _engine_options(compiled, replica)
+            for replica in compiled.plan.replicas
+            if replica.role == "gen"
+        },
+        datasets={
+            dataset.name: data_settings(compiled.config, dataset) for dataset in compiled.graph.datasets
+        },
+        tokenizers=tokenizer_settings(compiled),
+        seed=compiled.config.seed,
+        factories=descriptors.factories() if factories is None else factories,
+        collective_timeout=compiled.config.collective_timeout,
+        hang_seconds=compiled.config.faults.hang_seconds,
+        endpoint_host=compiled.config.endpoint_host,
+        recipe_directory=str(resolved(compiled.recipe).parent),
+    )
+
+
+def make_processes(plan: Plan, variables: Mapping[str, str] | None = None) -> RayActors:
+    """Return the processes of a run's workers on Ray. They are not started.
+
+    Args:
+        plan: of the run.
+        variables: environment variables of all workers.
+    """
+    from hflow.workers.ray.ray_actors import RayActors
+
+    workers, same = range(plan.cluster.num_devices), variables or {}
+    return RayActors(plan.cluster, [{**device_environment(plan, worker), **same} for worker in workers])
+
+
+def make_workers(processes: RayActors | None) -> Workers:
+    """Return workers on Ray, in these processes; None: all in this process."""
+    if processes is None:
+        from hflow.workers.inproc import InprocWorkers
+
+        return InprocWorkers()
+    from hflow.workers.ray.ray_workers import RayWorkers
+
+    return RayWorkers(processes)
+
+
+def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tuple[Path, ...]]]:
+    """Open the dataset of every stream and check its first rows.
+
+    Returns:
+        Stream -> the order of its rows, and dataset -> the files that hold them.
+
+    Raises:
+        DataError: for a file that does not have the columns that the recipe declares.
+        ConfigError: if the configuration names no rows of a dataset.
+    """
+    datasets = {dataset.name: dataset for dataset in compiled.graph.datasets}
+    is_trained = {stream.name: stream.batch is not None for stream in compiled.plan.schedule.streams}
+    dataset_of = {stream: compiled.graph.stream(stream).dataset for stream in is_trained}
+    rows: dict[str, DatasetRows] = {}
+    files: dict[str, tuple[Path, ...]] = {}
+    for stream, name in dataset_of.items():
+        assert name is not None, f"root stream {stream} has no dataset"
+        settings = data_settings(compiled.config, datasets[name])
+        checks = conversation_checks(compiled.graph, name)
+        source = open_dataset(settings, dict(datasets[name].columns), checks)
+        check_rows(settings, source)
+        rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
+        files[name] = source.files
+    return rows, files
+
+
+def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained: bool) -> DatasetRows:
+    """Return the order in which a stream reads a dataset. Evaluations read it once, from the beginning."""
+    if isinstance(source, JoinedRows) and settings.sources and is_trained:
+        weights = [source.weight for source in settings.sources]
+        return WeightedOrder(source.sizes, weights, seed, settings.shuffle)
+    return RowOrder(len(source), seed, settings.shuffle and is_trained)
+
+
+def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
+    config = compiled.config.models.get(replica.model, ModelConfig()).gen
+    options = {"max_running": config.max_running, "max_model_len": config.max_model_len}
+    choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
+    return options if choice.cache_bytes is None else {**options, "cache_bytes": choice.cache_bytes}
+
+
+def _program(compiled: Compiled, node: Node) -> NodeProgram:
+    spec = node.spec
+    program = NodeProgram(
+        name=spec.name,
+        verb=spec.verb,
+        level=spec.level.value,
+        stream=node.stream,
+        root=compiled.graph.root_stream(node.stream).name,
+        body=compiled.bodies[spec.name],
+        reads=node.reads,
+        provided=spec.provided,
+        returns=tuple((returned.field, returned.unit.value) for returned in spec.returns),
+        metrics=spec.metrics,
+        opens_stream=spec.opens_stream,
+        models=spec.models,
+        knobs=spec.knob_values,
+        options=dict(spec.options),
+        dataset=spec.data,
+        group=spec.group,
+        reported=reported_field(compiled.graph, spec.name),
+        scalars={returned.field: returned.scalar for returned in spec.returns},
+    )
+    function = first_pass_of(inspect.unwrap(program.body))
+    return program if function is None else with_first_pass(program, read_first_pass(function))
+
+
+def with_first_pass(program: NodeProgram, first: FirstPass) -> NodeProgram:
+    """Return a program that runs a first pass and reads its result, each with its own knobs."""
+    name = first.function.__name__
+    result = _read_of_first_pass(program, name, first.unit)
+    parameters = [parameter.name for parameter in first.parameters]
+    outputs = [_read_of_first_pass(program, output, Unit.TOKEN) for output in first.outputs]
+    knobs = {knob.name: program.knobs[knob.name] for knob in first.knobs}
+    of_body = inspect.signature(inspect.unwrap(program.body)).parameters
+    function = replace(
+        program,
+        body=first.function,
+        reads=(*outputs, *(read for read in program.reads if read.parameter in parameters)),
+        provided=first.provided,
+        returns=((name, first.unit.value),),
+        metrics=False,
+        knobs=knobs,
+    )
+    return replace(
+        program,
+        reads=(*program.reads, result),
+        knobs={knob: value for knob, value in program.knobs.items() if knob in of_body},
+        first_pass=function,
+    )
+
+
+def _read_of_first_pass(program: NodeProgram, name: str, unit: Unit) -> Read:
+    return Read(name, name, FIRST_PASS_STREAM, program.name, unit, unit, "tensor")
+
+
+def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
+    """Return the settings of every model of the recipe.
+
+    Raises:
+        ConfigError: if a model has neither weights nor an architecture.
+    """
+    return {spec.name: _model_settings(compiled, spec) for spec in compiled.graph.models}
+
+
+def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
+    """Return the settings of every model's tokenizer."""
+    sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
+    own = {name: compiled.config.models.get(name, ModelConfig()).chat_template for name in sources}
+    return {
+        name: TokenizerSettings(
+            source.path,
+            source.alphabet,
+            own[name] or source.chat_template,
+            _architecture_eos(name, source),
+            max_positions(source.architecture or {} if source.path is None else _saved_config(source.path)),
+        )
+        for name, source in sources.items()
+    }
+
+
+def _saved_config(path: str) -> Mapping[str, Any]:
+    return read_json_object(Path(path) / "config.json")
+
+
+def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:
+    """Return the end-of-text tokens of a configured architecture. It is not used if there is a checkpoint."""
+    if source.path is not None or source.architecture is None:
+        return ()
+    return eos_ids(source.architecture, f"models.{name}.architecture")
+
+
+def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
+    """Return the configuration that a model's weights come from: its own, or that of its `init_from`.
+
+    Raises:
+        ConfigError: if there is none, or its checkpoint does not exist.
+    """
+    spec = source_model(compiled.config, spec)
+    config = compiled.config.models.get(spec.name, ModelConfig())
+    if config.path is None and config.architecture is None:
+        raise ConfigError(
+            f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
+            f"or choose an architecture with model@models.{spec.name}=tiny-qwen2"
+        )
+    check_is_whole(spec.name, config)
+    if config.path is not None and not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(
+            f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); "
+            f"{_training_hint(config.path)}set another path"
+        )
+    return config
+
+
+def _training_hint(path: str) -> str:
+    """Return how to train the checkpoint that is missing at a path, if it is of a run of a shipped recipe."""
+    out, name, *_ = (*Path(path).parts, "", "")
+    is_shipped = out == RunConfig.out and name in shipped_recipes()
+    return f"train it with `hflow run {name}`, or " if is_shipped else ""
+
+
+def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
+    config = compiled.config.models.get(spec.name, ModelConfig())
+    source = source_config(compiled, spec)
+    if config.lora is not None and source.path is None:
+        raise ConfigError(
+            f"models.{spec.name}.lora adapts the weights of a checkpoint, but {spec.name} starts from random "
+            f"ones; set models.{spec.name}.path, or remove models.{spec.name}.lora"
+        )
+    is_resumed = _is_resumed(spec, config, _followers(compiled, spec))
+    num_earlier = _saved_updates(Path(str(config.path)) / SHARDS) if is_resumed else 0
+    return ModelSettings(
+        name=spec.name,
+        head=spec.head,
+        trainable=spec.trainable,
+        path=None if source.path is None else str(resolved(source.path)),
+        architecture=None if source.path is not None else dict(source.architecture or {}),
+        seed=compiled.config.seed,
+        dtype=model_dtype(compiled.config, spec, compiled.plan.cluster.device),
+        device=compiled.plan.cluster.device,
+        activation_checkpointing=config.activation_checkpointing,
+        offload_activations=config.offload_activations,
+        compile=config.compile,
+        offload=config.offload,
+        sequence_parallel=config.sequence_parallel,
+        kernels=_kernels(compiled, spec),
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        lora=config.lora,
+        optim=config.optim,
+        num_updates=num_earlier + scheduled_updates(compiled.plan, compiled.config.steps).get(spec.name, 0),
+        save_optimizer=config.save_optimizer,
+        resume=is_resumed,
+    )
+
+
+def _kernels(compiled: Compiled, spec: Model) -> LayerKernels:
+    """Return the kernels that the plan chose for the layers of a model; torch's if there is no choice."""
+    plan = compiled.plan
+    chosen = (c.kernels for c in plan.layers if plan.replica(c.replica).model == spec.name)
+    return next(chosen, LayerKernels.TORCH)
+
+
+def _followers(compiled: Compiled, spec: Model) -> list[str]:
+    """Return the models that start from a model's weights, because nothing else is configured for them."""
+    names = []
+    for other in compiled.graph.models:
+        config = compiled.config.models.get(other.name, ModelConfig())
+        if other.init_from == spec and config.path is None and config.architecture is None:
+            names.append(other.name)
+    return names
+
+
+def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> bool:
+    """Return whether a model starts with the optimizer state in its checkpoint.
+
+    Args:
+        spec: the model.
+        config: its configuration.
+        followers: models that start from its weights.
+
+    Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
+
+    Raises:
+        ConfigError: if there is no such state, the model is not trained, or another model would start from
+            weights that it did not have.
+    """
+    if not config.resume:
+        return False
+    key = f"models.{spec.name}"
+    if not spec.trainable:
+        raise ConfigError(
+            f"{key}.resume is for trained models, but {spec.name} is frozen; remove {key}.resume"
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            f"{key}.resume takes all weights of a checkpoint, but of {spec.name} only adapters are trained; "
+            f"continue the whole run with hflow run --resume RUN, or remove {key}.lora"
+        )
+    if config.path is None:
+        raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")
+    for other in followers:
+        raise ConfigError(
+            f"models.{other} starts from the weights of {spec.name}, which {key}.resume takes from a later "
+            f"checkpoint; set models.{other}.path to the weights that it had, or continue the whole run with "
+            "hflow run --resume RUN"
+        )
+    if not (Path(config.path) / SHARDS).is_dir():
+        raise ConfigError(
+            f"{key}.path is {config.path}, which has no optimizer state ({SHARDS}/); set {key}.resume=false "
+            f"to load only its weights, or use a checkpoint saved with {key}.save_optimizer=true"
+        )
+    return True
+
+
+def _saved_updates(shards: Path) -> int:
+    """Return the number of optimizer steps that a sharded checkpoint was saved after.
+
+    Raises:
+        ConfigError: if its index is damaged.
+    """
+    index = shards / SHARDS_INDEX
+    num_steps = read_json_object(index, "sharded checkpoint").get("num_steps")
+    if type(num_steps) is not int:
+        raise ConfigError(f"{index}: num_steps is {num_steps!r}, not a number; use another checkpoint")
+    return num_steps

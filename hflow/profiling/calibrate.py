@@ -1,0 +1,471 @@
+"""`measure_hardware`: a calibration of the device at hand, and the file that holds it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hflow.base.errors import ConfigError
+from hflow.config import RunConfig
+from hflow.config.schema import GenConfig, ModelConfig
+from hflow.launch.planning.request import cluster_hardware, known_devices
+from hflow.planner.forecast.cost.collectives import RankPlacement
+from hflow.planner.forecast.cost.flops import Work, work_of
+from hflow.planner.forecast.cost.generation import decode_step
+from hflow.planner.forecast.cost.kernels import elementwise_bytes
+from hflow.planner.forecast.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.training import forward, train
+from hflow.planner.models.architectures import read_shape
+from hflow.planner.plan.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import DTYPE_BYTES
+from hflow.planner.plan.traits import BACKENDS, traits
+from hflow.profiling import measure
+from hflow.profiling.fit import (
+    CollectiveTime,
+    LoadTime,
+    ProductTime,
+    ShardedTime,
+    StepTime,
+    cold_seconds,
+    decode_seconds,
+    fit_decode,
+    fit_link,
+    fit_loads,
+    fit_matmul,
+    fit_memory,
+    fit_sharded,
+    fit_training,
+    held_out_error,
+    link_seconds,
+    training_seconds,
+)
+from hflow.profiling.short_run import ShortRunError, measure_overheads
+
+NUM_PROCESSES = 2
+"""Processes that are measured together on a CPU."""
+SHARDED = "torch"
+"""The backend whose collectives are measured on a CPU."""
+MIN_SHARE = 0.05
+"""Least part of a sharded step that sharding is taken for, as differences of times may be negative."""
+ENGINE = "embedded"
+"""The engine whose decode steps are measured."""
+NEVER_MEASURED = ("inter", "vllm")
+"""Parts that one machine, or a few small kernels, cannot show."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """A calibration, and the file that it was written to."""
+
+    calibration: Calibration
+    file: Path
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """A pass through some layers, their embedding and their output matrix, on one device."""
+
+    model: measure.SmallModel
+    num_tokens: int
+    dtype: str
+    trains: bool
+    """Whether it is a training step: forward, backward and the optimizer."""
+    seconds: float
+    expected_seconds: float
+    """What plans count with."""
+
+
+def measure_hardware(
+    device: str | None,
+    file: Path | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> HardwareProfile:
+    """Measure the device at hand and write a calibration for `calibration=FILE`.
+
+    Args:
+        device: its name in the hardware files; None: `cpu`, or what CUDA calls its first device.
+        file: where to write it; None: `DEVICE.yaml` in the working directory.
+        report_progress: called with a line for each part.
+
+    Raises:
+        ConfigError: for an unknown device, CUDA that is not there, or a file that cannot be written.
+    """
+    name = device_at_hand() if device is None else device
+    file = file or Path(f"{name}.yaml")
+    hardware = machine_hardware(name)
+    kind = hardware.device.type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{name} cannot be measured: torch finds no CUDA device; set --device cpu")
+    _check_writable(file)
+    threads = torch.get_num_threads()
+    measure.use_one_core(kind)
+    try:
+        calibration = _calibration(hardware, report_progress, file.stem)
+    finally:
+        torch.set_num_threads(threads)
+    _write(calibration, file)
+    calibration = _with_overheads(calibration, file, hardware, report_progress)
+    _write(calibration, file)
+    return HardwareProfile(calibration, file)
+
+
+def layer_times(backend: str, kind: str) -> list[LayerTime]:
+    """Return the seconds of some layers on the device at hand, beside those that plans count with.
+
+    Args:
+        backend: name of a training backend.
+        kind: `cuda` or `cpu`.
+
+    Raises:
+        ConfigError: if no hardware file is for the device.
+    """
+    hardware = machine_hardware(device_at_hand() if kind == "cuda" else "cpu")
+    dtype = _dtype(kind)
+    model, batch = measure.LAYERS[kind]
+    host = hardware.calibration.host[backend]
+    costs = replace(_costs(backend, model, hardware, dtype), host=host)
+    times = []
+    for _, num, tokens, trains, seconds in measure.training_steps(backend, kind, dtype, [model], [batch]):
+        planned = _planned_seconds(costs, _work(num, tokens), trains)
+        times.append(LayerTime(model, num * tokens, dtype, trains, seconds, planned))
+    return times
+
+
+def device_at_hand() -> str:
+    """Return the name in the hardware files of what CUDA calls its first device; `cpu` without one.
+
+    Raises:
+        ConfigError: if no file is for this device.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    called = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    names = [name for name in known_devices(Path("recipe.py")) if name.split("-")[0] in called]
+    if not names:
+        raise ConfigError(f"no hardware file is for {called!r}; name one with --device, or write one")
+    return max(names, key=lambda name: (name in called, -len(name)))
+
+
+def machine_hardware(name: str) -> Hardware:
+    """Return the figures of a machine with as many of these devices as are at hand, at least two."""
+    devices = known_devices(Path("recipe.py"))
+    is_cuda = name in devices and devices[name].type == "cuda"
+    num = max(2, torch.cuda.device_count()) if is_cuda else 2
+    return cluster_hardware(RunConfig(name="profile", cluster=f"{name}-1x{num}"), Path("recipe.py"))[1]
+
+
+def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -> Calibration:
+    device, shipped = hardware.device, hardware.calibration
+    kind = device.type
+    missed: dict[str, float] = {}
+    unmeasured = list(NEVER_MEASURED)
+
+    report("collectives")
+    num_ranks = torch.cuda.device_count() if kind == "cuda" else NUM_PROCESSES
+    sharded = measure.sharded_steps(num_ranks) if kind == "cpu" else []
+    found = replace(
+        shipped,
+        name=name,
+        devices=(device.name,),
+        source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
+        is_measured=True,
+    )
+    if kind == "cuda" and num_ranks > 1:
+        sizes = measure.collectives(kind, num_ranks)
+        found = replace(found, intra=fit_link(sizes, hardware.intra))
+        missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+    elif kind == "cuda":
+        unmeasured.append("intra")
+
+    with measure.neighbours(kind, num_ranks - 1) as neighbours_train:
+        found = _with_kernels(replace(hardware, calibration=found), report, missed)
+        neighbours_train.set()
+        found = _with_training(replace(hardware, calibration=found), sharded, report, missed)
+    if kind == "cuda":
+        unmeasured.append("time per tensor")
+    return replace(found, missed=missed, unmeasured=tuple(unmeasured))
+
+
+def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dict[str, float]) -> Calibration:
+    """Return a calibration with the kernels of one device and its engine.
+
+    Args:
+        hardware: its calibration has the other figures.
+        report: called with a line for each part.
+        missed: to which is added how far the figures miss.
+    """
+    device, found = hardware.device, hardware.calibration
+    kind, bandwidth = device.type, device.memory_gb_per_s * 1e9
+    report("matrix products")
+    matmul = dict(found.matmul)
+    for precision in ("fp32", "bf16"):
+        rows, peak = measure.products(kind, precision), device.tflops[precision] * 1e12
+        matmul[precision] = fit_matmul(rows, peak)
+        missed[f"matmul {precision}"] = held_out_error(rows, partial(_product, peak=peak))
+
+    report("memory, attention and disk")
+    dtype = _dtype(kind)
+    cold = measure.cold_products(kind, dtype)
+    reading = _Reading(matmul[dtype], device.tflops[dtype] * 1e12, bandwidth, DTYPE_BYTES[dtype])
+    memory = replace(reading.fit(cold), stream=measure.copy_rate(kind) / bandwidth)
+    missed["weights from memory"] = held_out_error(cold, reading.predict)
+    attention = measure.attention_flops(kind, dtype) / (device.tflops[dtype] * 1e12)
+    host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
+    transfers = replace(
+        found.transfers,
+        store_gb_per_s=measure.copy_rate("cpu") / 2e9,
+        disk_gb_per_s=measure.disk_rate() / 1e9,
+        checksum_gb_per_s=None,
+    )
+
+    if kind == "cpu":
+        report("new weights")
+        loads, checksum_rate = measure.loads(dtype), measure.checksum_rate()
+        # They are copied once, and summed where they come from and where they arrive.
+        of_byte = 2 / (memory.stream * bandwidth) + 2 / checksum_rate
+        of_tensor = fit_loads(loads, of_byte)
+        transfers = replace(transfers, tensor_us=of_tensor * 1e6, checksum_gb_per_s=checksum_rate / 1e9)
+        missed["new weights"] = held_out_error(loads, partial(_loading, of_byte=of_byte))
+
+    report("decode steps")
+    found = replace(
+        found, matmul=matmul, attention=attention, memory=memory, host_copy=host_copy, transfers=transfers
+    )
+    host = dict(found.host)
+    figures = replace(hardware, calibration=found)
+    steps = _decode_times(figures, dtype)
+    host[ENGINE] = replace(fit_decode(steps), expert_us=host[ENGINE].expert_us)
+    missed["decode"] = held_out_error(steps, _decode)
+    return replace(found, host=host)
+
+
+def _with_training(
+    hardware: Hardware,
+    sharded: Sequence[float],
+    report: Callable[[str], None],
+    missed: dict[str, float],
+) -> Calibration:
+    """Return a calibration with the times of backends, and on a CPU of collectives.
+
+    Args:
+        hardware: its calibration has the other figures.
+        sharded: seconds of `measure.sharded_steps`, on a CPU.
+        report: called with a line for each part.
+        missed: to which is added how far the figures miss.
+    """
+    found, kind = hardware.calibration, hardware.device.type
+    dtype, is_ahead = _dtype(kind), kind != "cpu"
+    host, intra = dict(found.host), found.intra
+    for backend in BACKENDS:
+        report(f"training with {backend}")
+        calls = _training_times(backend, hardware, dtype)
+        host[backend] = replace(fit_training(calls, is_ahead), expert_us=host[backend].expert_us)
+        missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
+        if backend == SHARDED and sharded:
+            rows = _sharded_steps(sharded, calls, hardware, dtype)
+            rate, step = fit_sharded(rows)
+            intra = LinkRate(share=rate / (hardware.intra.gb_per_s * 1e9))
+            host[backend] = replace(host[backend], step_us=step * 1e6)
+            missed["collectives"] = held_out_error(rows, _sharding)
+    return replace(found, host=host, intra=intra)
+
+
+def _dtype(kind: str) -> Literal["bf16", "fp32"]:
+    """Return the precision of the models that are measured."""
+    return "bf16" if kind == "cuda" else "fp32"
+
+
+def _sharded_steps(
+    sharded: Sequence[float], calls: Sequence[StepTime], hardware: Hardware, dtype: Literal["fp32", "bf16"]
+) -> list[ShardedTime]:
+    """Return what sharded training takes longer than the same on one rank.
+
+    Args:
+        sharded: seconds of each model's training, with the first batch on each rank.
+        calls: those of one rank, for each model and batch inference and training.
+        hardware: the calibration gives the seconds of copies and of the optimizer.
+        dtype: of the models.
+    """
+    alone, rows = calls[1 :: 2 * len(measure.BATCHES)], []
+    work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2)
+    for model, seconds, one in zip(measure.MODELS, sharded, alone, strict=True):
+        whole = _costs(SHARDED, model, hardware, dtype)
+        costs = replace(
+            whole, layout=Layout(data=NUM_PROCESSES), data=RankPlacement(per_machine=NUM_PROCESSES)
+        )
+        collectives = [*fsdp_gathers(costs, passes), *fsdp_scatters(costs, passes)]
+        time = total_time(collectives, costs)
+        without = _planned_seconds(costs, work, True) - time.seconds
+        others = one.seconds + without - _planned_seconds(whole, work, True) + time.latency
+        moved = sum(each.times * each.num_bytes for each in collectives) * (1 - 1 / NUM_PROCESSES)
+        rows.append(ShardedTime(moved, max(seconds - others, MIN_SHARE * seconds)))
+    return rows
+
+
+def _with_overheads(
+    calibration: Calibration, file: Path, hardware: Hardware, report: Callable[[str], None]
+) -> Calibration:
+    """Return a calibration, which the file has too, with the time of samples and messages."""
+    report("a short run")
+    device = hardware.device
+    num_devices = NUM_PROCESSES
+    if device.type == "cuda":
+        num_devices = max(1, torch.cuda.device_count())
+        torch.cuda.empty_cache()  # the run needs the memory
+    try:
+        found = measure_overheads(calibration, file, device.name, num_devices)
+    except ShortRunError as error:
+        report(f"nothing, as the short run failed: {error}")
+        return replace(calibration, unmeasured=(*calibration.unmeasured, "samples and messages"))
+    missed = {**calibration.missed, "step of a short run": found.missed}
+    return replace(calibration, sample_us=found.sample_us, node_us=found.node_us, missed=missed)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Predicts products whose weights come from memory."""
+
+    rate: MatmulRate
+    peak: float
+    bytes_per_s: float
+    itemsize: int
+
+    def fit(self, rows: Sequence[ProductTime]) -> MemoryRate:
+        share, sharpness = fit_memory(rows, self.rate, self.peak, self.bytes_per_s, self.itemsize)
+        return MemoryRate(share, 1.0, sharpness)
+
+    def predict(self, seen: Sequence[ProductTime]) -> Callable[[ProductTime], float]:
+        memory = self.fit(seen)
+        return lambda row: cold_seconds(row, self.rate, memory, self.peak, self.bytes_per_s, self.itemsize)
+
+
+def _product(seen: Sequence[ProductTime], peak: float) -> Callable[[ProductTime], float]:
+    rate = fit_matmul(seen, peak)
+    return lambda row: rate.seconds(row.rows, row.inner, row.columns, peak)
+
+
+def _link(seen: Sequence[CollectiveTime], hardware: Hardware) -> Callable[[CollectiveTime], float]:
+    rate = fit_link(seen, hardware.intra)
+    return lambda row: link_seconds(row, rate, hardware.intra)
+
+
+def _loading(seen: Sequence[LoadTime], of_byte: float) -> Callable[[LoadTime], float]:
+    of_tensor = fit_loads(seen, of_byte)
+    return lambda row: of_tensor * row.num_tensors + of_byte * row.num_bytes
+
+
+def _decode(seen: Sequence[StepTime]) -> Callable[[StepTime], float]:
+    host = fit_decode(seen)
+    return lambda row: decode_seconds(row, host)
+
+
+def _sharding(seen: Sequence[ShardedTime]) -> Callable[[ShardedTime], float]:
+    rate, step = fit_sharded(seen)
+    return lambda row: row.moved_bytes / rate + step
+
+
+def _training(seen: Sequence[StepTime], is_ahead: bool) -> Callable[[StepTime], float]:
+    host = fit_training(seen, is_ahead)
+    return lambda row: training_seconds(row, host, is_ahead)
+
+
+def _decode_times(hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:
+    """Return measured decode steps with the seconds of their kernels by the cost model."""
+    rows = []
+    for model, sequences, context, seconds in measure.decode_steps(hardware.device.type, dtype):
+        costs, num_layers = _costs(ENGINE, model, hardware, dtype), model.num_layers
+        kernels = decode_step(costs, sequences, context).seconds
+        others = num_layers * _pass_seconds(costs, sequences)
+        rows.append(StepTime(seconds, kernels, others, num_layers, sequences))
+    return rows
+
+
+def _training_times(backend: str, hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:
+    """Return measured calls of a backend with the seconds of their kernels by the cost model."""
+    rows = []
+    timed = measure.training_steps(backend, hardware.device.type, dtype, measure.MODELS, measure.BATCHES)
+    for model, sequences, tokens, trains, seconds in timed:
+        costs = _costs(backend, model, hardware, dtype)
+        work = _work(sequences, tokens)
+        kernels = _planned_seconds(costs, work, trains)
+        # A backward pass costs as much as two forward passes, and launches its kernels once.
+        others = model.num_layers * (3 if trains else 1) * _pass_seconds(costs, work.rows)
+        num_layers = model.num_layers * (2 if trains else 1)
+        rows.append(StepTime(seconds, kernels, others, num_layers, sequences))
+    return rows
+
+
+def _work(num_sequences: int, num_tokens: int) -> Work:
+    """Return the work of what `measure.training_steps` computes."""
+    return work_of([num_tokens] * num_sequences, num_tokens // 4, 1)
+
+
+def _planned_seconds(costs: ReplicaCosts, work: Work, trains: bool) -> float:
+    """Return the seconds of one micro-batch by the cost model."""
+    parts = train(costs, work, 1) if trains else forward(costs, work)
+    return sum(part.seconds for part in parts)
+
+
+def _costs(
+    backend: str, model: measure.SmallModel, hardware: Hardware, dtype: Literal["fp32", "bf16"]
+) -> ReplicaCosts:
+    """Return the costs of a model whose host and element-wise kernels take no time."""
+    one, shape = RankPlacement(), read_shape(model.architecture)
+    assert shape is not None
+    return ReplicaCosts(
+        shape=shape,
+        config=ModelConfig(dtype=dtype, gen=GenConfig(engine=ENGINE)),
+        layout=Layout(),
+        traits=traits(backend),
+        host=HostTimes(passes=0.0),
+        hardware=hardware,
+        data=one,
+        tensor=one,
+        pipe=one,
+    )
+
+
+def _pass_seconds(costs: ReplicaCosts, rows: float) -> float:
+    """Return the seconds in which a layer's element-wise kernels read or write everything once."""
+    once = replace(costs, host=HostTimes(passes=1.0))
+    return elementwise_bytes(once, rows) / costs.rates.stream
+
+
+def _check_writable(file: Path) -> None:
+    """Find a path that cannot be written before minutes of measuring."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write the calibration {str(file)!r}: {error.strerror or error}") from error
+
+
+def _write(calibration: Calibration, file: Path) -> None:
+    """Write a calibration as YAML."""
+    import yaml
+
+    values: dict[str, Any] = asdict(calibration)
+    del values["name"]
+    text = yaml.safe_dump(_plain(values), sort_keys=False, width=110)
+    heading = f"# Measured by hflow profile; use it with calibration={file}"
+    file.write_text(f"{heading}\n{text}", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers with five digits, and plain lists and dictionaries."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,359 @@
+"""The details of a node or an edge that the page shows when it is selected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hflow.graph.field_table import UNIT_NAMES
+from hflow.graph.ir import EdgeKind, Node, Read
+from hflow.planner.plan.forecast import EdgeTraffic, NodeTime, StepTraffic
+from hflow.planner.plan.rows import Plan, Replica, RouteRow, WeightRoute
+from hflow.report.formatting import (
+    DASH,
+    TIMES,
+    bytes_text,
+    count_text,
+    plural,
+    range_text,
+    rank_order_text,
+    seconds_text,
+    size_text,
+)
+from hflow.report.html.plan.cards import SAMPLES, VERBS, Arrow, shape_of
+from hflow.report.html.plan.routes import data_id, weights_id
+from hflow.report.text.plan.graph import cadence
+
+Facts = tuple[tuple[str, str], ...]
+"""(name, value) in words."""
+
+
+@dataclass(frozen=True)
+class TimeShare:
+    """A share of a node's time."""
+
+    name: str
+    seconds: str
+    percent: float
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """One thing that a node reads."""
+
+    name: str
+    unit: str
+    origin: str
+    """The node (or dataset) that it comes from."""
+
+
+@dataclass(frozen=True)
+class NodeDetail:
+    """One node in words."""
+
+    name: str
+    verb: str
+    shape: str
+    what: str
+    reads: tuple[ReadRow, ...]
+    returns: tuple[tuple[str, str], ...]
+    """(field, unit)."""
+    facts: Facts
+    time: str
+    limit: str
+    parts: tuple[TimeShare, ...]
+    knobs: Facts
+
+
+ROLES = {
+    "train": "trains {model}",
+    "gen": "generates with the weights of {model}",
+    "infer": "computes with {model}, without learning",
+}
+"""Role of a replica -> what it does."""
+
+
+@dataclass(frozen=True)
+class ReplicaDetail:
+    """One replica in words."""
+
+    name: str
+    what: str
+    facts: Facts
+    nodes: tuple[str, ...]
+
+
+def node_details(plan: Plan) -> tuple[NodeDetail, ...]:
+    """Return the details of every node of the graph."""
+    times = {row.node: row for row in plan.forecast.times} if plan.forecast else {}
+    return tuple(_node_detail(plan, node, times.get(node.name)) for node in plan.graph.nodes)
+
+
+def replica_details(plan: Plan) -> tuple[ReplicaDetail, ...]:
+    """Return the details of every replica."""
+    return tuple(_replica_detail(plan, replica) for replica in plan.replicas)
+
+
+def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
+    size = size_text(replica, dict(plan.shapes).get(replica.model))
+    facts = (
+        ("parameters", size),
+        ("backend", replica.backend),
+        ("layout", str(replica.layout)),
+        ("group", ", ".join(replica.groups)),
+        ("devices", range_text(replica.workers)),
+        ("dp-heads", range_text(replica.heads)),
+    )
+    nodes = (node.name for node in plan.graph.nodes)
+    return ReplicaDetail(
+        name=replica.name,
+        what=ROLES[replica.role].format(model=replica.model),
+        facts=facts,
+        nodes=tuple(name for name in nodes if replica.name in plan.placement(name).replicas),
+    )
+
+
+def time_parts(time: NodeTime | None) -> tuple[TimeShare, ...]:
+    """Return the parts of a node's time with their shares."""
+    if time is None or time.seconds <= 0:
+        return ()
+    return tuple(
+        TimeShare(name, seconds_text(seconds), round(100 * seconds / time.seconds, 2))
+        for name, seconds in time.parts
+        if seconds > 0
+    )
+
+
+def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
+    spec = node.spec
+    knobs = [(knob.name, str(knob.value)) for knob in spec.knobs]
+    options = [(name, str(value)) for name, value in spec.options if value is not None]
+    return NodeDetail(
+        name=node.name,
+        verb=spec.kind_name,
+        shape=shape_of(node),
+        what=VERBS[shape_of(node)] + (f"; it runs as {spec.verb}" if spec.kind else ""),
+        reads=tuple(dict.fromkeys(_read(plan, node, read) for read in node.reads)),
+        returns=() if spec.verb == "train" else tuple((r.field, UNIT_NAMES[r.unit]) for r in spec.returns),
+        facts=tuple(_node_facts(plan, node)),
+        time=seconds_text(time.seconds) if time and time.seconds else "",
+        limit=time.limit if time else "",
+        parts=time_parts(time),
+        knobs=(*knobs, *options),
+    )
+
+
+def _read(plan: Plan, node: Node, read: Read) -> ReadRow:
+    name = (
+        read.field if read.parameter in (read.field, f"@{read.field}") else f"{read.parameter} = {read.field}"
+    )
+    unit = UNIT_NAMES[read.unit]
+    if read.source_unit is not read.unit:
+        unit += f" (repeats {UNIT_NAMES[read.source_unit]})"
+    if read.producer != node.name:
+        return ReadRow(name, unit, read.producer)
+    dataset = plan.graph.stream(read.stream).dataset if node.spec.opens_stream else None
+    return ReadRow(name, unit, f"dataset {dataset}" if dataset else "itself")
+
+
+def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
+    spec, placement = node.spec, plan.placement(node.name)
+    yield "fires", _cadence(plan, node)
+    for name in placement.replicas:
+        replica = plan.replica(name)
+        yield "runs on", f"{name}, {replica.layout} on devices {range_text(replica.workers)}"
+    if not placement.replicas:
+        yield "runs on", f"worker{'s' * (len(placement.heads) != 1)} {range_text(placement.heads)}"
+    turns = [
+        f"{names.index(node.name) + 1} of {len(names)} in group {group}"
+        for group, names in plan.schedule.orders
+        if node.name in names
+    ]
+    if turns:
+        yield "turn", ", ".join(turns)
+    cut = dict(plan.cuts).get(node.name)
+    if cut is not None:
+        minibatches = "one minibatch" if cut.minibatches == 1 else f"{cut.minibatches} minibatches"
+        yield "learns in", f"{minibatches}, {plural(cut.epochs, 'epoch')}"
+    if spec.has_setup:
+        yield "setup", "once on each worker that runs it"
+    if spec.memory:
+        yield "keeps", f"{bytes_text(spec.memory)} on each worker that runs it"
+    yield "stream", node.stream
+    yield "body", f"{spec.body.module}.{spec.body.qualname}"
+
+
+def _cadence(plan: Plan, node: Node) -> str:
+    spec = node.spec
+    levels = {row.name: row.level for row in plan.schedule.nodes}
+    text = f"once a {levels.get(node.name, spec.level)}"
+    if spec.opens_stream:
+        stream = plan.graph.stream(node.stream)
+        text = f"streams all the time, {plural(stream.group, 'sample')} a prompt"
+    return text + cadence(spec.every, spec.after)
+
+
+MOST_ROWS = 60
+"""Rows of a weight route that the page lists."""
+HOW = {
+    "shared": "both replicas use the same storage, so that nothing moves",
+    "gather": "gathered bucket by bucket into the copy on the same devices",
+    "pull": "gathered bucket by bucket, then pulled by the devices of the other replica",
+}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table inside a detail."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class EdgeDetail:
+    """One edge in words."""
+
+    id: str
+    kind: str
+    src: str
+    dst: str
+    label: str
+    what: str
+    facts: Facts
+    listings: tuple[Listing, ...]
+    routes: tuple[str, ...]
+    """Ids of the device routes that belong to it."""
+
+
+def edge_details(plan: Plan, arrows: Sequence[Arrow]) -> tuple[EdgeDetail, ...]:
+    """Return the details of every edge that is drawn."""
+    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    return tuple(_detail(plan, arrow, traffic.get(arrow.dst)) for arrow in arrows)
+
+
+def route_listing(plan: Plan, route: WeightRoute) -> Listing:
+    """Return the rows of a weight route: tensor, slice, senders, receivers."""
+    rows = tuple(_route_row(route, row) for row in route.rows[:MOST_ROWS])
+    more = len(route.rows) - len(rows)
+    return Listing(
+        title=f"{plural(len(route.rows), 'row')} of {route.src} → {route.dst}",
+        columns=("tensor", "layers", "slice", "held by", "needed by"),
+        rows=rows,
+        more=f"and {more:,} more, which hflow plan --json lists" if more else "",
+    )
+
+
+def transport_text(route: WeightRoute) -> str:
+    """Return what carries the bytes of a route, and why; empty if no transport does."""
+    return f"{route.transport}: {route.why}" if route.transport else ""
+
+
+def route_facts(route: WeightRoute) -> Facts:
+    """Return the bytes of a weight route."""
+    facts = [("how", HOW[route.how])]
+    if route.transport:
+        facts.append(("transport", transport_text(route)))
+    if route.rows or route.moved_bytes or route.held_bytes:
+        facts += [
+            ("moves", bytes_text(route.moved_bytes)),
+            ("across machines", bytes_text(route.node_bytes)),
+            ("already in place", bytes_text(route.held_bytes)),
+        ]
+    if route.saved_bytes:
+        facts.append(("order", rank_order_text(route.moved_bytes, route.saved_bytes)))
+    return tuple(facts)
+
+
+def traffic_facts(row: EdgeTraffic) -> Facts:
+    """Return the bytes of a node's inputs."""
+    return (
+        ("moves", f"{bytes_text(row.num_bytes)}, at least {bytes_text(row.lower_bound)} by any split"),
+        ("across machines", bytes_text(row.num_node_bytes)),
+        ("stays in place", bytes_text(row.local_bytes)),
+        ("heaviest rank", f"{row.imbalance:.2f} {TIMES} the mean tokens"),
+        *([("estimated on", f"one machine in {row.scale}")] if row.scale > 1 else []),
+    )
+
+
+def _detail(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> EdgeDetail:
+    what, facts, listings, routes = _words(plan, arrow, traffic)
+    return EdgeDetail(
+        arrow.id, str(arrow.kind), arrow.src, arrow.dst, arrow.text, what, facts, listings, routes
+    )
+
+
+Words = tuple[str, Facts, tuple[Listing, ...], tuple[str, ...]]
+"""Meaning, facts, tables, ids of device routes."""
+
+
+def _words(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
+    if arrow.kind is EdgeKind.DATA:
+        return _data(plan, arrow, traffic)
+    if arrow.kind is EdgeKind.WEIGHTS:
+        return _weights(plan, arrow)
+    if arrow.kind is EdgeKind.OVERWRITE:
+        return (
+            f"{arrow.src} reads weights that {arrow.dst} is about to change, so it comes first.",
+            (),
+            (),
+            (),
+        )
+    return f"{arrow.src} and {arrow.dst} share devices, on which they take turns in this order.", (), (), ()
+
+
+def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
+    if arrow.src == arrow.dst:
+        return "The node's own memory: it reads what it wrote one step before.", (), (), ()
+    rule = next((rule for rule in plan.rules if rule.consumer == arrow.dst), None)
+    if rule is None:
+        return "Read where each sample was made: nothing moves between devices.", (), (), ()
+    unit = "groups stay whole" if rule.by_group else "samples are dealt out"
+    what = (
+        "All samples of a step go to one worker."
+        if rule.policy == "single"
+        else f"A step's samples are split over {plural(len(rule.heads), 'rank')}: as few as possible move, "
+        f"all ranks get about equally many tokens, {unit}."
+    )
+    if traffic is None:
+        return what, (), (), ()
+    carrying = [step for step in traffic.steps if _carries(step, arrow)]
+    listing = Listing(
+        title=f"Largest steps that carry these fields ({plural(traffic.num_steps, 'step')} in all)",
+        columns=("step", "from", "to", "samples", "bytes"),
+        rows=tuple(_step(step) for step in carrying),
+    )
+    facts = (("inputs of", f"{arrow.dst}, all edges together"), *traffic_facts(traffic))
+    return what, facts, (listing,) if carrying else (), (data_id(arrow.dst),)
+
+
+def _carries(step: StepTraffic, arrow: Arrow) -> bool:
+    """Return whether a step moves one of an edge's fields; an edge without names carries all."""
+    return arrow.label == SAMPLES or any(field.rpartition("/")[2] in arrow.label for field in step.fields)
+
+
+def _step(step: StepTraffic) -> tuple[str, ...]:
+    sources = range_text(step.sources) if step.kind == "gather" else str(step.root)
+    ends = sources, range_text(step.destinations)
+    return step.kind, *ends, count_text(step.num_samples), bytes_text(step.num_bytes)
+
+
+def _weights(plan: Plan, arrow: Arrow) -> Words:
+    replicas = plan.placement(arrow.dst).replicas
+    routes = [r for r in plan.weights if r.dst in replicas and arrow.label == (f"weights of {r.model}",)]
+    lag = f"{'at most' if arrow.is_at_most else 'exactly'} {plural(arrow.lag, 'step')} before"
+    what = f"{arrow.dst} reads the weights that {arrow.src} wrote {lag}."
+    if not routes:
+        return f"{what} Both use one copy, so that nothing moves.", (), (), ()
+    facts = tuple(fact for route in routes for fact in route_facts(route))
+    listings = tuple(route_listing(plan, route) for route in routes if route.rows)
+    return what, facts, listings, tuple(map(weights_id, routes))
+
+
+def _route_row(route: WeightRoute, row: RouteRow) -> tuple[str, ...]:
+    layers = "" if row.layers is None else range_text(range(*row.layers))
+    box = f" {TIMES} ".join(f"{start:,}{DASH}{stop:,}" for start, stop in row.box)
+    sets = route.worker_sets
+    return row.tensor, layers, box, range_text(sets[row.holders]), range_text(sets[row.receivers])

@@ -1,0 +1,169 @@
+"""The plan's rows as tables: replicas, node times, redistribution, weight routes, routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
+from hflow.report.formatting import (
+    TIMES,
+    bytes_text,
+    range_text,
+    rank_order_text,
+    seconds_text,
+    size_text,
+)
+from hflow.report.html.plan.details import Listing, TimeShare, route_listing, time_parts, transport_text
+from hflow.report.text.plan.weights import NOTE
+
+
+@dataclass(frozen=True)
+class Table:
+    """A plain table; columns in `right` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    note: str = ""
+    """What its words mean."""
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """One node's time."""
+
+    node: str
+    seconds: str
+    limit: str
+    parts: tuple[TimeShare, ...]
+
+
+@dataclass(frozen=True)
+class RoutingTable:
+    """The routing table, in the order of the plan."""
+
+    keys: tuple[str, ...]
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All tables."""
+
+    placements: Table | None
+    """What the search for a placement compared."""
+    replicas: Table
+    times: tuple[TimeRow, ...]
+    moves: Table | None
+    weights: Table | None
+    slices: tuple[Listing, ...]
+    routing: RoutingTable
+
+
+def tables(plan: Plan) -> Tables:
+    """Return the tables of a plan."""
+    return Tables(
+        placements=_placements(plan),
+        replicas=_replicas(plan),
+        times=tuple(_times(plan)),
+        moves=_moves(plan),
+        weights=_weights(plan),
+        slices=tuple(route_listing(plan, route) for route in plan.weights if route.rows),
+        routing=RoutingTable(tuple(r.key for r in plan.routing), tuple(r.worker for r in plan.routing)),
+    )
+
+
+def _placements(plan: Plan) -> Table | None:
+    """Return the candidates of the search, the chosen one first."""
+    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    rows = tuple(
+        (
+            seconds_text(row.seconds),
+            bytes_text(row.memory_bytes),
+            row.why,
+            row.placement,
+            " ".join(f"{key}={str(value).lower()}" for key, value in row.settings),
+        )
+        for row in candidates
+    )
+    columns = ("step", "fullest device", "why", "placement", "settings")
+    return Table("Placements that were compared", columns, rows, right=(0, 1)) if rows else None
+
+
+def _replicas(plan: Plan) -> Table:
+    shapes = dict(plan.shapes)
+    return Table(
+        "Replicas",
+        ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads"),
+        tuple(_replica(replica, size_text(replica, shapes.get(replica.model))) for replica in plan.replicas),
+        right=(1,),
+    )
+
+
+def _replica(replica: Replica, size: str) -> tuple[str, ...]:
+    ends = range_text(replica.workers), range_text(replica.heads)
+    return replica.name, size, replica.backend, str(replica.layout), ", ".join(replica.groups), *ends
+
+
+def _times(plan: Plan) -> Iterator[TimeRow]:
+    rows = plan.forecast.times if plan.forecast else ()
+    for row in sorted(rows, key=lambda row: -row.seconds):
+        yield TimeRow(row.node, seconds_text(row.seconds), row.limit, time_parts(row))
+
+
+def _moves(plan: Plan) -> Table | None:
+    if plan.forecast is None or not plan.forecast.traffic:
+        return None
+    return Table(
+        "Redistribution: bytes that a step's inputs move",
+        ("node", "moves", "lower bound", "across machines", "stays", "heaviest rank", "steps"),
+        tuple(
+            (
+                row.consumer,
+                bytes_text(row.num_bytes),
+                bytes_text(row.lower_bound),
+                bytes_text(row.num_node_bytes),
+                bytes_text(row.local_bytes),
+                f"{row.imbalance:.2f} {TIMES}",
+                f"{row.num_steps:,}",
+            )
+            for row in plan.forecast.traffic
+        ),
+        right=(1, 2, 3, 4, 5, 6),
+    )
+
+
+def _how(route: WeightRoute) -> str:
+    if not route.saved_bytes:
+        return route.how
+    return f"{route.how}; {rank_order_text(route.moved_bytes, route.saved_bytes)}"
+
+
+def _weights(plan: Plan) -> Table | None:
+    if not plan.weights:
+        return None
+    return Table(
+        "Weight routes: from training to generation",
+        ("from", "to", "how", "transport", "moves", "across machines", "in place already", "rows"),
+        tuple(
+            (
+                route.src,
+                route.dst,
+                _how(route),
+                transport_text(route),
+                bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
+                bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
+                bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",
+                f"{len(route.rows):,}",
+            )
+            for route in plan.weights
+        ),
+        right=(4, 5, 6, 7),
+        note=NOTE,
+    )
+
+
+def _is_known(plan: Plan, model: str) -> bool:
+    return model in dict(plan.shapes)

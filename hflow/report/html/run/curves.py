@@ -1,0 +1,170 @@
+"""Curves of metrics as SVG paths, in groups that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hflow.report.formatting import MAX_POINTS, Points, ends_of, thinned
+
+WIDTH, HEIGHT, MARGIN = 360, 110, 6
+"""Size of a plot, and the space above and below its curve, in the units of its view box."""
+MAX_DOTS = 30
+"""Points of a curve that are also drawn one by one."""
+
+MAX_STALENESS = "staleness/max"
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Policy", ("kl", "entropy", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
+    ("Staleness", ("staleness/mean", MAX_STALENESS, "staleness/in_flight", "staleness/in_queue")),
+    (
+        "Speed",
+        (
+            "time/step_seconds",
+            "time/samples_per_second",
+            "time/tokens_per_second",
+            "time/generated_tokens_per_second",
+            "busy/engines",
+            "busy/trainers",
+        ),
+    ),
+)
+"""(title, metrics), by their name or by its part after the slash, where that belongs to a train node."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of a metric that one curve shows."""
+
+    points: Points
+    final: str
+    """The value that it reached, as text."""
+    label: str = ""
+    """What it belongs to; empty if a plot has one curve."""
+    colour: int = 1
+
+
+@dataclass(frozen=True)
+class CurveLine:
+    """One curve of a plot."""
+
+    label: str
+    colour: int
+    final: str
+    path: str
+    dots: tuple[tuple[float, float], ...]
+    """Points of a curve that has few of them."""
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class CurveView:
+    """The plot of one metric."""
+
+    name: str
+    unit: str
+    help: str
+    low: str
+    high: str
+    first_step: str
+    last_step: str
+    lines: tuple[CurveLine, ...]
+
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """Curves that belong together."""
+
+    title: str
+    curves: tuple[CurveView, ...]
+
+
+def curve_groups(
+    curves: Mapping[str, Points],
+    results: Sequence[str],
+    train_nodes: Sequence[str],
+    units: Mapping[str, tuple[str, str]],
+) -> tuple[tuple[CurveGroup, ...], tuple[CurveView, ...]]:
+    """Return the curves that are shown at once, in groups, and all others.
+
+    The number beside a curve is its final value, the mean of its last tenth. Staleness that
+    is 0 throughout, as in a synchronous run, has no curve.
+
+    Args:
+        curves: metric -> its values.
+        results: what the run learned, shown first.
+        train_nodes: nodes whose metrics tell how the policy changes.
+        units: metric -> (unit, meaning), of metrics that hflow computes.
+    """
+    curves = with_staleness(curves)
+    named = [("Results", tuple(results))]
+    for title, names in GROUPS:
+        members = [
+            name if "/" in name else f"{node}/{name}"
+            for name in names
+            for node in (("",) if "/" in name else train_nodes)
+        ]
+        named.append((title, tuple(dict.fromkeys(members))))
+    most = max((points[-1][0] for points in curves.values()), default=1)
+    views = {}
+    for name, points in curves.items():
+        series = Series(points, number_text(ends_of(points)[1]))
+        views[name] = curve_view(name, [series], most, *units.get(name, ("", "")))
+    groups = [
+        CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
+    ]
+    shown = {curve.name for group in groups for curve in group.curves}
+    others = tuple(view for name, view in views.items() if name not in shown)
+    return tuple(group for group in groups if group.curves), others
+
+
+def with_staleness(curves: Mapping[str, Points]) -> Mapping[str, Points]:
+    """Return curves without those of staleness if it was 0 in every step."""
+    has_staleness = any(value for _, value in curves.get(MAX_STALENESS, ()))
+    return curves if has_staleness else {n: c for n, c in curves.items() if not n.startswith("staleness/")}
+
+
+def curve_view(
+    name: str, series: Sequence[Series], most: int, unit: str = "", meaning: str = ""
+) -> CurveView:
+    """Return the plot of a metric from step 0 to step `most`, with one curve for each series."""
+    thin = [thinned(one.points, MAX_POINTS) for one in series]
+    values = [value for points in thin for _, value in points]
+    low, high = min(values), max(values)
+    return CurveView(
+        name=name,
+        unit=unit,
+        help=meaning,
+        low=number_text(low),
+        high=number_text(high),
+        first_step="0",
+        last_step=f"{most:,}",
+        lines=tuple(_line(one, points, most, low, high) for one, points in zip(series, thin, strict=True)),
+    )
+
+
+def _line(series: Series, points: Points, most: int, low: float, high: float) -> CurveLine:
+    placed = tuple(_placed(points, most, low, high))
+    return CurveLine(
+        label=series.label,
+        colour=series.colour,
+        final=series.final,
+        path="M" + "L".join(f"{x:g} {y:g}" for x, y in placed),
+        dots=placed if len(placed) <= MAX_DOTS else (),
+        points=tuple((step, float(f"{value:.5g}")) for step, value in points),
+    )
+
+
+def number_text(value: float) -> str:
+    """Format a number of any size in few characters."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def _placed(points: Points, most: int, low: float, high: float) -> Iterator[tuple[float, float]]:
+    span, room = high - low, HEIGHT - 2 * MARGIN
+    for step, value in points:
+        share = (value - low) / span if span else 0.5
+        yield round(WIDTH * step / max(1, most), 2), round(HEIGHT - MARGIN - room * share, 2)

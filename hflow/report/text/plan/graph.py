@@ -1,0 +1,104 @@
+"""The section on the graph: what every node is, where it runs, and what it waits for, by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from hflow.graph.edges import max_lag
+from hflow.graph.ir import Edge, EdgeKind, Level, Node
+from hflow.graph.queries import stages
+from hflow.planner.plan.rows import Plan
+from hflow.report.formatting import plural, range_text
+from hflow.report.text.section import Section, add_row, dim, lines, table, text
+
+LAG_NOTE = (
+    "Lag n: from n steps before. Weights of lag 1 are the newest, and staleness counts the versions beyond "
+    "that: lag ≤ 2 is a staleness of at most 1."
+)
+NOTE = (
+    "What one step computes. A node starts when all that it waits for is done: data (fields that it reads), "
+    "weights (a model as earlier steps left it), overwrite (others first read the model that it changes), "
+    "order (its turn on shared devices). " + LAG_NOTE
+)
+WIDEST_NODE = 36
+COLOURS = {"data": "cyan", "weights": "magenta", "overwrite": "yellow", "order": "blue"}
+
+
+def graph_section(plan: Plan, width: int) -> Section:
+    """Return a row for each node, by stage."""
+    shown = table(text("stage"), text("node", widest=WIDEST_NODE), text("waits for"))
+    arriving = _arriving(plan)
+    for stage, names in enumerate(stages(plan.graph)):
+        for i, name in enumerate(names):
+            node = plan.graph.node(name)
+            cell = lines((Text(name, "bold"), dim(_fires(plan, node))))
+            add_row(shown, "" if i else str(stage), cell, lines(_waits(node, arriving.get(name, []))))
+    return Section("Graph", NOTE, (shown,))
+
+
+def _fires(plan: Plan, node: Node) -> str:
+    """`infer a batch on ref@infer, every 20 steps`."""
+    levels = {scheduled.name: scheduled.level for scheduled in plan.schedule.nodes}
+    level = levels.get(node.name, node.spec.level)
+    rhythm = cadence(node.spec.every, node.spec.after)
+    arriving = ", as they arrive" if node.spec.verb == "infer" and level is not Level.BATCH else ""
+    return f"{node.spec.kind_name} a {level} on {_place(plan, node.name)}{arriving}{rhythm}"
+
+
+def cadence(every: int, after: int) -> str:
+    """Return `, every 20 steps, from step 4 on`; empty if it fires in each step."""
+    steps = f"every {plural(every, 'step')}" if every > 1 else ""
+    start = f"from step {after} on" if after not in (0, every - 1) else ""
+    return ", ".join(("", *(part for part in (steps, start) if part)))
+
+
+def _place(plan: Plan, node: str) -> str:
+    """Return the replicas that a node uses, or else its workers."""
+    placement = plan.placement(node)
+    if placement.replicas:
+        return ", ".join(placement.replicas)
+    shown = range_text(placement.heads)
+    if " " in shown:
+        return plural(len(placement.heads), "worker")
+    return f"worker{'s' if len(placement.heads) > 1 else ''} {shown}"
+
+
+def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """Return for each node (kind, words) of all edges that end there."""
+    arriving: dict[str, list[tuple[str, str]]] = {}
+    schedule = plan.schedule
+    for edge in plan.graph.edges:
+        lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
+        arriving.setdefault(edge.dst, []).append(
+            (str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most))
+        )
+    for successor in plan.order:
+        words = f"after {successor.src}" + _lag(successor.lag)
+        arriving.setdefault(successor.dst, []).append((str(EdgeKind.ORDER), words))
+    return arriving
+
+
+def describe_edge(edge: Edge) -> str:
+    """Describe an edge as its reader sees it, without kind and lag."""
+    if edge.kind is EdgeKind.DATA:
+        return f"{edge.src} ({', '.join(edge.fields)})" if edge.fields else edge.src
+    if edge.kind is EdgeKind.OVERWRITE:
+        return f"{edge.model} after {edge.src}"
+    return f"{edge.model} from {edge.src}"
+
+
+def _lag(lag: int, at_most: bool = False) -> str:
+    return f", lag {'≤ ' if at_most else ''}{lag}" if lag else ""
+
+
+def _waits(node: Node, edges: list[tuple[str, str]]) -> Iterator[Text]:
+    """Return one line for each kind of edge."""
+    columns = [read.field for read in node.reads if read.producer == node.name and node.spec.opens_stream]
+    if columns:
+        yield Text.assemble(dim("dataset "), ", ".join(columns))
+    for kind, colour in COLOURS.items():
+        words = [word for edge_kind, word in edges if edge_kind == kind]
+        if words:
+            yield Text.assemble((kind, colour), f" {'; '.join(words)}")

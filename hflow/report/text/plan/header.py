@@ -1,0 +1,224 @@
+"""The head of the report: what was planned, for which cluster, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.models.choices import determinism_line
+from hflow.planner.plan.cluster import ClusterSpec, device_ranges, used_links
+from hflow.planner.plan.forecast import CycleStep, PhaseMemory
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.workload import expected_max
+from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
+from hflow.report.text.section import NO_FIGURES
+
+MIN_SHARE = 0.01
+"""Nodes with a smaller share of the critical cycle are counted, not named."""
+
+
+def header(plan: Plan) -> Panel:
+    """Return a frame with one line for each question that a reader asks first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in _rows(plan):
+        grid.add_row(label, value)
+    return Panel(grid, title=Text(f"{plan.recipe} on {plan.cluster.name}", style="bold"), box=box.ROUNDED)
+
+
+def staleness_line(plan: Plan) -> str:
+    """Return the staleness certificate in one line."""
+    if plan.staleness_bound is None:
+        return "unbounded: no rule limits how old a trained token may be"
+    schedule = plan.schedule
+    return (
+        f"the version lag of a trained token is at most {plan.staleness_bound} "
+        f"(max_staleness {schedule.settings.max_staleness}, sync_every {schedule.settings.sync_every})"
+    )
+
+
+def engines_line(plan: Plan) -> str:
+    """Return the generation engines with the reasons for them, one after the other where they differ."""
+    return _choices_line((choice.replica, f"{choice.engine}: {choice.why}") for choice in plan.engines)
+
+
+def attention_line(plan: Plan) -> str:
+    """Return the attention kernels with the reasons for them, one after the other where they differ."""
+    return _choices_line((choice.replica, f"{choice.kernel}: {choice.why}") for choice in plan.attention)
+
+
+def layers_line(plan: Plan) -> str:
+    """Return the kernels of layers with the reasons for them, one after the other where they differ."""
+    return _choices_line(
+        (choice.replica, f"{' '.join(filter(None, (choice.kernels, choice.version)))}: {choice.why}")
+        for choice in plan.layers
+    )
+
+
+def _choices_line(choices: Iterable[tuple[str, str]]) -> str:
+    replicas_of: dict[str, list[str]] = {}
+    for replica, text in choices:
+        replicas_of.setdefault(text, []).append(replica)
+    if len(replicas_of) == 1:
+        return next(iter(replicas_of))
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
+
+
+def experts_line(plan: Plan) -> str:
+    """Describe the experts of trained models, and how their load is balanced; empty if there are none."""
+    trained = {replica.model for replica in plan.replicas if replica.role == "train"}
+    found = [
+        f"{model}: {shape.experts.per_token} of {shape.experts.num} for each token"
+        for model, shape in plan.shapes
+        if shape.experts is not None and model in trained
+    ]
+    if not found:
+        return ""
+    return f"{'; '.join(found)}. No loss balances them: router_aux_loss_coef of a config is not used"
+
+
+def largest_batch_line(plan: Plan) -> str:
+    """Return how many sequences the caches of engines hold, where these do not grow; else an empty text."""
+    return "; ".join(
+        f"{plural(engine.largest_batch, 'sequence')} of mean length, in {bytes_text(engine.cache_bytes)} of "
+        f"KV cache of {engine.replica}"
+        for engine in plan.engines
+        if engine.largest_batch is not None and engine.cache_bytes is not None
+    )
+
+
+def cluster_line(plan: Plan) -> str:
+    """Describe machines, devices and links in one line."""
+    cluster, hardware = plan.cluster, plan.hardware
+    kind = f"{hardware.device.name if hardware else cluster.device} device"
+    devices = f"{plural(cluster.devices_per_node, kind)} of {bytes_text(cluster.memory_bytes)}"
+    line = f"{plural(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
+    if hardware is None:
+        return line
+    used = [
+        f"{link.name} {count_text(link.gb_per_s)} GB/s {where}"
+        for link, where in used_links(cluster, hardware)
+    ]
+    return "; ".join((line, *used))
+
+
+def _bound(cluster: ClusterSpec) -> str:
+    """Describe which cores the devices of a machine have."""
+    if not cluster.cores:
+        return ""
+    bound = (cluster.cores_of(device) for device in range(cluster.devices_per_node))
+    return ", bound to cores " + " | ".join(device_ranges(tuple(cores)) for cores in bound)
+
+
+def peak_phase(plan: Plan) -> PhaseMemory | None:
+    """Return the phase in which some devices hold most; None if no memory is known."""
+    rows = plan.forecast.memory if plan.forecast else ()
+    return max(rows, key=lambda row: row.total, default=None)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
+    schedule = plan.schedule
+    yield "cluster", Text(cluster_line(plan))
+    yield (
+        "run",
+        Text(
+            f"{plural(schedule.num_steps, 'step')} of {_batch(plan)}; at most "
+            f"{plural(schedule.settings.max_concurrent, 'sample')} in flight"
+        ),
+    )
+    yield "digest", Text(plan.digest)
+    if plan.engines:
+        yield "engine", Text(engines_line(plan))
+    if plan.attention:
+        yield "attention", Text(attention_line(plan))
+    if plan.layers:
+        yield "layers", Text(layers_line(plan))
+    if experts := experts_line(plan):
+        yield "experts", Text(experts)
+    if batch := largest_batch_line(plan):
+        yield "largest batch", Text(batch)
+    if determinism := determinism_line(plan):
+        yield "deterministic", Text(determinism)
+    if plan.unrunnable:
+        count = plural(len(plan.unrunnable), "reason")
+        yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
+    yield "fits", _fits(plan)
+    yield from _speed(plan)
+    yield "staleness", Text(staleness_line(plan))
+
+
+def _batch(plan: Plan) -> str:
+    stream = plan.schedule.streams[0]
+    size = plural(stream.batch or 0, "prompt")
+    return f"{size} x {plural(stream.group_size, 'sample')}" if stream.group_size > 1 else size
+
+
+def _fits(plan: Plan) -> Text:
+    peak = peak_phase(plan)
+    if peak is None:
+        return Text("unknown: no memory is estimated", style="yellow")
+    capacity = plan.cluster.memory_bytes
+    where = f"on {_devices(plan.cluster, peak.devices)} in {peak.phase}"
+    size = f"{bytes_text(peak.total)} of {bytes_text(capacity)} ({share_text(peak.total / capacity)})"
+    if peak.total > capacity:
+        return Text.assemble(("no", "bold red"), f": {size} needed {where}")
+    if plan.forecast is not None and plan.forecast.missing:
+        return Text.assemble(("partly known", "yellow"), f": what is known takes {size} at most, {where}")
+    return Text.assemble(("yes", "bold green"), f": at most {size}, {where}")
+
+
+def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
+    if len(devices) == cluster.num_devices and len(devices) > 1:
+        return "every device"
+    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}"
+
+
+def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
+    period = plan.forecast.period if plan.forecast else None
+    if period is None or not period.seconds:
+        unknown = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
+        why = NO_FIGURES if plan.forecast is None else unknown
+        yield "period", Text(f"unknown: {why}", style="yellow")
+        return
+    seconds, is_lower_bound = step_seconds(plan)
+    assert seconds is not None, "the plan has a period"
+    note = ""
+    if is_lower_bound:
+        note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
+    elif seconds_text(seconds) != seconds_text(period.seconds):
+        note = f", with waiting for late responses; without it {seconds_text(period.seconds)}"
+    rate = f" a step: {_rate(plan, seconds)}{note}"
+    yield "period", Text.assemble((seconds_text(seconds), "bold"), rate)
+    yield "bound by", Text(cycle_line(plan, period.cycle))
+
+
+def _rate(plan: Plan, seconds: float) -> str:
+    assert plan.forecast is not None
+    stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
+    per_second = (stream.batch or 0) * stream.group_size / seconds
+    rate = f"{count_text(per_second)} samples/s"
+    if stream.name not in lengths:
+        return rate
+    tokens = lengths[stream.name].prompt + expected_max(lengths[stream.name], 1)
+    return f"{rate}, {count_text(per_second * tokens)} tokens/s"
+
+
+def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
+    """Return the critical cycle in one line: its largest nodes, with their seconds."""
+    total_seconds = sum(step.seconds for step in cycle)
+    long = [step for step in cycle if step.seconds >= MIN_SHARE * total_seconds]
+    named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
+    short = len(cycle) - len(long)
+    left_out = f" ({plural(short, 'short node')} left out)" if short else ""
+    return f"{named} → again{left_out}"
+
+
+def step_name(plan: Plan, name: str) -> str:
+    """Return the name of a node of the cycle; for an engine, what the engine does."""
+    return f"{name} (new weights)" if any(replica.name == name for replica in plan.replicas) else name

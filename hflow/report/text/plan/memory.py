@@ -1,0 +1,239 @@
+"""Classes of devices with equal memory, as reports show them.
+
+The section on memory: for each class of equal devices, a bar per phase against the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hflow.planner.forecast.communicators import rank_groups
+from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.traits import traits
+from hflow.report.formatting import bytes_text, plural, range_text, share_text
+from hflow.report.text.section import GAP, NO_FIGURES, Section, dim, number, table, text
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Devices that hold the same in every phase."""
+
+    devices: tuple[int, ...]
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def device_classes(rows: Sequence[PhaseMemory]) -> tuple[DeviceClass, ...]:
+    """Devices with equal rows together, in the order in which the rows name them first."""
+    equal: dict[tuple[Any, ...], int] = {}
+    of_device: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        same = equal.setdefault((row.group, row.phase, row.resident, row.transient), i)
+        for device in row.devices:
+            of_device.setdefault(device, []).append(same)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for device, indices in of_device.items():
+        together.setdefault(tuple(indices), []).append(device)
+    return tuple(
+        DeviceClass(tuple(sorted(devices)), tuple(rows[i] for i in indices))
+        for indices, devices in together.items()
+    )
+
+
+LETTERS = dict(zip(MemoryCategory, "wgoalkbr", strict=True))
+COLOURS = {
+    MemoryCategory.WEIGHTS: "cyan",
+    MemoryCategory.GRADIENTS: "magenta",
+    MemoryCategory.OPTIMIZER: "blue",
+    MemoryCategory.ACTIVATIONS: "green",
+    MemoryCategory.LOGITS: "yellow",
+    MemoryCategory.KV_CACHE: "red",
+    MemoryCategory.BUFFERS: "dark_orange3",
+    MemoryCategory.RUNTIME: "bright_black",
+}
+FREE, LIMIT = "·", "|"
+
+
+def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Text:
+    """Return the bar of one phase.
+
+    Args:
+        phase: what is held.
+        scale: bytes of the whole width: the larger of capacity and peak.
+        capacity: marked by `|` if the bar is longer.
+        width: columns.
+    """
+    bar, filled, end = Text(), 0.0, 0
+    for items, is_resident in ((phase.resident, True), (phase.transient, False)):
+        for category, size in _by_category(items):
+            filled += size
+            start, end = end, round(filled / scale * width)
+            letter = LETTERS[category].upper() if is_resident else LETTERS[category]
+            bar.append(letter * (end - start), COLOURS[category])
+    bar.append(FREE * (width - end), "dim")
+    return bar if scale <= capacity else _marked(bar, round(capacity / scale * width))
+
+
+def legend(used: Container[MemoryCategory]) -> Text:
+    """Return the letters of the categories that occur."""
+    categories = (category for category in MemoryCategory if category in used)
+    return Text("  ").join(Text.assemble((LETTERS[c], COLOURS[c]), f" {c}") for c in categories)
+
+
+def _by_category(items: Iterable[MemoryItem]) -> list[tuple[MemoryCategory, int]]:
+    """Return the bytes of each category that occurs, in the order of the categories."""
+    sizes: dict[MemoryCategory, int] = {}
+    for item in items:
+        sizes[item.category] = sizes.get(item.category, 0) + item.num_bytes
+    return [(category, sizes[category]) for category in MemoryCategory if category in sizes]
+
+
+def _marked(bar: Text, at: int) -> Text:
+    return Text.assemble(bar[:at], (LIMIT, "bold red"), bar[at + 1 :])
+
+
+BUDGET = 22
+"""Lines for classes that are shown with bars; the others have one line each, then a count."""
+MOST_PHASES = 10
+MOST_WITHOUT_BARS = 4
+WIDEST_BAR = 60
+NOTE = (
+    "What one device holds at the peak of each phase of a step. Capital letters stay through all phases, "
+    "small ones are that phase's own, dots are free. * marks the fullest."
+)
+
+
+def memory_section(plan: Plan, width: int) -> Section:
+    """Return the fullest class of each group in full, if there is room, and one line per other class."""
+    if plan.forecast is None:
+        return Section("Memory", absent=NO_FIGURES)
+    if not plan.forecast.memory:
+        return Section("Memory", absent="the sizes of the models are not known")
+    capacity = plan.cluster.memory_bytes
+    full, brief = _within_budget(device_classes(plan.forecast.memory))
+    body: list[RenderableType] = []
+    for shown in full:
+        gap = [Text()] if body else []
+        body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
+    communicators = list(_communicator_lines(plan))
+    if brief or plan.forecast.host or communicators:
+        body.append(Text())
+    body += [dim(line) for line in _brief(brief, capacity)]
+    body += [dim(line) for line in (*_host_lines(plan.forecast.host), *communicators)]
+    used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
+    return Section("Memory", NOTE, (legend(used), Text(), *body))
+
+
+def _communicator_lines(plan: Plan) -> Iterator[str]:
+    """Yield how many communicators a rank of each replica has that divides a model in several ways."""
+    shapes = dict(plan.shapes)
+    for replica in plan.replicas:
+        if replica.role != "gen" and traits(replica.backend).is_model_parallel:
+            groups = rank_groups(replica.layout, traits(replica.backend), shapes.get(replica.model), 0)
+            if len(groups) > 1:
+                yield f"{len(groups)} communicators of a rank of {replica.name}, with buffers in the runtime"
+
+
+def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:
+    """Yield what is in the memory of machines, largest first."""
+    for row in rows:
+        of_all = "" if row.capacity is None else f" of {bytes_text(row.capacity)}"
+        items = sorted(row.items, key=lambda item: -item.num_bytes)
+        words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items)
+        is_one = len(row.machines) == 1
+        machines, each = ("machine", "") if is_one else ("machines", " each")
+        size = f"{bytes_text(row.total)}{of_all}{each}"
+        yield f"host memory of {machines} {range_text(row.machines)}: {size}: {words}"
+
+
+def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:
+    """Divide the classes into the fullest of each group, as far as there is room, and the rest, by peak."""
+    full: dict[str, DeviceClass] = {}
+    rest, used = [], 0
+    for one in sorted(classes, key=lambda one: -one.peak.total):
+        fits = not full or used + _num_lines(one) <= BUDGET
+        if one.peak.group not in full and fits:
+            full[one.peak.group] = one
+            used += _num_lines(one)
+        else:
+            rest.append(one)
+    return list(full.values()), rest
+
+
+def _num_lines(shown: DeviceClass) -> int:
+    """Count the lines: title, the table's head and its line, phases, items, a gap."""
+    return 5 + min(MOST_PHASES, len(shown.phases))
+
+
+def _title(shown: DeviceClass, capacity: int) -> Text:
+    return Text.assemble(
+        (f"group {shown.peak.group}", "bold"),
+        f", {_devices(shown.devices)}: at most {bytes_text(shown.peak.total)} each, "
+        f"{share_text(shown.peak.total / capacity)}",
+    )
+
+
+def _devices(devices: Sequence[int]) -> str:
+    number = f" ({len(devices):,})" if len(devices) > 1 else ""
+    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}{number}"
+
+
+def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
+    fullest = sorted(shown.phases, key=lambda phase: -phase.total)[:MOST_PHASES]
+    of_all = f"of {bytes_text(capacity)}"
+    scale = _scale(shown.peak.total, capacity)
+    rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(f"0 to {bytes_text(scale)}"))
+    names, sizes = zip(*((phase.phase, bytes_text(phase.total)) for phase in fullest), strict=True)
+    other_columns = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
+    columns = max(1, min(WIDEST_BAR, width - other_columns))
+    for phase in (phase for phase in shown.phases if phase in fullest):
+        is_peak = phase is shown.peak
+        style = ("bold red" if phase.total > capacity else "bold") if is_peak else ""
+        rows.add_row(
+            Text("*" if is_peak else "", style),
+            Text(phase.phase, style),
+            Text(bytes_text(phase.total), style),
+            Text(share_text(phase.total / capacity), style),
+            memory_bar(phase, scale, capacity, columns),
+        )
+    more = len(shown.phases) - len(fullest)
+    if more:
+        rows.add_row("", dim(f"and {plural(more, 'smaller phase')}"))
+    return rows
+
+
+def _scale(peak: int, capacity: int) -> int:
+    """Return the bytes of a whole bar: the larger of capacity and peak, halved while all bars are short."""
+    scale = max(peak, capacity)
+    while scale > 2 * peak > 0:
+        scale //= 2
+    return scale
+
+
+def _items(shown: DeviceClass) -> Text:
+    """Return the items of the fullest phase, largest first."""
+    items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item.num_bytes)
+    words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items if item.num_bytes)
+    return Text.assemble(dim(f"* {shown.peak.phase}: "), words)
+
+
+def _brief(classes: Sequence[DeviceClass], capacity: int) -> Iterator[str]:
+    for one in classes[:MOST_WITHOUT_BARS]:
+        peak, share = bytes_text(one.peak.total), share_text(one.peak.total / capacity)
+        yield f"group {one.peak.group}, {_devices(one.devices)}: at most {peak}, {share}, in {one.peak.phase}"
+    rest = classes[MOST_WITHOUT_BARS:]
+    if rest:
+        most = max(one.peak.total for one in rest)
+        number = sum(len(one.devices) for one in rest)
+        yield f"{plural(number, 'other device')}: at most {bytes_text(most)}, {share_text(most / capacity)}"

@@ -1,0 +1,53 @@
+"""The section on weight routes: how new weights reach the other copies of a model, and the bytes."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
+from hflow.report.formatting import bytes_text, range_text, rank_order_text
+from hflow.report.text.section import Section, add_row, dim, lines, number, table, text
+
+NOTE = (
+    "How new weights reach another copy of the model. shared: both use the same memory; gather: assembled "
+    "bucket by bucket on the same devices; pull: copied out slice by slice, then fetched by other devices or "
+    "processes, by a transport (models.NAME.gen.transport). "
+    "The bytes moved are the fewest possible: what a device already holds stays in place."
+)
+
+
+def weights_section(plan: Plan, width: int) -> Section:
+    """Return a row for each route."""
+    if not plan.weights:
+        return Section("Weights", absent="no model that changes has a second copy")
+    is_sized = any(route.rows or route.moved_bytes or route.held_bytes for route in plan.weights)
+    columns = [text("from → to"), text("how")]
+    if is_sized:
+        columns += [number("rows"), number("moved"), number("between machines"), number("in place")]
+    shown = table(*columns)
+    for route in plan.weights:
+        ends = lines((_end(plan.replica(route.src)), Text("→ ") + _end(plan.replica(route.dst))))
+        add_row(shown, ends, _way(route), *(_bytes(route) if is_sized else ()))
+    return Section("Weights", NOTE, (shown,))
+
+
+def _way(route: WeightRoute) -> Text:
+    notes = [dim(f"by {route.transport}: {route.why}")] if route.transport else []
+    if route.near:
+        notes.append(dim(f"what a device holds by {route.near}"))
+    if route.delta:
+        notes.append(dim("only changes"))
+    if route.saved_bytes:
+        notes.append(dim(rank_order_text(route.moved_bytes, route.saved_bytes)))
+    return lines((Text(route.how), *notes))
+
+
+def _end(replica: Replica) -> Text:
+    return Text.assemble((replica.name, "bold"), f" {replica.layout} on {range_text(replica.workers)}")
+
+
+def _bytes(route: WeightRoute) -> tuple[str, ...]:
+    if not (route.rows or route.moved_bytes or route.held_bytes):
+        return "?", "?", "?", "?"
+    sizes = (route.moved_bytes, route.node_bytes, route.held_bytes)
+    return f"{len(route.rows):,}", *map(bytes_text, sizes)

@@ -1,0 +1,93 @@
+"""`Section`: one part of the report, and the styles that all parts share.
+
+What makes a step longer than necessary, as sentences: one wording for `hflow plan` and its page.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.table import Column, Table
+from rich.text import Text
+
+from hflow.planner.plan.forecast import Limit, Remedy
+from hflow.report.formatting import share_text
+
+WIDEST = 120
+"""Largest width of a report in columns; longer lines are hard to read."""
+NO_FIGURES = "the plan has no figures of its devices"
+GAP = 3
+"""Space between two columns of a table."""
+
+Cell = str | Text
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, a line that explains it, and the content."""
+
+    title: str
+    note: str = ""
+    body: tuple[RenderableType, ...] = ()
+    absent: str = ""
+    """Why there is no content."""
+
+
+def shown(section: Section) -> Iterator[RenderableType]:
+    """Yield a section, with its title line."""
+    yield Text()
+    yield Rule(Text(section.title, style="bold"), align="left", characters="━", style="dim")
+    if section.note:
+        yield dim(section.note)
+    yield from section.body
+
+
+def text(name: str, widest: int | None = None) -> Column:
+    """Return a column of words, which wraps if there is no room."""
+    return Column(name, overflow="fold", max_width=widest)
+
+
+def number(name: str) -> Column:
+    """Return a column of numbers with units, which never wraps."""
+    return Column(name, justify="right", no_wrap=True)
+
+
+def table(*columns: Column) -> Table:
+    """Return a table with a line under its head only."""
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+
+
+def add_row(to: Table, *cells: Cell) -> None:
+    """Add cells literally: brackets in a name are not markup."""
+    to.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+
+
+def lines(rows: Iterable[Cell]) -> Text:
+    """Join rows in one cell, one below the other."""
+    return Text("\n").join(row if isinstance(row, Text) else Text(row) for row in rows)
+
+
+def dim(words: str) -> Text:
+    """Return words in the style of explanations."""
+    return Text(words, style="dim")
+
+
+NO_REMEDY = "More staleness and other placements were tried: none makes a step noticeably shorter."
+
+
+def limit_text(limit: Limit) -> str:
+    """Return what limits a step, and by how much each remedy shortens it."""
+    if not limit.remedies:
+        return f"{limit.cause}. {NO_REMEDY}" if limit.idle else f"{limit.cause}."
+    first, *others = limit.remedies
+    more = "".join(f", with {_settings(other)} {share_text(other.gain)} less" for other in others)
+    return f"{limit.cause}. With {_settings(first)} a step takes {share_text(first.gain)} less{more}."
+
+
+def _settings(remedy: Remedy) -> str:
+    return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in remedy.settings)
