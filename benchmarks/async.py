@@ -36,7 +36,7 @@ import neighbour
 from hflow import launch
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.runtime.execution.metrics_log import read_metrics
+from hflow.runtime.records.metrics_log import read_metrics
 from hflow.runtime.simulation.simulate import simulate_run
 from hflow.runtime.simulation.simulate_plan import trained_part
 from hflow.workers.ray.ray_actors import RayActors

@@ -31,15 +31,15 @@ import harness
 from virtual_workers import ControllerTime, Traffic, VirtualWorkers
 
 from hflow import launch
-from hflow.data.row_order import RowOrder
+from hflow.data.rows.row_order import RowOrder
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
-from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, audit, make_header
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.simulation.simulate import DurationFunction, Durations, response_seconds, simulate_run
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 from hflow.workers.interface import BodyRetry, Span

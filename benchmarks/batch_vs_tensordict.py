@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.types import Unit
 
 NUM_FIELDS = 5

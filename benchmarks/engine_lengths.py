@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from neighbour import architecture
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams
-from hflow.backends.settings import ModelSettings
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
+from hflow.models.settings import ModelSettings
 
 PROMPT = 7
 
@@ -33,8 +33,8 @@ PROMPT = 7
 @contextmanager
 def one_band() -> Iterator[None]:
     """Put all sequences into one band."""
-    whole = mock.patch("hflow.backends.embedded_engine.cache._band", np.zeros_like)
-    with whole, mock.patch("hflow.backends.embedded_engine.engine.outgrows_band", return_value=False):
+    whole = mock.patch("hflow.engines.embedded.cache._band", np.zeros_like)
+    with whole, mock.patch("hflow.engines.embedded.engine.outgrows_band", return_value=False):
         yield
 
 

@@ -38,16 +38,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
-from hflow.backends.torch_model.build import DTYPES
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.fsdp.build import DTYPES
+from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.hf_mapping import ShardPosition, backbone_shapes, rank_parameters  # noqa: E402
-from hflow.backends.megatron.model_dims import read_dims  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.hf_mapping import ShardPosition, backbone_shapes, rank_parameters  # noqa: E402
+from hflow.training.megatron.model_dims import read_dims  # noqa: E402
 
 MODELS = Path(__file__).parents[1] / "configs" / "model"
 LAYOUTS = {"megatron": (1, 2, 2), "torch": (4, 1, 1)}

@@ -24,18 +24,18 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.common.inputs import PackedTokens, pack_tokens
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.loop.inputs import PackedTokens, pack_tokens
+from hflow.training.megatron.device import prepare
 from hflow.types import Unit
 
 prepare("cpu")
 
-from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
-from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.schedule import PipelineSchedule  # noqa: E402
-from hflow.backends.megatron.vocab_parallel import VocabParallelLogits  # noqa: E402
+from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
+from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.training.megatron.schedule import PipelineSchedule  # noqa: E402
+from hflow.training.megatron.vocab_parallel import VocabParallelLogits  # noqa: E402
 
 VOCAB = 5000
 """Padded to 5,120 rows."""

@@ -30,21 +30,22 @@ import torch
 import torch.distributed as dist
 
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import NodeCall, SamplingParams, TrainShard
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, ScheduleConfig, WorkloadConfig
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.dsl import apply_overrides
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import memory_phases
 from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.request import PlanRequest
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
 SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -55,9 +55,9 @@ def train(layers: int, hidden: int) -> Iterator[None]:
 
 def generate(layers: int, hidden: int) -> Iterator[None]:
     """Run steps of an engine whose slots are full."""
-    from hflow.backends.embedded_engine.engine import EmbeddedEngine
-    from hflow.backends.interface import SamplingParams
-    from hflow.backends.settings import ModelSettings
+    from hflow.engines.embedded.engine import EmbeddedEngine
+    from hflow.engines.interface import SamplingParams
+    from hflow.models.settings import ModelSettings
 
     settings = ModelSettings("neighbour", architecture=architecture(layers, hidden))
     engine, random = EmbeddedEngine(settings, {"max_running": NUM_SEQUENCES}), Random(0)

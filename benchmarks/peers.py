@@ -166,8 +166,8 @@ def compare_grpo(model: Path, case: Grpo, peer: str, rounds: int) -> dict[str, A
 
 def serve_engine(name: str, model: str) -> None:
     """Measure an engine of hflow, once for each number of sequences on stdin."""
-    from hflow.backends.interface import EngineSetup, GenerationEngine, SamplingParams
-    from hflow.backends.settings import ModelSettings
+    from hflow.engines.interface import EngineSetup, GenerationEngine, SamplingParams
+    from hflow.models.settings import ModelSettings
     from hflow.planner.models.descriptors import engine_kind
     from hflow.workers.process_setup import keep_freed_memory
 
@@ -223,11 +223,11 @@ def compare_decode(model: Path, rounds: int) -> dict[str, Any]:
 def serve_training(model: str) -> None:
     """Measure training steps and their matrix products, once for each line on stdin."""
     from hflow import nodes
-    from hflow.backends.interface import NodeCall, TrainShard
-    from hflow.backends.settings import ModelSettings, RankPosition
-    from hflow.backends.torch_model.backend import TorchModel
     from hflow.config.schema import OptimConfig
     from hflow.graph.ir import Read
+    from hflow.models.settings import ModelSettings, RankPosition
+    from hflow.training.fsdp.backend import TorchModel
+    from hflow.training.interface import NodeCall, TrainShard
     from hflow.types import Unit
     from hflow.workers.process_setup import keep_freed_memory
 
@@ -265,7 +265,7 @@ def answers() -> Any:
     """Return a batch like that of the comparison of GRPO steps: 8 prompts, 8 answers each."""
     import numpy as np
 
-    from hflow.data.batch import Batch, Column
+    from hflow.data.batches.batch import Batch, Column
     from hflow.types import Unit
 
     rng, count = np.random.default_rng(0), 64

@@ -25,7 +25,7 @@ import harness
 from hflow import launch
 from hflow.launch.planning.compile import compile_recipe
 from hflow.profiling.from_run import STEP, WARM_STEPS, read_run_times
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.saving.run_directory import RunDirectory
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = ["steps=14"]

@@ -23,7 +23,7 @@ import harness
 import numpy as np
 import ray
 
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.types import Unit

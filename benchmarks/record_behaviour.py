@@ -35,7 +35,7 @@ from runs import run  # noqa: E402
 
 from hflow.cli import main as hflow  # noqa: E402
 from hflow.cli.commands import app  # noqa: E402
-from hflow.runtime.execution.run_directory import read_metrics  # noqa: E402
+from hflow.runtime.saving.run_directory import read_metrics  # noqa: E402
 
 RECIPES = [
     str(path.relative_to(ROOT))

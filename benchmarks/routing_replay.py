@@ -16,15 +16,15 @@ import harness
 import numpy as np
 import torch
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
-from hflow.data.batch import Batch, Column
-from hflow.data.routed_experts import pack_rows
+from hflow.data.batches.batch import Batch, Column
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.graph.ir import Read
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import NodeCall
 from hflow.types import Output, Unit
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.routed_experts import RoutingFormat, pack_rows
 
 PROMPT = (3, 9, 30, 7, 7, 1)
 NUM_SAMPLES, NUM_TOKENS, NUM_LAYERS = 64, 60, 6

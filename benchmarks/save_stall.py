@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import yaml
 
-from hflow.backends.interface import NodeCall, TrainShard
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 from hflow.workers.background_writer import BackgroundWriter
 

@@ -25,11 +25,10 @@ from hflow.base.files import FileChecksum
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
-from hflow.types.engine import SleepLevel
+from hflow.types.engine import EngineStats, SleepLevel
 from hflow.workers.interface import (
     ComputeOrder,
     ComputeReady,
-    EngineStats,
     Failed,
     GroupOrder,
     NodeResult,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hflow.data.messages import check_prompt, normal_messages, normal_tools
+from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.environments import environment_number
 from hflow.types.sandbox import sandbox_of
@@ -146,8 +146,8 @@ class ScriptedEngine:
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
         """Open an HTTP endpoint on this machine whose completions are the replies. Needs `hflow[serve]`."""
-        from hflow.endpoint.conversations import open_endpoint
-        from hflow.endpoint.server import EndpointServer
+        from hflow.episodes.endpoint.conversations import open_endpoint
+        from hflow.episodes.endpoint.server import EndpointServer
 
         server = EndpointServer()
         try:

@@ -126,3 +126,8 @@ def shorten(text: str, length: int) -> str:
 
 
 _CUT = " ... "
+
+
+def timeout_message(timeout: float | None) -> str:
+    """Return the message of a job that ran out of time."""
+    return f"took longer than its timeout of {timeout:g} s"

@@ -155,7 +155,7 @@ def check_attention(device: str) -> Iterator[Finding]:
     """Compare what the attention kernels of a device compute, forward and backward, with float64."""
     import torch
 
-    from hflow.backends.attention_check import attention_error
+    from hflow.doctor.attention_check import attention_error
 
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         try:
@@ -175,7 +175,7 @@ def check_layers(device: str) -> Iterator[Finding]:
     installed = installed_transformer_engine()
     if installed is None or installed.mismatch or find_spec("megatron") is None:
         return
-    from hflow.backends.megatron.layer_check import DENSE, EXPERTS, layer_error
+    from hflow.doctor.layer_check import DENSE, EXPERTS, layer_error
 
     for name, architecture in (("layers", DENSE), ("experts", EXPERTS)):
         try:

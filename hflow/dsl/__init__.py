@@ -1,6 +1,6 @@
 """The recipe language: decorators, `use`, `Recipe`, and the functions that read a recipe file."""
 
-from hflow.dsl.body_check import checked_by, missing_extra
+from hflow.dsl.bodies import checked_by, missing_extra
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import FirstPass, first_pass, first_pass_of, read_first_pass
 from hflow.dsl.load import load_recipe
@@ -11,9 +11,9 @@ from hflow.dsl.recipe import Recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update
+from hflow.graph.errors import caller_location
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
-from hflow.graph.source_location import caller_location
 
 __all__ = [
     "Context",

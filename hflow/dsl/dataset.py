@@ -7,8 +7,8 @@ from typing import Any
 from hflow.base.errors import RecipeError
 from hflow.base.validation import is_name
 from hflow.dsl.annotations import hint_text, unit_of
+from hflow.graph.errors import caller_location
 from hflow.graph.ir import DatasetSpec
-from hflow.graph.source_location import caller_location
 from hflow.types import Unit
 
 _COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE)

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from hflow.base.errors import RecipeError
 from hflow.dsl.return_types import ErrorFactory, read_fields
 from hflow.dsl.signature import Signature, read_signature
-from hflow.graph.errors import recipe_error
+from hflow.graph.errors import definition_location, recipe_error
 from hflow.graph.ir import FIRST_PASS, Graph, Knob, Node, Parameter
-from hflow.graph.source_location import definition_location
 from hflow.types import Unit
 
 ATTRIBUTE = "__hflow_first_pass__"

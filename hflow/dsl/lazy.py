@@ -28,7 +28,7 @@ __all__ = ["LazyModule", "algo", "sandboxes"]
 
 if TYPE_CHECKING:
     from hflow import algo
-    from hflow.workers.generation import sandboxes
+    from hflow.sandboxes import sandboxes
 else:
     algo = LazyModule("hflow.algo")
-    sandboxes = LazyModule("hflow.workers.generation.sandboxes")
+    sandboxes = LazyModule("hflow.sandboxes.sandboxes")

@@ -13,7 +13,7 @@ from hflow.base.files import resolved
 from hflow.base.recipe_files import MODULE_PREFIX, use_directory
 from hflow.base.shipped import shipped_recipes
 from hflow.dsl.recipe import Recipe
-from hflow.graph.source_location import relative_path
+from hflow.graph.errors import relative_path
 
 
 def load_recipe(path: str | Path) -> Recipe:

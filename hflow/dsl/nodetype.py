@@ -20,10 +20,9 @@ from hflow.dsl.first_pass import first_pass_of, with_first_pass
 from hflow.dsl.options import COMMON, GROUPED, Options
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_fields
 from hflow.dsl.signature import Signature, read_signature
-from hflow.graph.errors import recipe_error
+from hflow.graph.errors import SourceLocation, caller_location, definition_location, recipe_error
 from hflow.graph.ir import Level
 from hflow.graph.model import Model
-from hflow.graph.source_location import SourceLocation, caller_location, definition_location
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

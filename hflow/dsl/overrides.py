@@ -10,8 +10,8 @@ from hflow.base.errors import ConfigError, nearest
 from hflow.base.validation import check_value
 from hflow.dsl.nodetype import NODE_TYPES
 from hflow.dsl.options import Option
+from hflow.graph.errors import SourceLocation
 from hflow.graph.ir import NodeSpec, RecipeSpec
-from hflow.graph.source_location import SourceLocation
 
 Overrides = Mapping[str, Mapping[str, Any]]
 """Node -> knob or option -> value."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hflow.dsl.options import Option
-from hflow.graph.errors import recipe_error
-from hflow.graph.source_location import caller_location
+from hflow.graph.errors import caller_location, recipe_error
 from hflow.types.sandbox import ATTRIBUTE, Sandbox
 
 Function = TypeVar("Function", bound=Callable[..., Any])

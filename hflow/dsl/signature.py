@@ -19,9 +19,8 @@ from hflow.dsl.annotations import (
     tensordict_fields,
     unit_of,
 )
-from hflow.graph.errors import recipe_error
+from hflow.graph.errors import SourceLocation, recipe_error
 from hflow.graph.ir import Knob, Parameter
-from hflow.graph.source_location import SourceLocation
 from hflow.types import Tensor, TensorDict, Unit
 
 TENSORDICT = "tensordict"

@@ -11,9 +11,8 @@ from hflow.base.errors import RecipeError, nearest
 from hflow.base.validation import check_value, is_name
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.nodetype import Arguments, Definition, Result, define, definition_of
-from hflow.graph.errors import recipe_error
+from hflow.graph.errors import SourceLocation, caller_location, recipe_error
 from hflow.graph.model import Model
-from hflow.graph.source_location import SourceLocation, caller_location
 
 
 def use(

@@ -45,7 +45,7 @@ def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Para
     Args:
         node: any node.
         trains_own_samples: whether its model generated its samples. If it reads their log-probs, these are
-            compared with the trainer's (`backends/common/engine_gap.py`).
+            compared with the trainer's (`training/loop/loss.py`).
     """
     if node.verb != "train":
         return ()

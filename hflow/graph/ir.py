@@ -14,8 +14,8 @@ from typing import Any
 
 import networkx as nx
 
+from hflow.graph.errors import SourceLocation
 from hflow.graph.model import Model
-from hflow.graph.source_location import SourceLocation
 from hflow.types import Unit
 
 TRAJECTORY_FIELDS: Mapping[str, Unit] = {

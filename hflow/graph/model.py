@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from hflow.base.errors import RecipeError, nearest
 from hflow.base.validation import is_name
-from hflow.graph.source_location import SourceLocation, caller_location
+from hflow.graph.errors import SourceLocation, caller_location
 
 Head = Literal["lm", "value", "score"]
 """The output layer of a model."""

@@ -12,8 +12,8 @@ from hflow import nodes, rewards
 from hflow.base.errors import RecipeError, nearest
 from hflow.dsl.first_pass import first_pass_of
 from hflow.dsl.nodetype import Definition, definition_of
+from hflow.graph.errors import definition_location
 from hflow.graph.ir import NodeSpec
-from hflow.graph.source_location import definition_location
 from hflow.launch.planning.read_recipe import read_nodes
 from hflow.types import Unit
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from hflow.dsl import checked_by, first_pass, train
-from hflow.dsl.body_check import BodyCheck
+from hflow.dsl.bodies import BodyCheck
 from hflow.dsl.lazy import algo
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
 

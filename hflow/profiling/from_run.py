@@ -42,9 +42,9 @@ from hflow.planner.forecast.traffic import estimate_traffic
 from hflow.planner.plan.calibration import Calibration
 from hflow.planner.plan.request import stream_workloads
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
 STEP = "step"
 """Key of the seconds of whole steps."""

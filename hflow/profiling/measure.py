@@ -26,15 +26,16 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import ModelBackend, NodeCall, SamplingParams, TrainShard
-from hflow.backends.packed_attention import PackedLayout, attend
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.shard_collectives import gather_in_place, sum_parts
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
+from hflow.models.packed_attention import PackedLayout, attend
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.models.descriptors import factories
 from hflow.profiling.fit import CollectiveTime, LoadTime, ProductTime
+from hflow.training.fsdp.shard_collectives import gather_in_place, sum_parts
+from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.types import Output, Unit
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights

@@ -30,7 +30,7 @@ from hflow.profiling.from_run import (
     seen_medians,
     step_seconds,
 )
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.saving.run_directory import RunDirectory
 
 BATCH = 64
 NUM_STEPS = WARM_STEPS + MIN_STEPS + 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hflow.types.trajectory import Trajectory
@@ -164,3 +165,33 @@ class SleepLevel(enum.IntEnum):
     """A copy of its weights in host memory, since it may wake with the same version."""
     DROP_WEIGHTS = 2
     """Nothing, since it loads new weights when it wakes, or does not wake again."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What engines did in some time."""
+
+    num_tokens: int = 0
+    """Tokens drawn by requests that finished or were interrupted."""
+    seconds: float = 0.0
+    """Time spent in engine steps, summed over engines."""
+    num_interrupted: int = 0
+    """Requests interrupted before they finished."""
+    num_kept: int = 0
+    """Tokens that the interrupted requests had, and kept."""
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        return EngineStats(
+            self.num_tokens + other.num_tokens,
+            self.seconds + other.seconds,
+            self.num_interrupted + other.num_interrupted,
+            self.num_kept + other.num_kept,
+        )
+
+    def __sub__(self, other: EngineStats) -> EngineStats:
+        return EngineStats(
+            self.num_tokens - other.num_tokens,
+            self.seconds - other.seconds,
+            self.num_interrupted - other.num_interrupted,
+            self.num_kept - other.num_kept,
+        )

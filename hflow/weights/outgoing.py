@@ -18,7 +18,7 @@ from hflow.weights.buckets import Slices, SliceValues, pack_buckets, whole_slice
 from hflow.weights.checksum import MODULUS
 
 if TYPE_CHECKING:
-    from hflow.backends.interface import ModelBackend
+    from hflow.training.interface import ModelBackend
     from hflow.weights.buckets import Bucket
 
 AddressedSlices = Iterator[tuple[Receivers, Slices]]

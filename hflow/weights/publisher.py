@@ -23,7 +23,7 @@ from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
 
 if TYPE_CHECKING:
-    from hflow.backends.interface import ModelBackend
+    from hflow.training.interface import ModelBackend
 
 BucketHandles = list[tuple[Receivers, list[Any]]]
 """For each set of receivers, the handles of its buckets in order."""

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from hflow.base.files import FileChecksum
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Plan, Replica
-from hflow.types.engine import SleepLevel
+from hflow.types.engine import EngineStats, SleepLevel
 
 if TYPE_CHECKING:
-    from hflow.backends.settings import ModelSettings
-    from hflow.data.datasets import DataSettings
-    from hflow.data.tokenizer import TokenizerSettings
+    from hflow.data.rows.datasets import DataSettings
+    from hflow.data.text.tokenizer import TokenizerSettings
     from hflow.graph.ir import Read
+    from hflow.models.settings import ModelSettings
     from hflow.weights.publisher import PublishReport
 
 
@@ -304,8 +304,8 @@ class WorkerSetup:
     factories: Mapping[str, Callable[..., Any]]
     """Backend name -> class or function that builds it.
 
-    Training backends are called with (settings, position), and return a `backends.interface.ModelBackend`.
-    Engines are called with a `backends.interface.EngineSetup`.
+    Training backends are called with (settings, position), and return a `training.interface.ModelBackend`.
+    Engines are called with a `engines.interface.EngineSetup`.
     """
     pool_processes: int = 1
     weights_directory: str = ""
@@ -567,36 +567,6 @@ class SavedSamples:
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """What engines did in some time."""
-
-    num_tokens: int = 0
-    """Tokens drawn by requests that finished or were interrupted."""
-    seconds: float = 0.0
-    """Time spent in engine steps, summed over engines."""
-    num_interrupted: int = 0
-    """Requests interrupted before they finished."""
-    num_kept: int = 0
-    """Tokens that the interrupted requests had, and kept."""
-
-    def __add__(self, other: EngineStats) -> EngineStats:
-        return EngineStats(
-            self.num_tokens + other.num_tokens,
-            self.seconds + other.seconds,
-            self.num_interrupted + other.num_interrupted,
-            self.num_kept + other.num_kept,
-        )
-
-    def __sub__(self, other: EngineStats) -> EngineStats:
-        return EngineStats(
-            self.num_tokens - other.num_tokens,
-            self.seconds - other.seconds,
-            self.num_interrupted - other.num_interrupted,
-            self.num_kept - other.num_kept,
-        )
-
-
-@dataclass(frozen=True)
 class WorkerReport:
     """Everything that happened on a worker since the last poll."""
 
@@ -605,7 +575,7 @@ class WorkerReport:
     spans: tuple[Span, ...] = ()
     retries: tuple[BodyRetry, ...] = ()
     """Bodies that are tried again."""
-    engine_stats: EngineStats = EngineStats()
+    engine_stats: EngineStats = field(default_factory=EngineStats)
     """What its engines did since the last poll."""
     episodes: Mapping[str, int] = field(default_factory=dict)
     """`types.EpisodeState` -> episodes of the worker's process that are in this state now; for the terminated

@@ -33,17 +33,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hflow.backends.interface import EngineSetup, ModelBackend
-from hflow.backends.settings import MERGED, SHARDS, RankPosition
 from hflow.base.errors import HflowError, RunError
 from hflow.base.files import FileChecksum, WriteError
 from hflow.base.model_files import copy_other_files
-from hflow.data.tokenizer import TextTokenizer, has_tokenizer
+from hflow.data.text.tokenizer import TextTokenizer, has_tokenizer
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import EngineSetup
+from hflow.episodes.journal import Journal
 from hflow.graph.ir import Level
+from hflow.models.settings import MERGED, SHARDS, RankPosition
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.routing import tensor_ranks
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
+from hflow.processes.error_location import error_with_location
+from hflow.training.interface import ModelBackend
 from hflow.types.engine import SleepLevel
 from hflow.types.node_setup import setup_of
 from hflow.weights.loading import LoadedWeights
@@ -59,11 +63,8 @@ from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
 from hflow.workers.bodies.pool_child import run_setup
-from hflow.workers.error_location import error_with_location
-from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.engine_manager import EngineManager
 from hflow.workers.generation.episode_loop import EpisodeLoop
-from hflow.workers.generation.journal import Journal
 from hflow.workers.interface import (
     BodyRetry,
     ComputeOrder,

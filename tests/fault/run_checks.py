@@ -9,10 +9,10 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from hflow.runtime.execution.checkpoint import verify_checkpoint
-from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count
+from hflow.runtime.saving.checkpoint import verify_checkpoint
+from hflow.runtime.saving.run_directory import read_metrics
 
 OF_THE_RUN = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/", "/retries")
 """Parts of the names of metrics that measure time, or count what faults cause."""

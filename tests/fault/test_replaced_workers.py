@@ -21,8 +21,8 @@ from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running import run_recipe
 from hflow.launch.running.worker_setup import make_workers
 from hflow.report.text.summary import RunSummary
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger import audit
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 from hflow.workers.ray.ray_workers import RayWorkers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -21,7 +21,7 @@ import pytest
 from runs import ROOT, TINY
 
 from hflow.launch.running.run_recipe import stop_signals
-from hflow.runtime.execution.checkpoint import verify_checkpoint
+from hflow.runtime.saving.checkpoint import verify_checkpoint
 
 SECONDS = 240.0
 OPTIONS = [

@@ -17,18 +17,18 @@ import pytest
 from episode_kit import Gated, Heard, check_tokens, driving, episode, heard, new_effects, new_engine, until
 from openai import AsyncOpenAI
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult
 from hflow.base.errors import ConfigError, EpisodeError, HflowError, RecipeError, RunError
-from hflow.data.tokenizer import TextTokenizer
-from hflow.endpoint.conversations import EpisodeEndpoint
-from hflow.endpoint.server import EndpointServer
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.endpoint.conversations import EpisodeEndpoint
+from hflow.episodes.endpoint.server import EndpointServer
+from hflow.episodes.episode_engine import EpisodeEngine
+from hflow.episodes.journal import Journal
 from hflow.launch.checkpoints.serve import CheckpointResponder
 from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.weights.incoming import IncomingWeights
-from hflow.workers.generation.episode_engine import EpisodeEngine
-from hflow.workers.generation.journal import Journal
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
@@ -728,7 +728,7 @@ def test_no_value_of_a_request_ends_the_server(plain: TextTokenizer, driver: Hea
 def test_a_body_that_is_too_large_is_refused(
     plain: TextTokenizer, driver: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hflow.endpoint.server.MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr("hflow.episodes.endpoint.server.MAX_BODY_BYTES", 10_000)
     responder = CheckpointResponder("actor", driver, plain, 1000, lambda _: None)
     large = completion('"user": "' + "x" * 10_000 + '"')
     chunked = post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
@@ -753,7 +753,7 @@ HALVES = [b"POST /v1/comp", post(b"", length=5)[:-2], post(b"{", length=5)]
 def test_half_a_request_is_dropped(
     half: bytes, plain: TextTokenizer, driver: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hflow.endpoint.server.REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr("hflow.episodes.endpoint.server.REQUEST_SECONDS", 0.05)
     responder = CheckpointResponder("actor", driver, plain, 1000, lambda _: None)
 
     async def body(server: EndpointServer) -> None:

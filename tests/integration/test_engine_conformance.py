@@ -23,14 +23,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.common.expert_replay import routers_of
-from hflow.backends.common.expert_tensors import stacked_views
-from hflow.backends.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
-from hflow.backends.settings import ModelSettings
-from hflow.backends.vllm_engine.engine import VllmEngine
-from hflow.backends.vllm_engine.memory import CPU_BLOCK_TOKENS
 from hflow.base.errors import BackendError, RunError
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
+from hflow.engines.vllm.engine import VllmEngine
+from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS
+from hflow.models.expert_replay import routers_of
+from hflow.models.expert_tensors import stacked_views
+from hflow.models.settings import ModelSettings
 from hflow.planner.models.descriptors import engine_kind
 from hflow.types.engine import SleepLevel
 from hflow.weights.buckets import pack_buckets
@@ -40,7 +41,6 @@ from hflow.weights.checksum import weights_checksum
 from hflow.weights.delta import DeltaSender
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import whole_slices
-from hflow.workers.generation.engine_driver import EngineDriver
 
 MAX_RUNNING, MAX_LENGTH = 6, 2000
 TOLERANCE = 1e-4

@@ -21,10 +21,10 @@ from hflow.launch import simulate
 from hflow.launch.checkpoints.evaluate import EvaluationReport, _with_saved_models, evaluate_checkpoint
 from hflow.launch.checkpoints.evaluation_options import EvaluationOptions
 from hflow.launch.checkpoints.export import export_model
-from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS
+from hflow.runtime.saving.run_directory import read_metrics
 
 RECIPE = """
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use

@@ -10,11 +10,11 @@ import pytest
 import torch
 from runs import ROOT, run, steps_of, weights_of
 
-from hflow.backends.settings import RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import NotYetError
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import model_settings
+from hflow.models.settings import RankPosition
+from hflow.training.fsdp.backend import TorchModel
 
 GOOD = ROOT / "tests" / "graphs" / "good"
 OWN_KINDS = ROOT / "tests" / "integration" / "recipes" / "own_kinds.py"

@@ -22,10 +22,10 @@ from hflow.launch.results.runs import read_report
 from hflow.report.html.run.view import story
 from hflow.report.text.ledger import render_story
 from hflow.report.text.summary import RunSummary
-from hflow.runtime.execution.run_directory import read_metrics
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
+from hflow.runtime.saving.run_directory import read_metrics
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = '''"""A reward that fails on some samples, and a filter."""

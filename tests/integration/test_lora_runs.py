@@ -11,9 +11,6 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.interface import ENGINE_GAP_MAX
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import BackendError, ConfigError
 from hflow.launch.checkpoints.export import export_model
 from hflow.launch.checkpoints.merged import model_directory
@@ -21,7 +18,10 @@ from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running import run_recipe
 from hflow.launch.running.worker_setup import make_setup
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.report.text.summary import RunSummary
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import ENGINE_GAP_MAX
 from hflow.workers.worker import build_backends, hosted_replicas
 
 RECIPE = "recipes/reinforce_pp.py"
@@ -130,7 +130,7 @@ def test_random_weights_and_a_missing_package_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"starts from random ones; set models\.actor\.path"):
         run(RECIPE, tmp_path, *COMMON, "models.actor.path=null")
-    monkeypatch.setattr("hflow.backends.common.adapter.find_spec", lambda name: None)
+    monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow\[lora\]'"):
         run(RECIPE, tmp_path, *COMMON, base)
     assert not list(tmp_path.iterdir())

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from runs import ROOT, run, steps_of, weights_of
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import EngineSetup
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import RunError
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import EngineSetup
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.summary import RunSummary
+from hflow.training.fsdp.backend import TorchModel
 from hflow.weights.buckets import Bucket
 from hflow.weights.channels.disk import DiskChannel
 from hflow.weights.channels.memory import MemoryChannel

@@ -15,7 +15,7 @@ import ray
 import worker_kit as kit
 
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.data_plane.redistribute import Move
 from hflow.launch.running.worker_setup import make_processes
 from hflow.types import Unit

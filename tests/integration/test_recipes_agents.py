@@ -12,13 +12,13 @@ import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
-from hflow.backends.interface import GenerationResult
-from hflow.backends.settings import RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import NotYetError
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import GenerationResult
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_setup, model_settings
-from hflow.workers.generation.engine_driver import EngineDriver
+from hflow.models.settings import RankPosition
+from hflow.training.fsdp.backend import TorchModel
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import GroupOrder, SampleReady
 from hflow.workers.ray.ray_actors import RayActors

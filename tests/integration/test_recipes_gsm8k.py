@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hflow.runtime.execution.run_directory import read_metrics
+from hflow.runtime.saving.run_directory import read_metrics
 
 ROWS = ROOT / "recipes" / "gsm8k" / "example.jsonl"
 TEMPLATE = (

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hflow.base.errors import ConfigError, RecipeError
-from hflow.data.tokenizer import character_tokenizer
+from hflow.data.text.tokenizer import character_tokenizer
 from hflow.launch.planning.compile import plan
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.report.text.plan.data import samples_section

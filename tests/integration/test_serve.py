@@ -22,10 +22,10 @@ import pytest
 from openai import OpenAI
 from runs import ROOT, run
 
-from hflow.backends.vllm_engine.memory import STEP_TOKENS
 from hflow.base.errors import ConfigError
 from hflow.cli import main
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.vllm.memory import STEP_TOKENS
 from hflow.launch.checkpoints.serve import _example
 from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.planner.models.descriptors import engine_kind

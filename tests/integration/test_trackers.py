@@ -14,7 +14,6 @@ from runs import TINY, run, steps_of
 
 from hflow.base.errors import ConfigError, RecipeError
 from hflow.config.schema import ReportConfig
-from hflow.dsl import body_check
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.launch.running.run_recipe import resume_run
 from hflow.launch.running.trackers import MlflowTracker, ObserverThread, check_trackers
@@ -158,14 +157,14 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_missing_tracker_is_named_when_the_recipe_is_read(
     recipe: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_check, "find_spec", lambda package: None)
+    monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: None)
     message = rf"report.{tracker} is set, but it needs {tracker}: pip install 'hflow\[{tracker}\]'"
     with pytest.raises(ConfigError, match=message):
         read_recipe(recipe, [*ASKED, f"report.{tracker}=x"])
 
 
 def test_a_missing_database_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_check, "find_spec", lambda package: package == "mlflow" or None)
+    monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: package == "mlflow" or None)
     check_trackers(ReportConfig(mlflow="http://host:5000"))
     with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow\[mlflow\]'"):
         check_trackers(ReportConfig(mlflow="sqlite:///mlflow.db"))

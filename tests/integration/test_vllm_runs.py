@@ -17,12 +17,12 @@ import pytest
 import ray
 from runs import ROOT, run, steps_of
 
-from hflow.backends.interface import ENGINE_GAP_MAX
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import RunError
 from hflow.launch.planning.compile import compile_recipe
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.runtime.ledger import audit
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import ENGINE_GAP_MAX
 from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray
@@ -149,4 +149,4 @@ def engines(processes: RayActors) -> list[psutil.Process]:
     """The processes of vLLM's engines below the workers."""
     workers = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in processes.actors(2)])
     children = [child for worker in workers for child in psutil.Process(worker).children()]
-    return [child for child in children if any("vllm_engine" in word for word in child.cmdline())]
+    return [child for child in children if any("engines.vllm" in word for word in child.cmdline())]

@@ -15,7 +15,7 @@ import torch
 import worker_kit as kit
 from safetensors.torch import load_file
 
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.planner.make import placement
 from hflow.planner.plan.routing import on_workers
 from hflow.types import Unit

@@ -16,17 +16,17 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult, SamplingParams
-from hflow.backends.settings import ModelSettings
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
-from hflow.endpoint.server import EndpointServer
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.driver import EngineDriver
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.episodes.endpoint.server import EndpointServer
+from hflow.episodes.episode_engine import EpisodeEngine, sample_seed
+from hflow.episodes.journal import Journal
+from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.models.settings import ModelSettings
+from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types import Trajectory
-from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
-from hflow.workers.generation.journal import Journal
-from hflow.workers.generation.recorded_effects import RecordedEffects
-from hflow.workers.generation.sandboxes import Sandboxes
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+-=_ \n\"{}[]<>/:,.'?"
 TEMPLATE = (

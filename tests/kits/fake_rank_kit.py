@@ -29,10 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hflow.backends.common.train import StepRecord
-from hflow.backends.interface import TrainShard
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.rank_collectives import Passes, train_collectives
@@ -40,6 +37,9 @@ from hflow.planner.models.architectures import read_shape
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.layout import Layout, RankOrder
 from hflow.planner.plan.model_shape import ModelShape
+from hflow.training.interface import TrainShard
+from hflow.training.loop.train import StepRecord
+from hflow.training.megatron.device import prepare
 
 LENGTHS = (512, 512, 512, 512)
 OTHERS = "others"
@@ -166,7 +166,7 @@ def num_bytes(value: Any) -> int:
 
 def torch_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any, Any]:
     """Return a rank of the torch backend, and the function that returns the bytes that it keeps."""
-    from hflow.backends.torch_model.backend import TorchModel
+    from hflow.training.fsdp.backend import TorchModel
 
     model = TorchModel(settings, position)
 
@@ -183,7 +183,7 @@ def megatron_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any,
     """Return the same of the megatron backend."""
     prepare("cpu")
     replace_in_megatron()
-    from hflow.backends.megatron.backend import MegatronModel
+    from hflow.training.megatron.backend import MegatronModel
 
     model = MegatronModel(settings, position)
 
@@ -224,7 +224,7 @@ def replace_in_megatron() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import token_dispatcher
 
-    from hflow.backends.megatron import context_parallel, parallel_state
+    from hflow.training.megatron import context_parallel, parallel_state
 
     @contextmanager
     def one_by_one(group: object, **options: object) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from hflow.dsl.body_check import check_of
+from hflow.dsl.bodies import check_of
 
 
 def knob_problem(node: Any, reads: Collection[str] = (), **knobs: Any) -> str | None:

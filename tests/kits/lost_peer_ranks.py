@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch_kit as kit
 
-from hflow.backends.torch_model import fsdp, shard_collectives
+from hflow.training.fsdp import shard_collectives
+from hflow.training.fsdp import sharding as fsdp
 from hflow.workers.hangs.stack_probe import StackProbe
 
 ACTIVITY = "running node 'learn', step 2"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hflow.backends.common.expert_tensors import stacked_views
-from hflow.backends.packed_attention import PackedLayout
-from hflow.backends.settings import ModelSettings
-from hflow.backends.torch_model.heads import ScalarHead, head_prefix, save_head
+from hflow.models.expert_tensors import stacked_views
+from hflow.models.heads import ScalarHead, head_prefix, save_head
+from hflow.models.packed_attention import PackedLayout
+from hflow.models.settings import ModelSettings
 
 VOCAB = 300
 """Padded to 384 rows for one rank and to 512 for two or four, of which the last then has none."""

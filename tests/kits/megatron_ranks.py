@@ -11,8 +11,8 @@ import megatron_kit as kit
 import torch
 import torch.distributed as dist
 
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import RankPosition
+from hflow.models.settings import RankPosition
+from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
@@ -26,12 +26,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
-from hflow.backends.common.host_copy import HostCopies  # noqa: E402
-from hflow.backends.megatron import weight_export as weights  # noqa: E402
-from hflow.backends.megatron.hf_export import copy_stage  # noqa: E402
-from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
-from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.weight_export import held_blocks, named_weights  # noqa: E402
+from hflow.models.host_copy import HostCopies  # noqa: E402
+from hflow.training.megatron import weight_export as weights  # noqa: E402
+from hflow.training.megatron.hf_export import copy_stage  # noqa: E402
+from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
+from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.training.megatron.weight_export import held_blocks, named_weights  # noqa: E402
 
 
 def run(rank: int, path: Path) -> None:

@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.common.inputs import prepare_batch
-from hflow.backends.common.microbatches import Minibatch
-from hflow.backends.interface import TrainShard
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import RankPosition
 from hflow.base.errors import HflowError
-from hflow.data.batch import Column
+from hflow.data.batches.batch import Column
+from hflow.models.settings import RankPosition
+from hflow.training.interface import TrainShard
+from hflow.training.loop.inputs import prepare_batch
+from hflow.training.loop.microbatches import Minibatch
+from hflow.training.megatron.device import prepare
 from hflow.types import Unit
 
 prepare("cpu")
 
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 
-from hflow.backends.megatron import optimizer as megatron_optimizer  # noqa: E402
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.runner import broadcast_minibatches  # noqa: E402
+from hflow.training.megatron import optimizer as megatron_optimizer  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.training.megatron.runner import broadcast_minibatches  # noqa: E402
 
 Groups = dict[tuple[int, ...], Any]
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch_kit as kit
 
-from hflow.backends.interface import NodeCall, TrainShard
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
 STEPS = range(3, 6)

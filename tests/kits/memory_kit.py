@@ -12,11 +12,9 @@ import torch_kit as kit
 from model_configs import model_config
 from torch.profiler import ProfilerActivity, profile
 
-from hflow.backends.interface import TrainShard
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.memory.parts import Items, MicroBatch
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.architectures import read_shape
@@ -25,6 +23,8 @@ from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import ENGINES
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import TrainShard
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)

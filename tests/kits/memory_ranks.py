@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 import torch_kit
 
-from hflow.backends.interface import TrainShard
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.config.schema import OptimConfig
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.plan.layout import Layout
+from hflow.training.interface import TrainShard
+from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch_kit as kit
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-from hflow.backends.settings import RankPosition
-from hflow.backends.torch_model import fsdp
 from hflow.config.schema import LoraConfig
+from hflow.models.settings import RankPosition
+from hflow.training.fsdp import sharding as fsdp
 
 CASES: dict[str, dict[str, Any]] = {
     "mask": {"activation_checkpointing": True},
@@ -65,10 +65,10 @@ def run_megatron(rank: int, directory: str) -> None:
     """Train each twin with megatron, and write metrics and weights of every rank."""
     torch.set_num_threads(1)
     with pretend_device.installed() as device:
-        from hflow.backends.megatron.device import prepare
+        from hflow.training.megatron.device import prepare
 
         prepare(device)
-        from hflow.backends.megatron.backend import MegatronModel
+        from hflow.training.megatron.backend import MegatronModel
 
         store = dist.FileStore(f"{directory}/store", 2)
         dist.init_process_group(device, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

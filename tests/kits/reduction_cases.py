@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch_kit as kit
 
-from hflow.backends.interface import NodeCall, TrainShard
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
 LENGTHS = [5, 9, 3, 1, 12, 4, 7, 2, 6, 6]

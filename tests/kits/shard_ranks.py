@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.interface import ModelBackend
+from hflow.training.interface import ModelBackend
 
 
 def exchange(rank: int, path: Path, groups: twin_ranks.Groups) -> None:

@@ -11,10 +11,10 @@ sys.path.insert(0, str(te_cases.STAND_IN))
 import torch
 import torch_kit as kit
 
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.doctor.gpus import check_layers
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.training.megatron.device import prepare
 from hflow.types.kernels import installed_transformer_engine
 from hflow.weights.outgoing import _SliceReader
 
@@ -26,8 +26,8 @@ from megatron.core.extensions.transformer_engine import (  # noqa: E402
     TERowParallelLinear,
 )
 
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.te_layers import SeparateExperts  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.te_layers import SeparateExperts  # noqa: E402
 
 
 def main() -> None:

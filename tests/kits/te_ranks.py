@@ -14,8 +14,8 @@ import torch.distributed as dist
 import transformer_engine
 from megatron.core.tensor_parallel import layers
 
-from hflow.backends.megatron import optimizer as megatron_optimizer
-from hflow.backends.megatron import weight_export as weights
+from hflow.training.megatron import optimizer as megatron_optimizer
+from hflow.training.megatron import weight_export as weights
 
 assert Path(transformer_engine.__file__).is_relative_to(cases.STAND_IN)
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from hflow import algo, nodes
-from hflow.backends.interface import NodeCall, TrainShard
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import OptimConfig
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.dsl import read_first_pass
 from hflow.graph.ir import Read
 from hflow.launch.running.worker_setup import with_first_pass
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 from hflow.workers.interface import NodeProgram
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch_kit as kit
 
-from hflow.backends.common import hf_files
-from hflow.backends.torch_model import build, fsdp, weight_export
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.config.schema import LoraConfig
-from hflow.data.batch import Batch
+from hflow.data.batches.batch import Batch
+from hflow.training import hf_files
+from hflow.training.fsdp import build, weight_export
+from hflow.training.fsdp import sharding as fsdp
+from hflow.training.fsdp.backend import TorchModel
 
 
 def run(rank: int, directory: str) -> None:

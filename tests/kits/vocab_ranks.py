@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hflow.backends.common import chunked
-from hflow.backends.megatron.vocab_parallel import VocabParallelLogits, vocab_parallel_logprobs
+from hflow.training.loop import output
+from hflow.training.megatron.vocab_parallel import VocabParallelLogits, vocab_parallel_logprobs
 
 NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
 """The second rank has 5 of the 13 tokens and 3 rows of padding."""
@@ -61,7 +61,7 @@ def run(rank: int, directory: str) -> None:
 
 def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) -> Any:
     """Return measures, top-k, gradients of the hidden states (summed) and of this rank's matrix."""
-    chunked.LOGITS_PER_CHUNK = size
+    output.LOGITS_PER_CHUNK = size
     rows, matrix, drawn, others = (x[:num_rows] if len(x) == NUM_ROWS else x for x in inputs())
     part = torch.zeros(PART, HIDDEN)
     mine = matrix[rank * PART : (rank + 1) * PART]

@@ -10,15 +10,16 @@ import torch
 import torch_kit as kit
 from pretend_device import HostSync, host_syncs
 
-from hflow.backends import attention_kernels
-from hflow.backends.common.inputs import pack_batch, prepare_batch
-from hflow.backends.common.metrics import MetricAccumulator
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams, TrainShard
-from hflow.backends.settings import ModelSettings
 from hflow.config.schema import LoraConfig
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
+from hflow.models import attention_kernels
+from hflow.models.settings import ModelSettings
+from hflow.training.interface import TrainShard
+from hflow.training.loop.inputs import pack_batch, prepare_batch
+from hflow.training.loop.metrics import MetricAccumulator
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
@@ -160,7 +161,7 @@ def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_
 def test_a_step_waits_again_only_if_the_ranked_tokens_lack_a_nucleus(
     device, num_ranked, num_waits, monkeypatch
 ):
-    monkeypatch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", num_ranked)
+    monkeypatch.setattr("hflow.engines.embedded.sampling.NUM_RANKED", num_ranked)
     settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
     engine = EmbeddedEngine(settings)
     engine.add(0, PROMPTS[0], SamplingParams(max_tokens=4, top_p=0.5))
@@ -199,10 +200,10 @@ def test_an_engine_sleeps_wakes_and_loads(device):
 
 # ------------------------------------------------------------------------------------- a whole run
 OUTSIDE_OF_HOT_LOOPS = {
-    "hflow/backends/common/host_copy.py": "saving",
-    "hflow/backends/embedded_engine/dense_decoder.py": "building",
-    "hflow/backends/embedded_engine/module.py": "building",
-    "hflow/backends/torch_model/fsdp.py": "building",
+    "hflow/models/host_copy.py": "saving",
+    "hflow/engines/embedded/dense_decoder.py": "building",
+    "hflow/engines/embedded/module.py": "building",
+    "hflow/training/fsdp/sharding.py": "building",
     "hflow/weights/checksum.py": "checksums of new weights, one transfer for each bucket and each load",
 }
 """Files in which the host waits for the device, and when."""
@@ -241,10 +242,10 @@ def test_a_run_waits_once_per_decode_step_and_update(device, tmp_path, monkeypat
     )
     num_updates = 2 * 2
     assert in_hot_loops == {
-        ("hflow/backends/embedded_engine/sampling.py", "copy to the host"): num_steps,
-        ("hflow/backends/torch_model/optimizer.py", "item"): num_updates,
-        ("hflow/backends/common/metrics.py", "copy to the host"): 2,  # once per step
-        ("hflow/data/unpack_returns.py", "copy to the host"): 2,  # log-probs, once per micro-batch
+        ("hflow/engines/embedded/sampling.py", "copy to the host"): num_steps,
+        ("hflow/training/fsdp/optimizer.py", "item"): num_updates,
+        ("hflow/training/loop/metrics.py", "copy to the host"): 2,  # once per step
+        ("hflow/data/batches/unpack_returns.py", "copy to the host"): 2,  # log-probs, once per micro-batch
     }
 
 

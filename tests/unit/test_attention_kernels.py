@@ -10,12 +10,12 @@ import torch_kit as kit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hflow
-from hflow.backends import attention_kernels
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams
-from hflow.backends.packed_attention import PackedLayout, attend
-from hflow.backends.settings import ModelSettings
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
+from hflow.models import attention_kernels
+from hflow.models.packed_attention import PackedLayout, attend
+from hflow.models.settings import ModelSettings
 from hflow.report.text.plan.header import attention_line
 from hflow.types.kernels import AttentionKernel, head_size_problem, packed_kernel
 
@@ -31,7 +31,7 @@ def test_no_other_module_names_a_kernel():
         for path, text in paths.items()
         if any(name in text for name in KERNELS) and _uses_a_kernel(ast.parse(text))
     }
-    assert users == {"backends/attention_kernels.py"}
+    assert users == {"models/attention_kernels.py"}
 
 
 def _uses_a_kernel(tree):

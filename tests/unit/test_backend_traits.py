@@ -11,10 +11,10 @@ from test_shared_prefix import apart, shared_batch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hflow.backends.settings import RankPosition
 from hflow.base.errors import PlanError
-from hflow.data.batch import Batch
-from hflow.data.shared_prefix import share_prefixes
+from hflow.data.batches.batch import Batch
+from hflow.data.batches.shared_prefix import share_prefixes
+from hflow.models.settings import RankPosition
 from hflow.planner.models.architectures import FAMILIES
 from hflow.planner.models.descriptors import descriptor, training_backend
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
@@ -52,7 +52,7 @@ def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
 
 
 def test_megatron_builds_the_families_that_it_is_planned_for() -> None:
-    from hflow.backends.megatron.model_dims import FAMILIES as BUILT
+    from hflow.training.megatron.model_dims import FAMILIES as BUILT
 
     assert set(BUILT) == set(FAMILIES) == set(traits("megatron").families or ())
 

@@ -11,7 +11,7 @@ import pytest
 import torch_kit as kit
 
 from hflow.base.errors import RunError
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.workers.background_writer import BackgroundWriter
 
 FIX = "free some space, or write to another disk"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
-from hflow.data.row_arguments import bind_rows, unpack_rows
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.batch_arguments import bind_batch, sequences_of, unpack_batch
+from hflow.data.batches.row_arguments import bind_rows, unpack_rows
 from hflow.graph.ir import Read
 from hflow.types import Output, Unit
 

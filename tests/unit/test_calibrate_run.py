@@ -17,9 +17,9 @@ from hflow.planner.plan.serialise import to_plain
 from hflow.profiling.from_run import MIN_STEPS, WARM_STEPS, planned_run
 from hflow.profiling.short_run import find_overheads
 from hflow.runtime import events as ev
-from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.trace import Trace
 from hflow.runtime.ledger import Ledger, make_header
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.workers.interface import SampleReady, Span
 
 RECIPE = Path("recipes/grpo.py").resolve()

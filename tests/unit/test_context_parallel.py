@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hflow.backends.megatron.device import prepare
-from hflow.data.batch import Batch, Column
-from hflow.data.shared_prefix import share_prefixes
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.shared_prefix import share_prefixes
+from hflow.training.megatron.device import prepare
 from hflow.types import Unit
 
 prepare("cpu")
 
-from hflow.backends.megatron.context_parallel import RowDivision, divide_rows  # noqa: E402
+from hflow.training.megatron.context_parallel import RowDivision, divide_rows  # noqa: E402
 
 CPU = torch.device("cpu")
 

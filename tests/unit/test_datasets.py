@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.base.errors import DataError
-from hflow.data.datasets import DataSettings, check_columns, check_rows, open_dataset
-from hflow.data.messages import check_learned, check_prompt
-from hflow.data.row_order import RowOrder, WeightedOrder
-from hflow.endpoint.requests import RequestRefused, parse_chat
+from hflow.data.rows.datasets import DataSettings, check_columns, check_rows, open_dataset
+from hflow.data.rows.row_order import RowOrder, WeightedOrder
+from hflow.data.text.messages import check_learned, check_prompt
+from hflow.episodes.endpoint.requests import RequestRefused, parse_chat
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT, "score": Unit.SEQUENCE, "ids": Unit.TOKEN, "meta": Unit.JSON}
@@ -379,7 +379,7 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet", row_group_size=5)
     columns = {**COLUMNS, "chat": Unit.MESSAGES}
     for num_rows in (1, 2, 3, 100):
-        monkeypatch.setattr("hflow.data.row_files._BATCH_ROWS", (num_rows,))
+        monkeypatch.setattr("hflow.data.rows.row_files._BATCH_ROWS", (num_rows,))
         source = open_dataset(DataSettings(str(tmp_path / "data.parquet")), columns)
         found = [source.row(i) for i in range(len(source))]
         assert found == [{name: row[name] for name in columns} for row in rows]

@@ -17,12 +17,12 @@ from model_configs import model_config
 from runs import TINY, run
 
 from hflow.algo import second_moment_mask
-from hflow.backends import attention_kernels
 from hflow.base.errors import ConfigError, HflowError, PlanError
 from hflow.base.shipped import find_recipe
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.preflight import check_determinism
+from hflow.models import attention_kernels
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
 from hflow.planner.models.choices import CUDA_VARIABLES, determinism_line

@@ -38,7 +38,7 @@ LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 
 def exists(name: str) -> bool:
     """Whether a path in the documentation exists, in the repository or in the package."""
-    return any((base / name).exists() for base in (ROOT, ROOT / "hflow", ROOT / "hflow" / "backends"))
+    return any((base / name).exists() for base in (ROOT, ROOT / "hflow"))
 
 
 @pytest.mark.parametrize("name", ["architecture", "contributing", "decisions"])

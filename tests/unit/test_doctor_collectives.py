@@ -10,16 +10,14 @@ import pytest
 from torch.multiprocessing.spawn import spawn
 
 from hflow.base.errors import RunError
-from hflow.doctor import collectives
-from hflow.doctor.collectives import (
+from hflow.doctor import rank_groups
+from hflow.doctor.collectives import check_collectives, group_finding, memory_finding
+from hflow.doctor.rank_groups import (
     OPERATIONS,
     GroupTimes,
     OperationTime,
     RuntimeMemory,
     axis_layouts,
-    check_collectives,
-    group_finding,
-    memory_finding,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.hardware import GIB
@@ -37,7 +35,7 @@ def times(**changes: object) -> GroupTimes:
 
 def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
     pytest.importorskip("megatron")
-    measured = collectives.measure_groups("cpu", 3)
+    measured = rank_groups.measure_groups("cpu", 3)
     assert measured.memory is None
     (found,) = measured.times
     assert (found.kinds, found.ranks) == (KINDS, ((0, 1, 2),))
@@ -48,7 +46,7 @@ def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
 
 @pytest.mark.long
 def test_groups_of_an_axis_are_those_that_the_planner_counts_with() -> None:
-    found = {groups.ranks: groups for groups in collectives.measure_groups("cpu", 4).times}
+    found = {groups.ranks: groups for groups in rank_groups.measure_groups("cpu", 4).times}
     assert all(operation.is_right for groups in found.values() for operation in groups.operations)
     for size in (2, 4):
         for axis, layout in axis_layouts(4, size).items():
@@ -93,7 +91,7 @@ def end_at_once(rank: int) -> None:
 def test_a_process_that_ends_is_one_line() -> None:
     context = spawn(end_at_once, nprocs=1, join=False)
     with pytest.raises(RunError, match="a process failed: process 0 terminated with exit code 3"):
-        collectives._wait(context.join, 60.0, context.processes)
+        rank_groups._wait(context.join, 60.0, context.processes)
 
 
 def test_processes_that_hang_are_killed() -> None:
@@ -101,6 +99,6 @@ def test_processes_that_hang_are_killed() -> None:
     process = multiprocessing.get_context("fork").Process(target=event.wait)
     process.start()
     with pytest.raises(RunError, match="collectives of 1 processes did not end in 0 s"):
-        collectives._wait(lambda seconds: False, 0.0, [process])
+        rank_groups._wait(lambda seconds: False, 0.0, [process])
     process.join()
     assert process.exitcode == -9

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hflow.backends.packed_attention import attend
 from hflow.base.shipped import find_recipe
 from hflow.doctor.gpus import (
     check_attention,
@@ -20,6 +19,7 @@ from hflow.doctor.gpus import (
 )
 from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
 from hflow.launch.planning.compile import compile_recipe
+from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
 
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
@@ -94,7 +94,7 @@ def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):
             return 1.05 * gradient
 
     monkeypatch.setattr(
-        "hflow.backends.attention_check.attend", lambda *inputs: WrongGradient.apply(attend(*inputs))
+        "hflow.doctor.attention_check.attend", lambda *inputs: WrongGradient.apply(attend(*inputs))
     )
     for finding in check_attention("cpu"):
         assert not finding.ok
@@ -107,7 +107,7 @@ def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
     def fail(*_):
         raise RuntimeError("CUDA error: no kernel image\nmore lines")
 
-    monkeypatch.setattr("hflow.backends.attention_check.attend", fail)
+    monkeypatch.setattr("hflow.doctor.attention_check.attend", fail)
     assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 2
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.embedded_engine.families import own_forward_objection
-from hflow.backends.embedded_engine.module import FreedParameters, load_in_place
-from hflow.backends.embedded_engine.packing import PromptGroup
-from hflow.backends.generation_request import new_request
-from hflow.backends.interface import GenerationResult, SamplingParams
-from hflow.backends.settings import ModelSettings
 from hflow.base.errors import BackendError, ConfigError
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.embedded.families import own_forward_objection
+from hflow.engines.embedded.module import FreedParameters, load_in_place
+from hflow.engines.embedded.packing import PromptGroup
+from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.engines.request import new_request
+from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
 

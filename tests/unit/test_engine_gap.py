@@ -13,8 +13,8 @@ import torch_kit as kit
 from torch.testing import assert_close
 
 from hflow import Output, Sequences, nodes
-from hflow.backends.interface import TrainShard
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.training.interface import TrainShard
 from hflow.types import Unit
 
 STEP = 5

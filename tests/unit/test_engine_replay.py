@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_engine import PROMPTS, full_logprobs, generate, reference, run, settings
 
-from hflow.backends.embedded_engine.replay import Draws, RecordingEngine, ReplayingEngine
-from hflow.backends.interface import SamplingParams
 from hflow.base.errors import RunError
+from hflow.engines.embedded.replay import Draws, RecordingEngine, ReplayingEngine
+from hflow.engines.interface import SamplingParams
 
 DRAWN = [SamplingParams(max_tokens=6, seed=seed) for seed in range(len(PROMPTS))]
 

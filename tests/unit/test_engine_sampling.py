@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.common.seeds import seed_words, uniforms
-from hflow.backends.embedded_engine.sampling import SamplingRows, _restrict, draw
-from hflow.backends.interface import SamplingParams
+from hflow.engines.embedded.sampling import SamplingRows, _restrict, draw
+from hflow.engines.interface import SamplingParams
+from hflow.models.seeds import seed_words, uniforms
 
 CPU = torch.device("cpu")
 PROBABILITIES = [0.4, 0.05, 0.3, 0.25]
@@ -93,7 +93,7 @@ def test_the_kept_tokens_are_the_first_of_all_sorted_tokens(counts, num_ranked, 
         )
         wanted.append(sorted(order if is_free else order[:num]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", num_ranked)
+        patch.setattr("hflow.engines.embedded.sampling.NUM_RANKED", num_ranked)
         rows = SamplingRows.of(params, len(counts), CPU)
     logprobs = torch.tensor(np.log(probabilities), dtype=torch.float32).expand(len(params), -1)
     kept, is_right = _restrict(logprobs, rows)
@@ -111,7 +111,7 @@ def test_a_nucleus_beyond_the_ranked_tokens_is_drawn_from_the_whole_vocabulary(m
     params = [SamplingParams(0.7, top_p=0.9, seed=i) for i in range(40)]
     positions = np.arange(40)
     wanted = draw(logits, SamplingRows.of(params, 50, CPU), positions)
-    monkeypatch.setattr("hflow.backends.embedded_engine.sampling.NUM_RANKED", 3)
+    monkeypatch.setattr("hflow.engines.embedded.sampling.NUM_RANKED", 3)
     rows = SamplingRows.of(params, 50, CPU)
     _, is_right = _restrict((logits / 0.7).log_softmax(-1), rows)
     assert not is_right.any()

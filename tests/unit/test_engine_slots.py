@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.embedded_engine.cache import (
+from hflow.engines.embedded.cache import (
     KVCache,
     LengthBand,
     assign_slots,

@@ -11,16 +11,16 @@ import pytest
 import torch
 from episode_kit import Gated, driving, model_settings, new_effects, until
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams
-from hflow.backends.settings import ModelSettings
 from hflow.base.errors import BackendError, DataError, EpisodeError, RunError
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.driver import EngineDriver
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
+from hflow.episodes.episode_engine import EpisodeEngine, sample_seed
+from hflow.models.settings import ModelSettings
 from hflow.types import Engine, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.weights.incoming import IncomingWeights
-from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
 
 ALPHABET = "0123456789+= abcdefghijklmnop[]\n"
 TEMPLATE = (

@@ -1,6 +1,6 @@
 """Episodes of all workers, by state."""
 
-from hflow.runtime.execution.step_metrics import EpisodeCounts
+from hflow.runtime.records.step_metrics import EpisodeCounts
 
 
 def states(generating: int, in_tools: int, ended: int) -> dict[str, int]:

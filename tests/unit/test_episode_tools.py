@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
-from hflow.backends.generation_request import new_request, stop_reason
-from hflow.backends.interface import SamplingParams
 from hflow.base.errors import EpisodeError, RecipeError
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.interface import SamplingParams
+from hflow.engines.request import new_request, stop_reason
 from hflow.types import ToolCall, Trajectory
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)

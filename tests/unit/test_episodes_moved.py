@@ -11,9 +11,9 @@ import pytest
 import torch
 import worker_kit as kit
 
+from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Engine, EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel
-from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import Failed, GroupOrder, SampleReady, SavedJournals, WorkerSetup
 

@@ -9,7 +9,7 @@ from megatron_kit import QWEN3_MOE, Case, model
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hflow.backends.common.expert_tensors import (
+from hflow.models.expert_tensors import (
     file_names,
     file_shapes,
     file_tensors,

@@ -14,13 +14,13 @@ from ledger_kit import recorded
 
 from hflow.base.errors import RunError
 from hflow.base.files import WriteError, replace_text
-from hflow.data.batch import Batch, Column
-from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import read_metrics
-from hflow.runtime.execution.trace import Trace
+from hflow.data.batches.batch import Batch, Column
 from hflow.runtime.ledger import audit, rewind
 from hflow.runtime.ledger.query import count
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.checkpoint import Checkpoints, verify_checkpoint
+from hflow.runtime.saving.run_directory import read_metrics
 from hflow.types import Unit
 from hflow.workers.background_writer import BackgroundWriter
 from hflow.workers.interface import Span

@@ -10,8 +10,8 @@ import yaml
 from hflow.base.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.base.shipped import shipped_directory
 from hflow.config import RunConfig, load_config
-from hflow.data.chat import written_template_problem
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.text.chat import written_template_problem
+from hflow.data.text.tokenizer import TextTokenizer
 from hflow.dsl.load import load_recipe
 from hflow.graph.build import build_graph
 from hflow.launch.planning.compile import compile_recipe
@@ -395,8 +395,8 @@ def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
 
 
 def test_a_model_by_name_is_one_that_transformers_builds():
-    from hflow.backends.hf_config import read_config
-    from hflow.backends.settings import ModelSettings
+    from hflow.models.hf_config import read_config
+    from hflow.models.settings import ModelSettings
 
     for name in sorted({*PUBLISHED, *PLANNED} - {"kimi-k2"}):  # transformers has no family of that name
         architecture = yaml.safe_load((shipped_directory("configs") / "model" / f"{name}.yaml").read_text())[

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch_kit as kit
 
-from hflow.backends.hf_config import max_length, read_config
-from hflow.backends.settings import ModelSettings
 from hflow.base.errors import BackendError
+from hflow.models.hf_config import max_length, read_config
+from hflow.models.settings import ModelSettings
 
 
 def of(**changes: Any) -> ModelSettings:

@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from hflow.base.errors import DataError
-from hflow.data.datasets import DataSettings, open_dataset
+from hflow.data.rows.datasets import DataSettings, open_dataset
 from hflow.types import Unit
 
 COLUMNS = {"prompt": Unit.TEXT}

@@ -9,12 +9,11 @@ import torch
 import torch_kit as kit
 from safetensors.torch import load_file
 
-from hflow.backends.common import host_copy
-from hflow.backends.common.host_copy import HostCopies
-from hflow.backends.interface import ModelBackend
-from hflow.backends.settings import RankPosition
+from hflow.models import host_copy
+from hflow.models.host_copy import HostCopies, PinnableMemory
+from hflow.models.settings import RankPosition
 from hflow.planner.models.descriptors import factories
-from hflow.weights.pinned import PinnableMemory
+from hflow.training.interface import ModelBackend
 
 BATCH = kit.make_batch(kit.LENGTHS)
 

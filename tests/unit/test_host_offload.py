@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch_kit as kit
 
-from hflow.backends.common import host_offload
-from hflow.backends.common.host_offload import CHUNK_BYTES, HostOffload
-from hflow.backends.interface import ModelBackend
-from hflow.backends.settings import RankPosition
+from hflow.models import host_offload
+from hflow.models.host_offload import CHUNK_BYTES, HostOffload
+from hflow.models.settings import RankPosition
 from hflow.planner.forecast.memory import activations
 from hflow.planner.models.descriptors import factories
+from hflow.training.interface import ModelBackend
 
 BATCH = kit.make_batch(kit.LENGTHS)
 

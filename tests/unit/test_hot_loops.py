@@ -8,12 +8,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "hflow"
 COLD = {
     "algo": "__init__",
-    "backends/common": "__init__ adapter checks expert_tensors hf_files host_copy sharded_checkpoint "
-    "weight_files",
-    "backends/embedded_engine": "__init__ descriptor families memory module",
-    "backends/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
-    "hf_mapping layer_check memory model_dims parallel_state shards weight_export",
-    "backends/torch_model": "__init__ build descriptor held_weights memory shards weight_export",
+    "engines/embedded": "__init__ descriptor families memory module",
+    "models": "__init__ adapter device expert_tensors hf_config settings weight_files",
+    "training": "__init__ fsdp hf_files interface loop megatron sharded_checkpoint",
+    "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",
+    "training/loop": "__init__ checks",
+    "training/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
+    "hf_mapping memory model_dims parallel_state shards weight_export",
     "weights": "__init__ channels rendezvous",
 }
 """Modules that build, load, save and move models, or describe them."""

@@ -1,7 +1,7 @@
+import configparser
 import json
 import subprocess
 import sys
-import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -93,25 +93,15 @@ def test_packages_follow_the_import_rules():
 
 
 def test_every_package_is_in_the_import_table():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    listed = {name for c in contracts if c["type"] == "protected" for name in c["protected_modules"]}
-    free = {
-        "hflow.base.errors",
-        "hflow.base.files",
-        "hflow.base.machine_memory",
-        "hflow.metrics",
-        "hflow.base.model_files",
-        "hflow.observer",
-        "hflow.base.validation",
-        "hflow.types",
-        "hflow.dsl.lazy",
-        "hflow.base.recipe_files",
-        "hflow.base.shipped",
-        "hflow.base.standard_streams",
-        "hflow.testing",
-        "hflow.__init__",
-        "hflow.__main__",
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    listed = {
+        section["protected_modules"].strip()
+        for section in contracts.values()
+        if section.get("type") == "protected"
     }
+    free = {f"hflow.{name}" for name in ("base", "metrics", "observer", "types")}
+    free |= {f"hflow.{name}" for name in ("testing", "__init__", "__main__")}
     found = {
         f"hflow.{p.stem}"
         for p in (ROOT / "hflow").iterdir()

@@ -28,16 +28,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hflow import sandbox
-from hflow.backends.interface import GenerationResult
 from hflow.base.errors import EpisodeError, RecipeError
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.episode_engine import EpisodeEngine
+from hflow.episodes.journal import Journal, JournalEntry
+from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.testing import ScriptedEngine
 from hflow.types import EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel
-from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_engine import EpisodeEngine
-from hflow.workers.generation.journal import Journal, JournalEntry
-from hflow.workers.generation.recorded_effects import RecordedEffects
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 
 one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)

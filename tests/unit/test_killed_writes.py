@@ -11,9 +11,9 @@ import pytest
 from hflow.base.errors import ConfigError
 from hflow.base.files import replace_text
 from hflow.launch.results.runs import find_run
-from hflow.runtime.execution.checkpoint import BEST, LATEST, Checkpoints, replace_link
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.saving.checkpoint import BEST, LATEST, Checkpoints, replace_link
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
 
 def test_half_a_row_of_metrics_is_dropped(tmp_path: Path):

@@ -43,7 +43,7 @@ def test_the_default_is_what_is_installed_and_exact(device, dtype, installed, ke
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, installed: TransformerEngine | None, *keys: str) -> Compiled:
-    for module in ("plan_request", "preflight"):
+    for module in ("planning.request", "running.preflight"):
         monkeypatch.setattr(f"hflow.launch.{module}.installed_transformer_engine", lambda: installed)
     return compile_recipe(RECIPE, [MEGATRON, *keys])
 

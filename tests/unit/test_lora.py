@@ -11,10 +11,11 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams, TrainShard
 from hflow.base.errors import BackendError, RunError
 from hflow.config.schema import LoraConfig
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
+from hflow.training.interface import TrainShard
 from hflow.types.tensor_slices import slices_within, whole_box
 from hflow.weights.adapters import BaseTensor, MergedWeights, merge
 from hflow.weights.checksum import weights_checksum

@@ -8,7 +8,7 @@ import reduction_cases as cases
 import torch
 import torch_kit as kit
 
-from hflow.backends.interface import TrainShard
+from hflow.training.interface import TrainShard
 
 BATCH = cases.make_batch()
 

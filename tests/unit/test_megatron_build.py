@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.hf_mapping import ShardPosition
-from hflow.backends.megatron.model_dims import check_split, read_dims
-from hflow.backends.settings import ModelSettings, RankPosition
 from hflow.base.errors import BackendError
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.megatron.device import prepare
+from hflow.training.megatron.hf_mapping import ShardPosition
+from hflow.training.megatron.model_dims import check_split, read_dims
 
 prepare("cpu")
 
-from hflow.backends.megatron.model import build_stage  # noqa: E402
-from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.training.megatron.model import build_stage  # noqa: E402
+from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
 
 
 def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) -> None:
@@ -133,8 +133,8 @@ import sys
 import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.current_device = lambda: 0
-from hflow.backends.megatron.device import prepare
-print(prepare("cuda"), "hflow.backends.megatron.cpu_shim" in sys.modules)
+from hflow.training.megatron.device import prepare
+print(prepare("cuda"), "hflow.training.megatron.cpu_shim" in sys.modules)
 linear = sys.modules["megatron.core.tensor_parallel.layers"].ColumnParallelLinear
 print("__cpu_as_cuda__" in linear.__init__.__code__.co_names, "cuda" in linear.__init__.__code__.co_names)
 try:

@@ -12,16 +12,16 @@ import torch.distributed as dist
 import torch_kit as kit
 from torch.nn.functional import silu
 
-from hflow.backends.common.expert_replay import ReplayedExperts
-from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.model_dims import ExpertDims
-from hflow.backends.settings import RankPosition
+from hflow.models.expert_replay import ReplayedExperts
+from hflow.models.settings import RankPosition
+from hflow.training.megatron.device import prepare
+from hflow.training.megatron.model_dims import ExpertDims
 
 prepare("cpu")
 
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
-from hflow.backends.megatron.experts import GroupedExperts, Router  # noqa: E402
-from hflow.backends.megatron.layers import gated_silu  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.experts import GroupedExperts, Router  # noqa: E402
+from hflow.training.megatron.layers import gated_silu  # noqa: E402
 
 
 def router(per_token: int, normalizes: bool) -> Router:

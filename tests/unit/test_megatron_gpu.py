@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch_kit as kit
 
-from hflow.backends.settings import RankPosition
 from hflow.doctor.gpus import check_layers
+from hflow.models.settings import RankPosition
 from hflow.planner.models.descriptors import factories
 from hflow.types.kernels import install_problem, installed_transformer_engine
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hflow.backends.common.expert_tensors import stacked_views
+from hflow.models.expert_tensors import stacked_views
 from hflow.planner.plan.layout import Layout, RankOrder
 
 

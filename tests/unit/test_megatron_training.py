@@ -10,12 +10,12 @@ import ranks
 import torch
 from safetensors.torch import load_file
 
-from hflow.backends.common.expert_tensors import file_tensors
-from hflow.backends.megatron.device import prepare
+from hflow.models.expert_tensors import file_tensors
+from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
-from hflow.backends.megatron.optimizer import GroupAdamW  # noqa: E402
+from hflow.training.megatron.optimizer import GroupAdamW  # noqa: E402
 
 pytestmark = (
     pytest.mark.long

@@ -17,33 +17,33 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from hflow.backends.common.host_copy import HostCopies
-from hflow.backends.megatron.device import prepare
-from hflow.backends.megatron.hf_mapping import (
-    ShardPosition,
-    backbone_shapes,
-    padded_vocab_size,
-    rank_parameters,
-)
-from hflow.backends.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import BackendError
+from hflow.models.host_copy import HostCopies
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import tensors
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.megatron.device import prepare
+from hflow.training.megatron.hf_mapping import (
+    ShardPosition,
+    backbone_shapes,
+    padded_vocab_size,
+    rank_parameters,
+)
+from hflow.training.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
 from hflow.types.kernels import LayerKernels
 from hflow.types.tensor_slices import Box
 
 prepare("cpu")
 
-from hflow.backends.megatron.checkpoint_reader import load_parameters  # noqa: E402
-from hflow.backends.megatron.hf_export import copy_stage  # noqa: E402
-from hflow.backends.megatron.model import Stage, build_stage  # noqa: E402
-from hflow.backends.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.backends.megatron.weight_export import named_weights  # noqa: E402
+from hflow.training.megatron.checkpoint_reader import load_parameters  # noqa: E402
+from hflow.training.megatron.hf_export import copy_stage  # noqa: E402
+from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
+from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
+from hflow.training.megatron.weight_export import named_weights  # noqa: E402
 
 MEGATRON = traits("megatron")
 CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)

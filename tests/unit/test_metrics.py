@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.running.shown_metrics import builtin_metrics
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
 
 def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path):

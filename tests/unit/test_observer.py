@@ -15,9 +15,9 @@ from hflow.launch.planning.compile import plan
 from hflow.launch.running.run_observer import RunObserver
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.report.text.live import Display, LiveRow
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import read_metrics
-from hflow.runtime.execution.trace import Trace
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.run_directory import read_metrics
 
 ROOT = Path(__file__).parents[2]
 PLACEHOLDER = re.compile(r"\{(\w+)\}")

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from hflow.backends.common.microbatches import pack_sequences
+from hflow.training.loop.microbatches import pack_sequences
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 

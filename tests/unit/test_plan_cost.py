@@ -22,9 +22,7 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.common.chunked import LOGITS_PER_CHUNK
-from hflow.backends.torch_model.fsdp import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
-from hflow.data.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
+from hflow.data.batches.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost import transfers
 from hflow.planner.forecast.cost.collectives import (
@@ -85,6 +83,8 @@ from hflow.planner.plan.model_shape import num_parameters, num_tensors, tensors
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.workload import Workload
+from hflow.training.fsdp.sharding import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
+from hflow.training.loop.output import LOGITS_PER_CHUNK
 from hflow.weights.buckets import BUCKET_BYTES
 
 

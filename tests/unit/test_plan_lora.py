@@ -10,10 +10,9 @@ from cost_kit import side
 from memory_kit import SMALL, named, rank
 from model_configs import model_config
 
-from hflow.backends.torch_model import memory
-from hflow.backends.vllm_engine.memory import process_state
 from hflow.base.errors import PlanError
 from hflow.config.schema import LoraConfig
+from hflow.engines.vllm.memory import process_state
 from hflow.graph.model import Model
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost.flops import Work
@@ -21,6 +20,7 @@ from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.training import local_weights, train
 from hflow.planner.forecast.memory import transfer
 from hflow.planner.plan.model_shape import adapter_targets, num_parameters, tensors, trained_shape
+from hflow.training.fsdp import memory
 
 LORA = LoraConfig(r=4, alpha=8)
 ADAPTERS = 4 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 128) * 3)

@@ -15,18 +15,14 @@ from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 
-from hflow.backends.common.chunked import LOGITS_PER_CHUNK
-from hflow.backends.embedded_engine import memory as embedded_memory
-from hflow.backends.embedded_engine.cache import KVCache, padded_length
-from hflow.backends.embedded_engine.engine import EmbeddedEngine, EngineOptions
-from hflow.backends.interface import SamplingParams
-from hflow.backends.megatron import memory as megatron_memory
-from hflow.backends.settings import ModelSettings
-from hflow.backends.torch_model import fsdp, weight_export
-from hflow.backends.torch_model import memory as torch_memory
-from hflow.backends.vllm_engine import memory as vllm_memory
 from hflow.base.errors import PlanError
 from hflow.config.schema import WorkloadConfig
+from hflow.engines.embedded import memory as embedded_memory
+from hflow.engines.embedded.cache import KVCache, padded_length
+from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
+from hflow.engines.interface import SamplingParams
+from hflow.engines.vllm import memory as vllm_memory
+from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import (
     MEMORY_MARGIN,
@@ -38,10 +34,10 @@ from hflow.planner.forecast.memory import (
     host_memory_warnings,
     memory_phases,
     offload,
+    parts,
     transfer,
     unknown_models,
 )
-from hflow.planner.forecast.memory import parts as engine_load
 from hflow.planner.forecast.memory.capacity import share_text
 from hflow.planner.forecast.memory.parts import largest_microbatch
 from hflow.planner.forecast.memory.rank import stage_sizes
@@ -54,6 +50,11 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
+from hflow.training.fsdp import memory as torch_memory
+from hflow.training.fsdp import sharding as fsdp
+from hflow.training.fsdp import weight_export
+from hflow.training.loop.output import LOGITS_PER_CHUNK
+from hflow.training.megatron import memory as megatron_memory
 from hflow.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616
@@ -69,7 +70,7 @@ def test_descriptors_of_backends_are_right():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
     assert transfer.BUCKET_BYTES == weight_export.BUCKET_BYTES == worker_weights.BUCKET_BYTES
-    assert EngineOptions().max_tokens_per_step == engine_load.PREFILL_TOKENS
+    assert EngineOptions().max_tokens_per_step == parts.PREFILL_TOKENS
 
 
 def test_entries_of_a_whole_model():
@@ -264,14 +265,14 @@ def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
 # --------------------------------------------------------------------------------------- engines
 def test_the_cache_of_a_7b_model():
     # 2 x 32 layers x 4,096 x 2 bytes = 512 KiB a token; half of it on each of two tensor ranks.
-    assert engine_load.cache_bytes_per_token(rank(LLAMA_7B, "d1", "vllm", dtype="bf16")) == 512 * 1024
-    assert engine_load.cache_bytes_per_token(rank(LLAMA_7B, "t2", "vllm", dtype="bf16")) == 256 * 1024
+    assert parts.cache_bytes_per_token(rank(LLAMA_7B, "d1", "vllm", dtype="bf16")) == 512 * 1024
+    assert parts.cache_bytes_per_token(rank(LLAMA_7B, "t2", "vllm", dtype="bf16")) == 256 * 1024
 
 
 def test_more_tensor_ranks_than_key_value_heads_repeat_them():
     # 2 heads of 16 on 4 ranks: each has one. 2 x 4 layers x 16 x 4 bytes.
     wide = replace(SMALL, num_heads=8)
-    assert engine_load.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
+    assert parts.cache_bytes_per_token(rank(wide, "t4", "vllm")) == 2 * 4 * 16 * 4
 
 
 def vllm_rank(layout="d1", on_cpu=False, **asked):
@@ -284,7 +285,7 @@ TOKEN = 512 * 1024
 
 def test_the_vllm_cache_has_whole_blocks_one_of_them_empty():
     # 1,000 tokens take 63 blocks of 16 on CUDA, and 8 blocks of 128 on a CPU.
-    load = engine_load.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
+    load = parts.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
     block = 16 * TOKEN
     plenty, little = -(2**60), 2**60
     assert vllm_memory.cache_bytes(vllm_rank(), load, 0, plenty) == (100 * 63 + 1) * block
@@ -316,13 +317,13 @@ def test_vllm_weights_have_a_padded_vocabulary():
     odd = replace(LLAMA_7B, vocab=32_001)
     for layout, padding in (("d1", 63), ("t2", 0)):
         found = rank(odd, layout, "vllm", dtype="bf16")
-        assert engine_load.engine_weights(found) == 2 * (found.sizes.total + padding * 4_096 * 2)
+        assert parts.engine_weights(found) == 2 * (found.sizes.total + padding * 4_096 * 2)
     tied = replace(odd, is_tied=True)
     found = rank(tied, "d1", "vllm", dtype="bf16")
-    assert engine_load.engine_weights(found) == 2 * (found.sizes.total + 63 * 4_096)
+    assert parts.engine_weights(found) == 2 * (found.sizes.total + 63 * 4_096)
     whole = rank(LLAMA_7B, "t2", "vllm", dtype="bf16")
     norms = 65 * 4_096
-    assert engine_load.engine_weights(whole) == (NUM_7B - norms) + 2 * norms
+    assert parts.engine_weights(whole) == (NUM_7B - norms) + 2 * norms
 
 
 def test_what_vllm_keeps_in_processes_of_its_own():
@@ -340,12 +341,12 @@ def test_what_vllm_keeps_in_processes_of_its_own():
 
 def test_a_step_of_vllm_prefills_or_samples():
     # 64 rows of 32,000 logits, on t2 too: 2 bytes each and four times fp32.
-    small = engine_load.EngineLoad(num_running=64, prompt=1, longest=2, prefill=1)
+    small = parts.EngineLoad(num_running=64, prompt=1, longest=2, prefill=1)
     for layout in ("d1", "t2"):
         found = named(vllm_memory.decode_step(vllm_rank(layout), small))
         assert found == {"logits": 64 * 32_000 * (2 + 16)}
     # A prefill of 8,192 tokens at most, for which the MLP needs 3 x 11,008 + 4 x 4,096 numbers a token.
-    large = engine_load.EngineLoad(num_running=2, prompt=9_000, longest=9_100, prefill=18_000)
+    large = parts.EngineLoad(num_running=2, prompt=9_000, longest=9_100, prefill=18_000)
     found = named(vllm_memory.decode_step(vllm_rank(), large))
     assert found == {"activations": 8_192 * 2 * (3 * 11_008 + 4 * 4_096)}
 
@@ -969,7 +970,7 @@ def test_a_real_engine_in_its_second_turn():
     turn()
     measured = made.cache_bytes + kit.peak(turn)
     found = rank(kit.shape_of(kit.ARCHITECTURE), backend="embedded")
-    load = engine_load.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
+    load = parts.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
     assert embedded_memory.cache_bytes(found, load, 0, 0) == made.cache_bytes
     assert made.cache_bytes + embedded_memory.decode_step(found, load).total() == close_to(measured)
 

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
-from hflow.backends.torch_model.weight_export import _num_held
 from hflow.base.errors import PlanError
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.models.architectures import FAMILIES, read_shape
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import (
@@ -30,6 +28,8 @@ from hflow.planner.plan.model_shape import (
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.fsdp.weight_export import _num_held
 from hflow.types.tensor_slices import numel
 
 SMALL = {

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from test_pool import Bench
 
-import hflow.workers.forkserver
-from hflow.workers.process_guard import remove_shared_files, shared_file_prefix
+import hflow.processes.forkserver
+from hflow.processes.guard import remove_shared_files, shared_file_prefix
 
 LEAVES = 'import os, time; os.fork(); open(os.environ["MARKS"] + f"/{os.getpid()}", "w"); time.sleep(600)'
 
@@ -123,8 +123,8 @@ def test_a_process_is_started_though_the_server_is_stopped_while_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = StoppedServer()
-    server.set_forkserver_preload(hflow.workers.forkserver._PRELOADED)
-    monkeypatch.setattr(hflow.workers.forkserver, "_server", server)
+    server.set_forkserver_preload(hflow.processes.forkserver._PRELOADED)
+    monkeypatch.setattr(hflow.processes.forkserver, "_server", server)
     bench = Bench(start_others, 1)
     try:
         ended = bench.run({0: {"marks": str(tmp_path), "how": "returns", "x": 0}})
@@ -179,7 +179,7 @@ def test_nothing_outlives_a_killed_worker(
 
 STOPPED = """
 import os, signal, subprocess, sys
-from hflow.workers.process_guard import die_with_parent
+from hflow.processes.guard import die_with_parent
 if len(sys.argv) == 1:
     child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.PIPE)
     print(child.pid, child.stdout.readline(), flush=True)

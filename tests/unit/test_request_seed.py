@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hflow.backends.common.seeds import request_seed
+from hflow.models.seeds import request_seed
 
 SEEDS = (0, 1, 2, -1, 2**63, 2**64 - 1)
 LENGTHS = range(4096)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hflow.base.errors import ReturnError
-from hflow.data.returned_values import DeclaredReturns, checked_trajectory
+from hflow.data.batches.returned_values import DeclaredReturns, checked_trajectory
 from hflow.types import Trajectory
 
 NUM_TOKENS = 3

@@ -12,16 +12,16 @@ import torch
 import torch_kit as kit
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hflow.backends.interface import TrainShard
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import ModelSettings, RankPosition
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import BackendError
-from hflow.data.batch import Batch
+from hflow.data.batches.batch import Batch
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import TrainShard
+from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
-from hflow.backends.megatron.backend import MegatronModel  # noqa: E402
+from hflow.training.megatron.backend import MegatronModel  # noqa: E402
 
 PADDING = 5
 TOKENS = [

@@ -12,7 +12,6 @@ import pytest
 
 from hflow import Dataset, Json, Model, Recipe, Text, nodes, rewards, use
 from hflow.base.errors import RecipeError
-from hflow.dsl import body_check
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph
 
@@ -243,7 +242,7 @@ def test_an_answer_to_compare_with_must_exist():
 
 
 def test_a_missing_extra_is_named_when_the_recipe_is_read(monkeypatch):
-    monkeypatch.setattr(body_check, "find_spec", lambda package: None)
+    monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: None)
     with pytest.raises(RecipeError, match=r"math: it needs math_verify: pip install 'hflow\[math\]'"):
         checked(rewards.math)
 

@@ -25,17 +25,17 @@ from torch_kit import (
     with_experts,
 )
 
-from hflow.backends.common.expert_replay import ReplayedExperts, routers_of
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import GenerationResult, NodeCall, SamplingParams, TrainShard
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import BackendError, ReturnError
-from hflow.data.batch import Batch, Column
-from hflow.data.routed_experts import is_recorded, pack_rows
-from hflow.data.shared_prefix import share_prefixes
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.shared_prefix import share_prefixes
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.episodes.episode_engine import append_messages, append_turn, prompt_trajectory
+from hflow.models.expert_replay import ReplayedExperts, routers_of
+from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
-from hflow.types.routed_experts import RoutingFormat
-from hflow.workers.generation.episode_engine import append_messages, append_turn, prompt_trajectory
+from hflow.types.routed_experts import RoutingFormat, is_recorded, pack_rows
 
 FORM = RoutingFormat(num_layers=2, per_token=2, num_experts=6)
 INFER = call(logprobs, "token", [])

@@ -18,7 +18,7 @@ from hflow.report.formatting import thinned
 from hflow.report.html.run import render_run_page
 from hflow.report.html.run.curves import HEIGHT, MARGIN, WIDTH, Series, curve_groups, curve_view
 from hflow.report.html.run.view import measured_gantt, planned_gantt, run_page_view
-from hflow.runtime.ledger.overview import read_overview
+from hflow.runtime.ledger.query import read_overview
 
 
 @pytest.fixture(scope="module")

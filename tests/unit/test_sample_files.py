@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from hflow.backends.interface import GenerationResult
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Trajectory, Unit
-from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
 

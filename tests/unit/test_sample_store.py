@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
+from hflow.data.batches.batch import Batch, Column
 from hflow.data_plane.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage import field_column

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from hflow.base.errors import ConfigError
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.report.text.samples import render_samples_with_text, render_texts, sample_markdown
-from hflow.runtime.execution.sample_texts import (
+from hflow.runtime.records.sample_texts import (
     drop_samples_after,
     keep_samples,
     read_samples,

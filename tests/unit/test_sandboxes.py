@@ -20,10 +20,10 @@ import pytest
 
 from hflow import sandbox
 from hflow.base.errors import EpisodeError, RunError
+from hflow.sandboxes import confinement
+from hflow.sandboxes import sandboxes as sandboxes_module
+from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types.sandbox import ToolFailed, sandbox_of
-from hflow.workers.generation import confinement
-from hflow.workers.generation import sandboxes as sandboxes_module
-from hflow.workers.generation.sandboxes import Sandboxes
 
 
 @sandbox(timeout=5.0, memory_mb=256)
@@ -162,7 +162,7 @@ def test_a_cancelled_call_ends_its_process() -> None:
 
 
 def test_child_processes_import_neither_torch_nor_ray() -> None:
-    modules = "hflow.workers.bodies.pool_child, hflow.workers.generation.sandbox_child"
+    modules = "hflow.workers.bodies.pool_child, hflow.sandboxes.child"
     code = f"import sys, {modules}; print([name for name in ('torch', 'ray') if name in sys.modules])"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "[]"
@@ -266,7 +266,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
 
 ON_KERNEL = """
 import os, signal, sys
-from hflow.workers.generation import confinement
+from hflow.sandboxes import confinement
 landlock_version = confinement._landlock_version
 confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
 confinement.confine(1024, os.getcwd(), [sys.argv[3]], processes=True, landlock=True)

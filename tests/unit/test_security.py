@@ -15,16 +15,16 @@ from typing import Any
 import episode_kit
 import pytest
 
-from hflow.backends.embedded_engine.module import build_module
-from hflow.backends.settings import ModelSettings
 from hflow.base.errors import BackendError, ConfigError, DataError, RunError, mask_secrets
 from hflow.base.terminal import print_data, print_note, print_text, safe_text, show
 from hflow.config.compose import load_config
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.embedded.module import build_module
+from hflow.models.settings import ModelSettings
+from hflow.processes.error_location import error_line
 from hflow.report.text.ledger import render_samples
 from hflow.report.text.live import open_display
 from hflow.report.text.samples import render_texts
-from hflow.workers.error_location import error_line
 
 ROOT = Path(__file__).parents[2]
 UNPICKLERS = {

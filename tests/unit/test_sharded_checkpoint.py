@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hflow.backends.common.sharded_checkpoint import entry_name
-from hflow.backends.megatron.device import prepare
-from hflow.backends.settings import SHARDS_INDEX
 from hflow.base.errors import BackendError
+from hflow.models.settings import SHARDS_INDEX
+from hflow.training.megatron.device import prepare
+from hflow.training.sharded_checkpoint import entry_name
 from hflow.types.tensor_slices import slices_within, whole_box
 
 prepare("cpu")
 
-from hflow.backends.megatron.shards import boxes_of_range  # noqa: E402
+from hflow.training.megatron.shards import boxes_of_range  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.backends.interface import TrainShard
-from hflow.data.batch import Batch, Column
-from hflow.data.shared_prefix import share_prefixes
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.shared_prefix import share_prefixes
+from hflow.training.interface import TrainShard
 from hflow.types import Unit
 
 SEQUENCES = st.lists(

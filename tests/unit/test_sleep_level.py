@@ -9,10 +9,10 @@ import worker_kit as kit
 from state_script import ENGINE, Script, batch, changed, generated, grpo, schedule
 from torch_kit import ARCHITECTURE
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
-from hflow.backends.interface import SamplingParams
-from hflow.backends.settings import ModelSettings
 from hflow.base.errors import BackendError, RunError
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import SamplingParams
+from hflow.models.settings import ModelSettings
 from hflow.planner.plan.rows import Schedule, ScheduledStream
 from hflow.runtime import events as ev
 from hflow.types.engine import SleepLevel

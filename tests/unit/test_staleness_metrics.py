@@ -1,6 +1,6 @@
 """Staleness of samples, by hand."""
 
-from hflow.runtime.execution.step_metrics import StalenessMetrics
+from hflow.runtime.records.step_metrics import StalenessMetrics
 
 
 def test_a_lag_has_a_part_in_flight_and_one_in_the_queue() -> None:

@@ -92,7 +92,7 @@ def test_one_process():
 BROKEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from hflow.backends.megatron.device import prepare
+from hflow.training.megatron.device import prepare
 from hflow.base.errors import HflowError
 try:
     prepare("cpu")

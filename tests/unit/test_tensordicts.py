@@ -24,8 +24,8 @@ from hflow import (
     use,
 )
 from hflow.base.errors import BackendError, RecipeError, RunError
-from hflow.data.batch import Batch, Column
-from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.batch_arguments import bind_batch, sequences_of, unpack_batch
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, Node, Read
 from hflow.launch.running.preflight import check_packages

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hflow.base.errors import BackendError, DataError, RecipeError
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.types import Tokenizer
 
 ALPHABET = "0123456789+= abcdefghijklmnopqrstuvwxyz[]:\n"

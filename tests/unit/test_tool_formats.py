@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hflow.base.errors import RecipeError
-from hflow.data.tool_formats import Hermes, Marked, ParsedCalls, tool_format
-from hflow.data.tool_schemas import tool_schema
+from hflow.data.text.tool_formats import Hermes, Marked, ParsedCalls, tool_format, tool_schema
 from hflow.types import ToolCall
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch_kit as kit
 
-from hflow.backends.packed_attention import PackedLayout, packed_attention
+from hflow.models.packed_attention import PackedLayout, packed_attention
 
 pytestmark = pytest.mark.gpu
 LENGTHS = np.array([5, 130, 3, 64, 1])

@@ -6,10 +6,9 @@ import torch
 import torch_kit as kit
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hflow.backends.common import chunked
-from hflow.backends.packed_attention import PackedLayout, packed_attention
-from hflow.backends.torch_model.backend import TorchModel
 from hflow.base.errors import BackendError, RunError
+from hflow.models.packed_attention import PackedLayout, packed_attention
+from hflow.training.fsdp.backend import TorchModel
 from hflow.types import Unit
 
 LENGTHS = [5, 9, 3, 12, 2, 6]
@@ -86,7 +85,7 @@ def test_topk_and_logprobs_of():
 def test_chunked_logits_give_the_same_outputs(monkeypatch, body):
     backend = kit.model()
     wanted = infer(backend, body)
-    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 3 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.output.LOGITS_PER_CHUNK", 3 * kit.VOCAB)
     np.testing.assert_allclose(infer(backend, body), wanted, atol=1e-6)
 
 
@@ -94,7 +93,7 @@ def test_chunked_logits_give_the_same_gradients(monkeypatch):
     shards = kit.whole(kit.make_batch(kit.LENGTHS))
     one, other = kit.model(), kit.model()
     wanted = one.train(kit.CALLS["token-mean"], shards, 0)
-    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 4 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.output.LOGITS_PER_CHUNK", 4 * kit.VOCAB)
     assert other.train(kit.CALLS["token-mean"], shards, 0) == pytest.approx(wanted, abs=1e-5)
     for name, tensor in kit.weights(one).items():
         torch.testing.assert_close(kit.weights(other)[name], tensor, atol=1e-5, rtol=0)

@@ -14,7 +14,7 @@ from ranks import start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hflow.backends.torch_model.weight_export import merged_weights
+from hflow.training.fsdp.weight_export import merged_weights
 
 
 @pytest.fixture(scope="module")

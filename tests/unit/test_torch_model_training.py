@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch_kit as kit
 
-from hflow.backends.common.learning_rate import learning_rate
-from hflow.backends.interface import TrainShard
 from hflow.base.errors import BackendError, RecipeError, RunError
 from hflow.config.schema import OptimConfig
-from hflow.data.batch import Column
+from hflow.data.batches.batch import Column
+from hflow.training.interface import TrainShard
+from hflow.training.learning_rate import learning_rate
 from hflow.types import Unit
 
 BATCH = kit.make_batch(kit.LENGTHS)

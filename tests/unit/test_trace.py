@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.runtime.execution.trace import CONTROLLER, Trace, nested_rows
+from hflow.runtime.records.trace import CONTROLLER, Trace, nested_rows
 from hflow.workers.interface import Span
 
 

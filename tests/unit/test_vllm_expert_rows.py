@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hflow.backends.vllm_engine.stepper import ExpertRows
 from hflow.base.errors import BackendError
+from hflow.engines.vllm.stepper import ExpertRows
 from hflow.types.routed_experts import RoutingFormat
 
 EXPERTS: npt.NDArray[np.uint8] = np.array([[[9, 9], [4, 1], [0, 5]], [[9, 9], [2, 3], [3, 0]]], np.uint8)

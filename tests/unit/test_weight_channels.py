@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hflow.base.errors import RunError
+from hflow.models import host_copy
 from hflow.planner.weights.weight_slices import WeightSlice
-from hflow.weights import pinned
 from hflow.weights.buckets import Bucket, pack_buckets, unpack_bucket, verify_bucket
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
@@ -92,7 +92,7 @@ def test_shared_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """The first segment was mapped before CUDA is initialized, and the next two cannot be pinned."""
-    pinned._warn.cache_clear()
+    host_copy._warn.cache_clear()
     driver = Driver([2, 2, 0])
     sender = make_channel(ChannelSettings("shared", "a-0", ""))
     receiver = make_channel(ChannelSettings("shared", "a-0", ""))
@@ -101,7 +101,7 @@ def test_shared_memory_that_cannot_be_pinned_is_used_as_it_is(
     receiver.receive(handles[0], 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(pinned, "_forget_cuda_error", lambda: driver.calls.append("forget"))
+    monkeypatch.setattr(host_copy, "_forget_cuda_error", lambda: driver.calls.append("forget"))
     for _ in range(2):
         for one, handle in zip(sent[1:], handles[1:], strict=True):
             assert receiver.receive(handle, 1).payload.equal(one.payload)

@@ -14,10 +14,10 @@ import pytest
 from model_configs import model_config
 from torch._C._distributed_c10d import TCPStore
 
-from hflow.backends.interface import EngineSetup
-from hflow.backends.settings import ModelSettings
-from hflow.backends.vllm_engine.launch_options import environment, reads_checkpoint
 from hflow.config.schema import LoraConfig
+from hflow.engines.interface import EngineSetup
+from hflow.engines.vllm.launch_options import environment, reads_checkpoint
+from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_groups import ProcessGroups
 from hflow.workers.process_setup import device_environment

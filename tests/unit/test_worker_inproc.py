@@ -14,10 +14,10 @@ import worker_kit as kit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
-from hflow.backends.interface import EngineSetup
 from hflow.base.errors import RunError
 from hflow.base.files import file_checksum
 from hflow.data_plane.redistribute import Move
+from hflow.engines.interface import EngineSetup
 from hflow.types import Sequences, State
 from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers

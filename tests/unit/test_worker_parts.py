@@ -13,6 +13,7 @@ import torch
 
 from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.processes.error_location import error_with_location
 from hflow.types import Sequences
 from hflow.types.tensor_slices import numel
 from hflow.weights.buckets import (
@@ -25,7 +26,6 @@ from hflow.weights.buckets import (
 )
 from hflow.weights.checksum import MODULUS, weights_checksum
 from hflow.workers.bodies.batch_node_runner import reduce_metric
-from hflow.workers.error_location import error_with_location
 from hflow.workers.generation.generate_runner import PausableClock
 from hflow.workers.interface import ComputeReady, Span, WorkerReport
 from hflow.workers.mailbox import Mailbox, pause_seconds

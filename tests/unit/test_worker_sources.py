@@ -12,8 +12,8 @@ import torch
 import worker_kit as kit
 from worker_kit import read, with_workers
 
-from hflow.backends.embedded_engine.engine import EmbeddedEngine
 from hflow.base.errors import DataError, RecipeError, RunError
+from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.types import Engine, Tokenizer, Trajectory

@@ -33,8 +33,8 @@ from hflow.launch.planning.request import plan_request
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
 from hflow.runtime.ledger.scores import StreamScores, read_scores
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
 ENDING = "-eval"
 """Ending of the name of an evaluation's run."""

@@ -13,15 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hflow.backends.common.weight_files import INDEX, weight_file_names
-from hflow.backends.settings import SHARDS
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import read_json_object
-from hflow.data.tokenizer import TextTokenizer, TokenizerSettings, has_tokenizer
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings, has_tokenizer
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.checkpoints.saved import SavedModels, find_saved_models
 from hflow.launch.checkpoints.served import generates
-from hflow.runtime.execution.checkpoint import MANIFEST, verify_checkpoint
+from hflow.models.settings import SHARDS
+from hflow.models.weight_files import INDEX, weight_file_names
+from hflow.runtime.saving.checkpoint import MANIFEST, verify_checkpoint
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

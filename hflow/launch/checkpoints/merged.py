@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hflow.backends.settings import MERGED, SHARDS
 from hflow.base.errors import ConfigError
 from hflow.base.files import read_json_object, resolved
 from hflow.base.model_files import copy_other_files
 from hflow.launch.checkpoints.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.models.settings import MERGED, SHARDS
+from hflow.runtime.saving.run_directory import RunDirectory
 
 ADAPTER_CONFIG = "adapter_config.json"
 

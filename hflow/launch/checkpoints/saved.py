@@ -11,7 +11,7 @@ from hflow.base.files import resolved
 from hflow.config import RunConfig
 from hflow.launch.checkpoints.merged import is_saved_model
 from hflow.launch.results.runs import run_candidates
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.saving.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,27 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from hflow.backends.hf_config import max_length, read_config
-from hflow.backends.interface import EngineSetup, SamplingParams
-from hflow.backends.settings import ModelSettings
-from hflow.backends.vllm_engine.api_server import VllmApiServer
 from hflow.base.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.base.files import read_json_object
-from hflow.data.tokenizer import TextTokenizer
-from hflow.endpoint.replies import Reply, generated_ids, reply_of
-from hflow.endpoint.requests import CompletionRequest, RequestRefused
-from hflow.endpoint.server import EndpointServer, base_url
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import EngineSetup, SamplingParams
+from hflow.engines.vllm.api_server import VllmApiServer
+from hflow.episodes.endpoint.replies import Reply, generated_ids, reply_of
+from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
+from hflow.episodes.endpoint.server import EndpointServer, base_url
+from hflow.episodes.episode_engine import EpisodeEngine
+from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.launch.checkpoints.served import ServedCheckpoint
 from hflow.launch.running.run_recipe import stop_signals
+from hflow.models.hf_config import max_length, read_config
+from hflow.models.settings import ModelSettings
 from hflow.planner.models.architectures import read_shape
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import ENGINES
+from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types import Trajectory
-from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_engine import EpisodeEngine
-from hflow.workers.generation.recorded_effects import RecordedEffects
-from hflow.workers.generation.sandboxes import Sandboxes
 
 _PROMPTS = ("Say hello.", "17+25=")
 """Prompts for the example; the first that the tokenizer can encode is used."""
@@ -289,7 +289,7 @@ def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
 
 def _check_served(setup: EngineSetup, engine: str) -> None:
     """Check what an engine would only find out, at length, when it has started."""
-    from hflow.backends.vllm_engine.support import CPU_HEAD_SIZES
+    from hflow.engines.vllm.checks import CPU_HEAD_SIZES
 
     if engine != "vllm" or setup.settings.device != "cpu":
         return

@@ -14,10 +14,10 @@ from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig
 from hflow.config.files import read_chat_template
 from hflow.config.yaml_files import parse_yaml, read_yaml
-from hflow.data.tokenizer import TokenizerSettings
+from hflow.data.text.tokenizer import TokenizerSettings
 from hflow.launch.checkpoints.merged import generates_merged, is_adapter, is_saved_model, model_directory
 from hflow.launch.checkpoints.saved import find_saved_models
-from hflow.runtime.execution.run_directory import RunDirectory
+from hflow.runtime.saving.run_directory import RunDirectory
 
 KEYS = ("alphabet", "chat_template", "dtype", "gen.layout", "gen.max_model_len", "gen.max_running")
 """Keys of `models.NAME` that matter for serving."""

@@ -16,13 +16,13 @@ from hflow.base.errors import ConfigError
 from hflow.base.files import resolved
 from hflow.config import DataConfig, RunConfig, load_config
 from hflow.config.schema import SourceConfig, WeightedSourceConfig
-from hflow.data.hf_datasets import HUB
+from hflow.data.rows.hf_datasets import HUB
 from hflow.graph.ir import DatasetSpec, Graph
 from hflow.launch.planning.request import is_library_node
 
 if TYPE_CHECKING:
-    from hflow.data.datasets import DataSettings
-    from hflow.data.row_schema import Check
+    from hflow.data.rows.datasets import DataSettings
+    from hflow.data.rows.row_schema import Check
 
 _DATA_KEY = re.compile(r"[+~]*data[.@]")
 _PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
@@ -35,7 +35,7 @@ def data_settings(config: RunConfig, dataset: DatasetSpec) -> DataSettings:
     Raises:
         ConfigError: if the configuration names no rows, or too many.
     """
-    from hflow.data.datasets import DataSettings
+    from hflow.data.rows.datasets import DataSettings
 
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
@@ -74,7 +74,7 @@ def check_data(config: RunConfig, graph: Graph) -> None:
         if dataset.name not in trained:
             _refuse_weights(sources)
         if any(not path.startswith(HUB) for _, source in sources for path in _paths(source)):
-            from hflow.data.datasets import check_columns
+            from hflow.data.rows.datasets import check_columns
 
             checks = conversation_checks(graph, dataset.name)
             check_columns(data_settings(config, dataset), dict(dataset.columns), checks)
@@ -85,7 +85,7 @@ def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
 
     The body of any other node may change a conversation first, so it is checked when it is encoded.
     """
-    from hflow.data.messages import check_learned, check_prompt
+    from hflow.data.text.messages import check_learned, check_prompt
 
     checks: dict[str, Check] = {}
     for stream in graph.streams:

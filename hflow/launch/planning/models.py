@@ -21,8 +21,8 @@ from hflow.base.errors import ConfigError, PlanError
 from hflow.base.files import read_json_object
 from hflow.base.model_files import check_model_config
 from hflow.config import ModelConfig, RunConfig
-from hflow.data.chat import written_template_problem
-from hflow.data.vocabulary import opening_token, read_vocabulary
+from hflow.data.text.chat import written_template_problem
+from hflow.data.text.vocabulary import opening_token, read_vocabulary
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hflow.backends.interface import LOSS
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import resolved
 from hflow.config import flatten
 from hflow.launch.results.runs import Curve, RunRecord, read_run
 from hflow.report.formatting import MAX_POINTS, ends_of, thinned
-from hflow.runtime.execution import step_metrics
+from hflow.runtime.records import step_metrics
+from hflow.training.interface import LOSS
 
 SAME_SIDE = ("seed", "name", "out")
 """Keys of the configuration that may differ between the runs of one side."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from hflow.base.errors import ConfigError
 from hflow.launch.results.runs import find_run
-from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
+from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
 
 
 @dataclass(frozen=True)

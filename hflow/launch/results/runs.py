@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.backends.interface import LOSS
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import read_json_object, resolved
 from hflow.config import RunConfig
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.metrics import find_metric
-from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.run_directory import RunDirectory, read_metrics
-from hflow.runtime.execution.sample_texts import SampleRow, by_sample, read_samples
-from hflow.runtime.ledger.overview import LedgerOverview, read_overview
+from hflow.runtime.ledger.query import LedgerOverview, read_overview
+from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
+from hflow.training.interface import LOSS
 
 WHAT = {"ledger.sqlite": "a ledger", "plan.json": "a plan"}
 """Files of a run -> what messages call them."""

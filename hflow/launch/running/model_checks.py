@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hflow.backends.common.sharded_checkpoint import check_shards
-from hflow.backends.hf_config import max_length, read_config, translate_errors
-from hflow.backends.settings import SHARDS
 from hflow.base.errors import BackendError, ConfigError, DataError
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.text.tokenizer import TextTokenizer
 from hflow.graph.ir import NodeSpec
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.request import is_library_node
+from hflow.models.hf_config import max_length, read_config, translate_errors
+from hflow.models.settings import SHARDS
 from hflow.planner.checks.unrunnable import head_size_reason
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.rows import Plan, Replica
+from hflow.training.sharded_checkpoint import check_shards
 from hflow.types.kernels import flash_attn_version
 from hflow.workers.interface import WorkerSetup
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hflow.backends.settings import SHARDS
 from hflow.base.errors import ConfigError, PlanError, RunError
 from hflow.base.files import resolved
 from hflow.config import RunConfig
@@ -16,14 +15,15 @@ from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.launch.planning.plan_file import read_plan_file, recipe_file
 from hflow.launch.results.runs import find_run
 from hflow.launch.running.inputs import changed_inputs
+from hflow.models.settings import SHARDS
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
 from hflow.planner.plan.serialise import to_json
-from hflow.runtime.execution.checkpoint import Checkpoints, verify_checkpoint
-from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_texts import SampleKey, drop_samples_after, keep_samples
-from hflow.runtime.execution.saved_run import ResumePoint, read_saved_run
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select
+from hflow.runtime.records.sample_texts import SampleKey, drop_samples_after, keep_samples
+from hflow.runtime.saving.checkpoint import Checkpoints, verify_checkpoint
+from hflow.runtime.saving.run_directory import RunDirectory
+from hflow.runtime.saving.saved_run import ResumePoint, read_saved_run
 from hflow.workers.interface import WorkerSetup
 
 

@@ -17,12 +17,12 @@ from hflow.planner.plan.staleness import staleness_bound
 from hflow.report.text.live import Display, Lags, LiveRow, RolloutView
 from hflow.report.text.samples import sample_markdown
 from hflow.runtime.events import Refusal
-from hflow.runtime.execution import step_metrics as metrics
-from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.metrics_log import MetricsLog
-from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.sample_texts import write_samples
-from hflow.runtime.execution.trace import Trace
+from hflow.runtime.records import step_metrics as metrics
+from hflow.runtime.records.metrics_log import MetricsLog
+from hflow.runtime.records.sample_texts import write_samples
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.state import run_state
 from hflow.workers.interface import BodyRetry, Span
 

@@ -43,13 +43,13 @@ from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
 from hflow.report.text.summary import RunSummary
-from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.row_cursor import DatasetRows
-from hflow.runtime.execution.run_directory import RunDirectory
-from hflow.runtime.execution.saved_run import ResumePoint
-from hflow.runtime.execution.trace import CONTROLLER, Trace
 from hflow.runtime.ledger import Ledger, make_header
+from hflow.runtime.records.trace import CONTROLLER, Trace
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_directory import RunDirectory
+from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -392,7 +392,7 @@ def _observer(
 ) -> Iterator[RunObserver]:
     # They import torch (through tensorboardX), which must not delay the start of workers.
     from hflow.launch.running.run_observer import RunObserver
-    from hflow.runtime.execution.metrics_log import MetricsLog
+    from hflow.runtime.records.metrics_log import MetricsLog
 
     report = compiled.config.report
     trace = Trace()

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from hflow.backends.interface import LOSS
 from hflow.base.errors import ConfigError, nearest
 from hflow.config import RunConfig
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Stream
 from hflow.graph.queries import reported_field
 from hflow.metrics import Metric, declared
 from hflow.planner.plan.rows import Plan
-from hflow.runtime.execution import batch_runner, step_metrics
+from hflow.runtime.execution import batch_runner
+from hflow.runtime.records import step_metrics
 from hflow.runtime.state import run_state
+from hflow.training.interface import LOSS
 from hflow.types import Unit
 
 DECLARING_MODULES = (batch_runner, step_metrics, run_state)
-"""The modules that declare metrics, besides `hflow.backends.interface`."""
+"""The modules that declare metrics, besides `hflow.training.interface`."""
 
 
 def builtin_metrics() -> tuple[Metric, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from hflow.backends.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
 from hflow.graph.ir import Graph
 from hflow.graph.queries import reported_field
 from hflow.report.formatting import missing_text
-from hflow.runtime.execution.step_metrics import EVALUATION_REFUSED, NUM_EVALUATED
+from hflow.runtime.records.step_metrics import EVALUATION_REFUSED, NUM_EVALUATED
+from hflow.training.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
 
 
 class EngineGapWarning:

@@ -24,7 +24,7 @@ from hflow.base.files import replace_text
 from hflow.config.schema import ReportConfig
 from hflow.dsl import missing_extra
 from hflow.observer import Observer, RunInfo
-from hflow.workers.error_location import error_line
+from hflow.processes.error_location import error_line
 
 STATE_FILE = "trackers.json"
 """File in a run's directory: tracker -> its id of the run, with which a resumed run continues."""

@@ -22,7 +22,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hflow.backends.interface import GRAD_NORM
 from hflow.base.errors import ConfigError, RunError
 from hflow.base.validation import FrozenDict
 from hflow.config import ModelConfig, RunConfig
@@ -43,8 +42,9 @@ from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import BACKENDS, ENGINES, model_parallel_backend
 from hflow.report.text.summary import RunSummary
 from hflow.report.text.twin import MetricPair, TwinResult, WeightPair
-from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.run_directory import read_metrics
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_directory import read_metrics
+from hflow.training.interface import GRAD_NORM
 
 if TYPE_CHECKING:
     from hflow.workers.ray.ray_actors import RayActors

@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hflow.backends.interface import FIRST_PASS_STREAM
-from hflow.backends.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.base.errors import ConfigError
 from hflow.base.files import read_json_object, resolved
 from hflow.base.model_files import max_positions
 from hflow.base.shipped import shipped_recipes
 from hflow.config import ModelConfig, RunConfig
-from hflow.data.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
-from hflow.data.row_order import RowOrder, WeightedOrder
-from hflow.data.tokenizer import TokenizerSettings, eos_ids
+from hflow.data.rows.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
+from hflow.data.rows.row_order import RowOrder, WeightedOrder
+from hflow.data.text.tokenizer import TokenizerSettings, eos_ids
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.graph.ir import Node, Read
 from hflow.graph.model import Model
@@ -25,10 +23,12 @@ from hflow.graph.queries import reported_field
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.data_settings import conversation_checks, data_settings
 from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
+from hflow.models.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.planner.models import descriptors
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.row_cursor import DatasetRows
+from hflow.training.interface import FIRST_PASS_STREAM
 from hflow.types import Unit
 from hflow.types.kernels import LayerKernels
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup

@@ -18,8 +18,8 @@ from hflow.planner.plan.traits import BACKENDS, ENGINES, BackendTraits, load_bac
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hflow.backends.settings import ModelSettings
     from hflow.config.schema import ModelConfig
+    from hflow.models.settings import ModelSettings
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
     from hflow.planner.plan.cluster import ClusterSpec

@@ -1,6 +1,7 @@
 """Names of the training backends and generation engines, and the traits that tell them apart.
 
-To add one, write `hflow/backends/NAME/descriptor.py` and add one line to `_BACKENDS` or `_ENGINES`.
+To add one, write `descriptor.py` in `training/NAME` or `engines/NAME`, and add one line to `_BACKENDS` or
+`_ENGINES`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, Literal
 from hflow.base.errors import PlanError, nearest
 
 _BACKENDS = {
-    "torch": "hflow.backends.torch_model.descriptor",
-    "megatron": "hflow.backends.megatron.descriptor",
+    "torch": "hflow.training.fsdp.descriptor",
+    "megatron": "hflow.training.megatron.descriptor",
 }
 """Training backend -> the module whose `BACKEND` describes it. The first is the default."""
 _ENGINES = {
-    "embedded": "hflow.backends.embedded_engine.descriptor",
-    "vllm": "hflow.backends.vllm_engine.descriptor",
+    "embedded": "hflow.engines.embedded.descriptor",
+    "vllm": "hflow.engines.vllm.descriptor",
 }
 """Generation engine -> the module whose `ENGINE` describes it. The first is the default."""
 
@@ -61,7 +62,7 @@ class BackendTraits:
     """Whether the whole vocabulary is padded to `vocab_multiple`, which the tensor size must then divide
     (vLLM), rather than the part of each tensor rank."""
     shares_prompts: bool = False
-    """Whether a forward pass computes the prompt of a group once (`data/shared_prefix.py`)."""
+    """Whether a forward pass computes the prompt of a group once (`data/batches/shared_prefix.py`)."""
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     chooses_kernels: bool = False

@@ -17,8 +17,8 @@ from hflow.graph.queries import reported_field
 from hflow.metrics import declare
 from hflow.planner.plan.rows import EdgeRule, Plan
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
-from hflow.runtime.execution.sample_texts import SampleTextLog
-from hflow.runtime.execution.step_metrics import (
+from hflow.runtime.records.sample_texts import SampleTextLog
+from hflow.runtime.records.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
     EVALUATION_REFUSED,

@@ -15,8 +15,8 @@ from hflow.base.errors import RunError
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
-from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
+from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.state.stream_state import StreamState
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded, Workers

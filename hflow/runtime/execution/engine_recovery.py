@@ -17,9 +17,9 @@ from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.data_plane.locations import DataLocations
 from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event, Published
-from hflow.runtime.execution.checkpoint import Checkpoints
-from hflow.runtime.execution.step_metrics import RunEvents
-from hflow.runtime.execution.trace import CONTROLLER
+from hflow.runtime.records.step_metrics import RunEvents
+from hflow.runtime.records.trace import CONTROLLER
+from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import can_lose
 from hflow.types.engine import SleepLevel

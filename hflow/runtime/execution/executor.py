@@ -22,16 +22,16 @@ from hflow.data_plane.group_placement import GroupPlacer
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, SampleRelease
-from hflow.runtime.execution.checkpoint import Checkpoints
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.runtime.execution.engine_recovery import EngineRecovery
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, streamed_outputs
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
-from hflow.runtime.execution.run_saving import RunSaving
-from hflow.runtime.execution.saved_run import ResumePoint
-from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.ledger import Ledger
+from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
+from hflow.runtime.saving.checkpoint import Checkpoints
+from hflow.runtime.saving.run_saving import RunSaving
+from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.workers.interface import (

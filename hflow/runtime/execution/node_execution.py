@@ -15,8 +15,8 @@ from hflow.data_plane.minibatches import shards
 from hflow.data_plane.redistribute import Shards, redistribute
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import Plan
-from hflow.runtime.execution.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.ledger import Ledger
+from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
 from hflow.workers.interface import NodeResult, NodeTask, ShardInput, Workers
 
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from hflow.base.errors import RunError
+from hflow.models.host_copy import host_payload
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader, box_text, unpack_bucket
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
-from hflow.weights.pinned import host_payload
 
 _PAYLOAD = "payload"
 

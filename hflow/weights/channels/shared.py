@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import WorkerFailureError
+from hflow.models.host_copy import PinnableMemory
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
-from hflow.weights.pinned import PinnableMemory
 
 
 class SharedBucket(NamedTuple):

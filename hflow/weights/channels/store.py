@@ -10,10 +10,10 @@ import numpy as np
 import ray
 import torch
 
+from hflow.models.host_copy import host_payload
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
 from hflow.weights.channels.interface import WeightChannel
-from hflow.weights.pinned import host_payload
 
 # What Ray returns is read-only; weights that were received are only read.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hflow.backends.interface import ModelBackend, NodeCall, TrainShard
 from hflow.base.errors import NotYetError, ReturnError, RunError
-from hflow.data.batch import Batch
-from hflow.data.batch_arguments import bind_batch, sequences_of, unpack_batch
-from hflow.data.unpack_returns import metric_tensor
+from hflow.data.batches.batch import Batch
+from hflow.data.batches.batch_arguments import bind_batch, sequences_of, unpack_batch
+from hflow.data.batches.unpack_returns import metric_tensor
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Plan
+from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.types import Sequences, State
 from hflow.types.tensor_slices import Block
 from hflow.workers.bodies.compute_runner import ComputeRunner

@@ -13,9 +13,9 @@ from itertools import islice
 import numpy as np
 
 from hflow.base.errors import RunError
-from hflow.data.batch import Batch, Column
-from hflow.data.returned_values import CallLevel, DeclaredReturns
-from hflow.data.row_arguments import bind_rows, unpack_rows
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.returned_values import CallLevel, DeclaredReturns
+from hflow.data.batches.row_arguments import bind_rows, unpack_rows
 from hflow.types import Unit
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult

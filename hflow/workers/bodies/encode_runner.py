@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hflow.base.errors import DataError, ReturnError
-from hflow.data.row_arguments import bind_rows
+from hflow.data.batches.row_arguments import bind_rows
 from hflow.planner.plan.rows import Plan
+from hflow.processes.error_location import error_with_location
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
-from hflow.workers.error_location import error_with_location
 from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments, row_error
 from hflow.workers.storage.sample_store import SampleStore

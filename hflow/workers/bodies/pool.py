@@ -25,7 +25,9 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from hflow.base.errors import RunError, WorkerFailureError
-from hflow.data.returned_values import DeclaredReturns
+from hflow.data.batches.returned_values import DeclaredReturns
+from hflow.processes.forkserver import CleanContext
+from hflow.processes.pickling import pickle_with_bodies
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (
@@ -39,9 +41,7 @@ from hflow.workers.bodies.pool_lanes import (
     SharedLane,
     SyncLane,
 )
-from hflow.workers.forkserver import CleanContext
 from hflow.workers.interface import BodyRetry
-from hflow.workers.pickling import pickle_with_bodies
 
 DEFAULT_ASYNC_CONCURRENCY = 64
 

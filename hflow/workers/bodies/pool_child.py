@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from hflow.base.errors import ReturnError, RunError
-from hflow.data.returned_values import DeclaredReturns, checked_value
+from hflow.base.errors import ReturnError, RunError, timeout_message
+from hflow.data.batches.returned_values import DeclaredReturns, checked_value
+from hflow.processes.error_location import error_with_location
 from hflow.types import Unit
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.seeding import seed_generators
-from hflow.workers.error_location import error_with_location
 
 ASYNC_STEP_SECONDS = 0.05
 """`run_async` returns after this long at the latest, so that the lane can send it new jobs."""
@@ -70,11 +70,6 @@ class JobResult:
 def cancelled_result(job: Job) -> JobResult:
     """Return the result of a cancelled job."""
     return JobResult(job.node, job.key, reason="failed", message="was cancelled")
-
-
-def timeout_message(timeout: float | None) -> str:
-    """Return the message of a job that ran out of time."""
-    return f"took longer than its timeout of {timeout:g} s"
 
 
 def is_async(body: Callable[..., Any]) -> bool:

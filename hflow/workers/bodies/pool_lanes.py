@@ -24,6 +24,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from hflow.base.errors import timeout_message
 from hflow.workers.bodies.pool_child import (
     ASYNC_STEP_SECONDS,
     Job,
@@ -34,7 +35,6 @@ from hflow.workers.bodies.pool_child import (
     run_chunk,
     run_isolated,
     setup_problem,
-    timeout_message,
 )
 
 SHARED_TIMEOUT_SECONDS = 1.0

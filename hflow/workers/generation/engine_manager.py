@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from hflow.backends.interface import ModelBackend
 from hflow.base.errors import RunError
+from hflow.engines.driver import EngineDriver
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.traits import traits
-from hflow.types.engine import SleepLevel
+from hflow.training.interface import ModelBackend
+from hflow.types.engine import EngineStats, SleepLevel
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
-from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.episode_loop import EpisodeLoop
-from hflow.workers.interface import EngineStats, Span
+from hflow.workers.interface import Span
 from hflow.workers.process_setup import free_device_bytes
 
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from hflow.data.row_arguments import bind_rows
-from hflow.data.tokenizer import TextTokenizer
-from hflow.endpoint.server import LOOPBACK, EndpointServer
+from hflow.data.batches.row_arguments import bind_rows
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.driver import EngineDriver
+from hflow.episodes.endpoint.server import LOOPBACK, EndpointServer
+from hflow.episodes.journal import Journal
+from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
+from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types import EpisodeState
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
-from hflow.workers.generation.engine_driver import EngineDriver
 from hflow.workers.generation.generate_runner import EpisodeStart, GenerateRunner
-from hflow.workers.generation.journal import Journal
-from hflow.workers.generation.recorded_effects import RecordedEffects
-from hflow.workers.generation.sandboxes import Sandboxes
 from hflow.workers.interface import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments
 from hflow.workers.storage.sample_store import SampleStore

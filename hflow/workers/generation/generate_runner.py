@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from hflow.backends.interface import SamplingParams
-from hflow.base.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError
-from hflow.data.tokenizer import TextTokenizer
-from hflow.data.tool_formats import tool_format
-from hflow.endpoint.server import EndpointServer
+from hflow.base.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError, timeout_message
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.data.text.tool_formats import tool_format
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import SamplingParams
+from hflow.episodes.endpoint.server import EndpointServer
+from hflow.episodes.episode_engine import EpisodeEngine, sample_seed
+from hflow.episodes.journal import Journal
+from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
-from hflow.workers.bodies.pool_child import timeout_message
-from hflow.workers.error_location import error_with_location
-from hflow.workers.generation.engine_driver import EngineDriver
-from hflow.workers.generation.episode_engine import EpisodeEngine, sample_seed
-from hflow.workers.generation.journal import Journal
-from hflow.workers.generation.recorded_effects import RecordedEffects
+from hflow.processes.error_location import error_with_location
 from hflow.workers.interface import ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore

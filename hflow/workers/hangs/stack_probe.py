@@ -18,7 +18,7 @@ from traceback import FrameSummary
 from typing import Any
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.workers.error_location import relative_path
+from hflow.processes.error_location import relative_path
 
 _HFLOW = str(Path(__file__).parents[2]) + "/"
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "rendezvous.py")

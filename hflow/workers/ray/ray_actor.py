@@ -13,10 +13,10 @@ from ray.exceptions import RayActorError
 
 from hflow.base.errors import WorkerFailureError
 from hflow.base.recipe_files import unpack, use_directory
+from hflow.processes.guard import die_with_parent
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
-from hflow.workers.process_guard import die_with_parent
 from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.base.errors import RunError, WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.workers.process_guard import children
+from hflow.processes.guard import children
 from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines
 from hflow.workers.ray.ray_actor import RayWorker
 

@@ -19,6 +19,7 @@ from hflow.base.errors import HflowError, WorkerFailureError
 from hflow.base.recipe_files import pack
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Replica
+from hflow.processes.pickling import pickle_with_bodies
 from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
 from hflow.workers.hangs.hang_report import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
@@ -32,7 +33,6 @@ from hflow.workers.interface import (
     build_phase,
 )
 from hflow.workers.messages import MESSAGES, activity_of
-from hflow.workers.pickling import pickle_with_bodies
 from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hflow.base.errors import DataError
-from hflow.data.datasets import DataSettings, open_dataset
-from hflow.data.messages import read_as
+from hflow.data.rows.datasets import DataSettings, open_dataset
+from hflow.data.text.messages import read_as
 from hflow.planner.plan.rows import Plan
 from hflow.types import Unit
 from hflow.workers.interface import NodeProgram

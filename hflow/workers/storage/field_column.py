@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hflow.data.batch import Column, Values, join_arrays, number_array
+from hflow.data.batches.batch import Column, Values, join_arrays, number_array
 from hflow.types import Unit
 
 Array = npt.NDArray[Any]

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hflow.backends.interface import GenerationResult
 from hflow.base.errors import RunError
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Unit
-from hflow.workers.generation.journal import Journal, JournalEntry
 from hflow.workers.interface import NotSaved
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
 from hflow.workers.storage.sample_store import StoredStream

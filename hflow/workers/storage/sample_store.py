@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hflow.data.batch import Batch
+from hflow.data.batches.batch import Batch
 from hflow.data_plane.redistribute import Move
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from hflow.base.errors import shorten
-from hflow.data.tokenizer import TextTokenizer
+from hflow.data.text.tokenizer import TextTokenizer
 from hflow.planner.plan.rows import Plan
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore

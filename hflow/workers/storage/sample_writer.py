@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 
 from hflow.base.errors import ReturnError
-from hflow.data.batch import Batch, Column
-from hflow.data.returned_values import DeclaredReturns, checked_metrics, checked_trajectory, split_result
-from hflow.data.routed_experts import Rows, pack_rows
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.returned_values import (
+    DeclaredReturns,
+    checked_metrics,
+    checked_trajectory,
+    split_result,
+)
 from hflow.planner.plan.model_shape import routing_format
 from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat
+from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat, Rows, pack_rows
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore

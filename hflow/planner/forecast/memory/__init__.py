@@ -1,7 +1,7 @@
 """Memory of devices: what each holds in each phase of a step.
 
 `phases` adds up the items of a device. The formulas of training steps and engines are in the folders of their
-backends (`hflow/backends/*/memory.py`); what these share is here: `rank`, `microbatch`, `activations`,
+backends and engines (`memory.py` of each); what these share is here: `rank`, `microbatch`, `activations`,
 `engine_load`, `transfer`, `offload`. `host` adds up what is in the memory of machines. `hflow.planner.search`
 looks for a plan that fits.
 """

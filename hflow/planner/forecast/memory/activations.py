@@ -16,9 +16,9 @@ from hflow.planner.plan.model_shape import ModelShape, expert_layers, mean_mlp_r
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
-average (`backends/packed_attention.py`)."""
+average (`models/packed_attention.py`)."""
 LOGITS_PER_CHUNK = 1 << 26
-"""Logits that exist at once on a rank (`backends/common/chunked.py`)."""
+"""Logits that exist at once on a rank (`training/loop/output.py`)."""
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:

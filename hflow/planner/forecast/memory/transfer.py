@@ -18,7 +18,7 @@ from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
 from hflow.planner.plan.rows import WeightRoute
 
 BUCKET_BYTES = 64 << 20
-"""A bucket is closed when it has at least this size (`torch_model/weight_export.py`,
+"""A bucket is closed when it has at least this size (`training/fsdp/weight_export.py`,
 `weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
 COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most

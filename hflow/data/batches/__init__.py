@@ -1,0 +1,1 @@
+"""Packed batches, and how bodies receive and return their values."""

@@ -1,0 +1,1 @@
+"""Rows of datasets: reading, checking, mapping and ordering them."""

@@ -1,0 +1,259 @@
+"""Datasets: rows by index, with the columns that a recipe declares, from files, the Hub or a generator."""
+
+from __future__ import annotations
+
+import glob
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from hflow.base.errors import DataError, nearest
+from hflow.data.rows.addition_task import Addition, AdditionChat, AdditionPairs
+from hflow.data.rows.hf_datasets import HUB, is_saved, open_hub, open_saved
+from hflow.data.rows.row_files import JsonLines, Parquet
+from hflow.data.rows.row_schema import Check, RowSchema
+from hflow.types import Unit
+
+NUM_CHECKED_ROWS = 20_000
+"""Rows of each source that are checked before a run. Others are checked when they are read."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Settings of a dataset: files, the name of a generator, or several sources."""
+
+    path: str | tuple[str, ...] | None = None
+    """A `.jsonl` or `.parquet` file, a pattern of such files, a directory of `save_to_disk`, a dataset of the
+    Hub (`hf:OWNER/NAME`), or several of these, whose rows follow each other."""
+    generator: str | None = None
+    """`addition`, `addition-chat` or `addition-pairs`."""
+    split: str = "train"
+    """The split of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote."""
+    shuffle: bool = True
+    """Whether each epoch has a new random order (see `RowOrder`)."""
+    limit: int | None = None
+    """Number of rows to use, from the beginning; None uses all."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Declared column -> the source's name for it, where that differs."""
+    weight: float = 1.0
+    """Of a source: its share of the rows of a trained dataset, relative to the other sources."""
+    sources: tuple[DataSettings, ...] = ()
+    """The sources of a dataset that has several. It has no path and no generator then."""
+    key: str = "data.NAME"
+    """Its key in the configuration, for errors."""
+
+
+class RowSource(Protocol):
+    """Rows by index."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the rows, in the order in which they are read."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the declared columns of row `index`.
+
+        Raises:
+            DataError: if the row does not have them.
+        """
+        ...
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors: its file and number."""
+        ...
+
+
+class JoinedRows:
+    """The rows of several sources, one source after the other.
+
+    Attributes:
+        sizes: the number of rows of each source.
+    """
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self.sizes = tuple(map(len, sources))
+        self._sources = sources
+        self._starts = list(accumulate(self.sizes, initial=0))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of all sources."""
+        return tuple(file for source in self._sources for file in source.files)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return row `index`, counted over all sources."""
+        source, index = self._find(index)
+        return source.row(index)
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        source, index = self._find(index)
+        return source.where(index)
+
+    def _find(self, index: int) -> tuple[RowSource, int]:
+        """Return the source of a row, and its number there."""
+        source = bisect_right(self._starts, index) - 1
+        return self._sources[source], index - self._starts[source]
+
+
+def open_dataset(
+    settings: DataSettings, columns: Mapping[str, Unit], checks: Mapping[str, Check] | None = None
+) -> RowSource:
+    """Open a dataset and check its first row, so that a wrong file fails at once.
+
+    With several sources it is a `JoinedRows` of them.
+
+    Args:
+        settings: where the rows are.
+        columns: the columns that the recipe declares.
+        checks: what the readers of a column of messages need.
+
+    Raises:
+        DataError: if the dataset does not exist, is empty or lacks a declared column; names file, row and
+            column.
+    """
+    if settings.sources:
+        return JoinedRows([open_dataset(source, columns, checks) for source in settings.sources])
+    if (settings.path is None) == (settings.generator is None):
+        raise DataError("a dataset needs either a path or a generator; set one of them")
+    schema = RowSchema(columns, settings.names, settings.key, checks or {})
+    is_read = settings.path is not None
+    source = _open_paths(settings, schema) if is_read else _open_generator(settings, schema)
+    if settings.limit is not None:
+        source = _FirstRows(source, settings.limit)
+    if len(source) == 0:
+        raise DataError(
+            f"{settings.path or settings.generator} has no rows; add some, or use another dataset"
+        )
+    source.row(0)
+    return source
+
+
+def check_columns(
+    settings: DataSettings, columns: Mapping[str, Unit], checks: Mapping[str, Check] | None = None
+) -> None:
+    """Check the first row of each file that is on this machine, without opening the whole dataset.
+
+    Raises:
+        DataError: for a file without the declared columns, as `open_dataset` raises.
+    """
+    for source in settings.sources or (settings,):
+        schema = RowSchema(columns, source.names, source.key, checks or {})
+        paths = (source.path,) if isinstance(source.path, str) else source.path or ()
+        for pattern in paths:
+            names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+            for file in map(Path, sorted(names)):
+                if file.is_file() and file.suffix in _FILES:
+                    _FILES[file.suffix].check_columns(file, schema)
+
+
+def check_rows(settings: DataSettings, source: RowSource) -> None:
+    """Check the first rows of each file, so that most mistakes are found before a run, and not during it.
+
+    Raises:
+        DataError: for a row that does not have the declared columns.
+    """
+    if settings.generator is not None:
+        return
+    sizes = source.sizes if isinstance(source, JoinedRows) else (len(source),)
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        for index in range(end - size, end - size + min(size, NUM_CHECKED_ROWS)):
+            source.row(index)
+
+
+def _open_paths(settings: DataSettings, schema: RowSchema) -> RowSource:
+    paths = (settings.path,) if isinstance(settings.path, str) else settings.path or ()
+    names = [name for path in paths for name in _matches(path, schema.key)]
+    sources = [_open_path(name, settings.split, schema) for name in names]
+    for source in sources:
+        if len(source):
+            source.row(0)
+    return sources[0] if len(sources) == 1 else JoinedRows(sources)
+
+
+def _matches(path: str, key: str) -> list[str]:
+    """Return the files that a pattern matches, in order of their names, and a path that is none as it is."""
+    if path.startswith(HUB) or Path(path).exists() or not glob.has_magic(path):
+        return [path]
+    found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise DataError(f"no file matches {path}; set {key}.path to existing files")
+    return found
+
+
+def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
+    if path.startswith(HUB):
+        return open_hub(path, split, schema)
+    file = Path(path)
+    if file.is_dir():
+        if is_saved(file):
+            return open_saved(path, split, schema)
+        raise DataError(
+            f"{path} is a directory that save_to_disk did not write; set {schema.key}.path to its files, as "
+            f"in '{path}/*.jsonl'"
+        )
+    if not file.is_file():
+        raise DataError(f"there is no data file {path}; set {schema.key}.path to an existing file")
+    if file.suffix not in _FILES:
+        raise DataError(
+            f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}; convert it to one"
+        )
+    if "[" in split:  # the name of a split may be left from a generator that the file replaces
+        raise DataError(
+            f"{schema.key}.split is {split}, but {path} is a file, all of which would be read; set "
+            f"{schema.key}.split={DataSettings.split}, and {schema.key}.limit to read its first rows only"
+        )
+    return _FILES[file.suffix](file, schema)
+
+
+def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
+    name = str(settings.generator)
+    if name not in _GENERATORS:
+        raise DataError(
+            f"there is no generator {name!r} (known: {', '.join(_GENERATORS)}){nearest(name, _GENERATORS)}"
+        )
+    return _GENERATORS[name](settings.split, schema)
+
+
+class _FirstRows:
+    """The first rows of a source."""
+
+    def __init__(self, source: RowSource, limit: int) -> None:
+        self._source = source
+        self._limit = limit
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the source."""
+        return self._source.files
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._source))
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return row `index` of the source."""
+        return self._source.row(index)
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        return self._source.where(index)
+
+
+_FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {
+    ".jsonl": JsonLines,
+    ".parquet": Parquet,
+}
+_GENERATORS: Mapping[str, Callable[[str, RowSchema], RowSource]] = {
+    "addition": Addition,
+    "addition-chat": AdditionChat,
+    "addition-pairs": AdditionPairs,
+}

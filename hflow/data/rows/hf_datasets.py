@@ -1,0 +1,161 @@
+"""Rows of the `datasets` library: datasets of the Hugging Face Hub, and what `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import DataError, shorten
+from hflow.data.rows.row_schema import RowSchema
+
+HUB = "hf:"
+"""Prefix of a path that names a dataset of the Hub, as in `hf:openai/gsm8k/main`."""
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*){0,2}", re.ASCII)
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files of which `save_to_disk` writes one into its directory."""
+_REASON_CHARACTERS = 300
+_OFFLINE = "load it once where there is a network, as {key}.path=DIRECTORY takes what its save_to_disk wrote"
+
+
+def is_saved(directory: Path) -> bool:
+    """Return whether `save_to_disk` wrote a directory."""
+    return any((directory / name).is_file() for name in _SAVED)
+
+
+class HuggingFaceRows:
+    """Rows of a `datasets.Dataset`, which are memory-mapped.
+
+    Args:
+        dataset: the rows.
+        schema: the columns to read.
+        where: names the dataset in errors.
+
+    Raises:
+        DataError: if the dataset lacks a declared column.
+    """
+
+    def __init__(self, dataset: Any, schema: RowSchema, where: str) -> None:
+        schema.check(dataset.column_names, where)
+        self._rows = dataset.select_columns(schema.source_columns).with_format(None)
+        self._types = dataset.features.arrow_schema
+        self._schema = schema
+        self._where = where
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The Arrow files that hold the rows."""
+        return tuple(Path(file["filename"]) for file in self._rows.cache_files)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return row `index`.
+
+        Raises:
+            DataError: if a value does not have its column's declared type.
+        """
+        from hflow.data.rows.row_schema import json_value
+
+        row = {name: json_value(x, self._types.field(name).type) for name, x in self._rows[index].items()}
+        return self._schema.row(row, self.where(index))
+
+    def where(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        return f"{self._where} row {index}"
+
+
+def open_saved(directory: str, split: str, schema: RowSchema) -> HuggingFaceRows:
+    """Open what `save_to_disk` wrote: a dataset, or one split of several.
+
+    Raises:
+        DataError: if it cannot be read, or has no such split.
+    """
+    library = _library(directory)
+    try:
+        saved = library.load_from_disk(directory)
+    except Exception as error:  # whatever is wrong with the files
+        raise DataError(f"{directory} cannot be read: {_reason(error)}; save it again") from error
+    if not isinstance(saved, library.DatasetDict):
+        return HuggingFaceRows(saved, schema, directory)
+    if split not in saved:
+        raise DataError(
+            f"{directory} has no split {split!r}; set {schema.key}.split to one of {', '.join(saved)}"
+        )
+    return HuggingFaceRows(saved[split], schema, f"{directory} ({split})")
+
+
+def open_hub(path: str, split: str, schema: RowSchema) -> HuggingFaceRows:
+    """Open a dataset of the Hub, or its copy in the cache of the library.
+
+    Args:
+        path: `hf:OWNER/NAME`, or `hf:OWNER/NAME/CONFIG` for one of several configurations.
+        split: a split, which may be a part of one, as in `train[:10%]`.
+        schema: the columns to read.
+
+    Raises:
+        DataError: if it cannot be loaded.
+    """
+    name = path.removeprefix(HUB)
+    if not _NAME.fullmatch(name):
+        raise DataError(f"{path} names no dataset; write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIG")
+    library = _library(path)
+    parts = name.split("/")
+    try:
+        with _quiet("huggingface_hub", "datasets"):
+            rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+    except Exception as error:  # of the network, the Hub, the library or the files
+        raise DataError(
+            f"{path} cannot be loaded: {_reason(error)}; {_fix(error, path, schema.key)}"
+        ) from error
+    return HuggingFaceRows(rows, schema, f"{path} ({split})")
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep libraries from logging what their errors say again, such as every attempt to connect."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _library(path: str) -> Any:
+    """Return the `datasets` library, which an extra installs.
+
+    Raises:
+        DataError: if it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path} needs the library datasets, which cannot be imported ({error}); pip install "
+            "'hflow[data]'"
+        ) from error
+    return datasets
+
+
+def _fix(error: Exception, path: str, key: str) -> str:
+    """Return what to change about a dataset of the Hub that cannot be loaded."""
+    text = str(error)
+    if isinstance(error, ConnectionError) or "offline" in text.lower():
+        return _OFFLINE.format(key=key)
+    if "split" in text.lower():
+        return f"set {key}.split to one of them"
+    if "config" in text.lower():
+        return f"name a configuration, as in {'/'.join(path.split('/')[:2])}/CONFIG"
+    return f"set {key}.path to another dataset"
+
+
+def _reason(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()) or type(error).__name__, _REASON_CHARACTERS)

@@ -1,0 +1,1 @@
+"""Tokens, chat templates, messages and tool calls."""

@@ -1,0 +1,156 @@
+"""`checked_by`: a check of a body's knobs and inputs, made when its recipe is read.
+
+`node_body`: what a worker calls for a node: its body, or the `run` of the recipe's own node type.
+
+The library's `actor_inf`, which recipes need not list: `prox="recompute"` adds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from hflow.base.recipe_files import local_directory
+from hflow.dsl.nodetype import Context, Definition, NodeType, define, definition_of
+from hflow.dsl.verbs import infer
+from hflow.types import Output, PerToken
+from hflow.types.node_setup import ATTRIBUTE
+
+CHECK_ATTRIBUTE = "__hflow_check__"
+"""The attribute of a function that holds its check."""
+
+BodyCheck = Callable[[Mapping[str, Any], Collection[str]], str | None]
+"""Takes the knobs and the decorator's options, and the names of the parameters that a field is bound to.
+Returns what is wrong and how to fix it, or None."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checked_by(check: BodyCheck) -> Callable[[Function], Function]:
+    """Attach a check to a body, below the decorator that makes it a node."""
+
+    def attach(body: Function) -> Function:
+        setattr(body, CHECK_ATTRIBUTE, check)
+        return body
+
+    return attach
+
+
+def check_of(body: Callable[..., Any]) -> BodyCheck | None:
+    """Return the check of a body, if it has one."""
+    return getattr(body, CHECK_ATTRIBUTE, None)
+
+
+def missing_extra(extra: str, *packages: str) -> str | None:
+    """Return what to install if a package of an optional part of hflow is missing.
+
+    Args:
+        extra: the extra of the distribution that brings the packages.
+        packages: importable names.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    return f"it needs {', '.join(missing)}: pip install 'hflow[{extra}]'" if missing else None
+
+
+def node_body(node: Definition[..., Any], options: Mapping[str, Any], directory: str) -> Callable[..., Any]:
+    """Return a callable that takes a node's inputs and knobs by name.
+
+    Args:
+        node: the node.
+        options: options that a configuration changed.
+        directory: the directory of the recipe's file on this machine.
+    """
+    kind = type(node.kind)
+    if kind.run is NodeType.run and not has_setup(node):
+        return node.body
+    run = _Run(node, {**node.kind.option_values, **options}, directory)
+    if not is_async(node):
+        return run
+
+    @functools.wraps(node.body)
+    async def awaited(**arguments: Any) -> Any:
+        result = run(**arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    if has_setup(node):
+        setattr(awaited, ATTRIBUTE, run.setup)
+    return awaited
+
+
+def has_setup(node: Definition[..., Any]) -> bool:
+    """Return whether the node's type prepares the processes in which it runs."""
+    return type(node.kind).setup is not NodeType.setup
+
+
+def is_async(node: Definition[..., Any]) -> bool:
+    """Return whether a call of the node must be awaited."""
+    return inspect.iscoroutinefunction(node.body) or inspect.iscoroutinefunction(type(node.kind).run)
+
+
+class _Run:
+    """Calls the `run` of a user's node type. It is called like a body: with inputs and knobs by name.
+
+    It has a copy of the node type's instance, so that what `setup` stores there belongs to one node.
+    """
+
+    def __init__(self, node: Definition[..., Any], options: Mapping[str, Any], directory: str) -> None:
+        self._kind = copy.copy(node.kind)
+        self._options = options
+        self._knobs = dict(node.knobs)
+        self._directory = directory
+        self.__wrapped__ = node.body  # `inspect.unwrap` finds the body here, and with it error locations.
+        self.__name__ = node.name
+        self.__module__ = node.body.__module__
+        if has_setup(node):
+            setattr(self, ATTRIBUTE, self.setup)
+
+    def setup(self) -> None:
+        """Prepare this process for calls."""
+        self._kind.setup(self._context(self._knobs))
+
+    def __call__(self, **arguments: Any) -> Any:
+        knobs = {name: arguments.pop(name) for name in self._knobs if name in arguments}
+        return self._kind.run(self._context(knobs), arguments)
+
+    def _context(self, knobs: Mapping[str, Any]) -> Context:
+        return Context(self.__wrapped__, knobs, self._options, local_directory(self._directory))
+
+
+@infer(returns="prox_logprobs")
+def actor_inf(out: Output) -> PerToken:
+    """Return the log-probs `[T]` under the weights at the start of the step: the proximal policy."""
+    return out.logprobs
+
+
+def implicit_nodes(nodes: Sequence[Definition[..., Any]]) -> list[Definition[..., Any]]:
+    """Return one `actor_inf` for every train node that reads `prox_logprobs`.
+
+    They are added whatever `prox` is, because a configuration may still change it. The graph drops those that
+    no node reads, and those of streams on which a listed node returns the field.
+    """
+    taken_names = {node.name for node in nodes}
+    added: list[Definition[..., Any]] = []
+    for node in nodes:
+        fields = {node.reads.get(p.name, p.field) for p in node.signature.parameters}
+        if node.kind.runs_as != "train" or "prox_logprobs" not in fields:
+            continue
+        default_name = f"{node.kind.models[0].name}_inf"
+        name = default_name if default_name not in taken_names else f"{node.name}_prox"
+        added.append(_actor_inf_for(node, name))
+        taken_names.add(name)
+    return added
+
+
+def _actor_inf_for(train_node: Definition[..., Any], name: str) -> Definition[..., Any]:
+    """Return an `actor_inf` with the model, stream and cadence of a train node."""
+    shared = {option: train_node.kind.option_values[option] for option in ("on", "every", "after")}
+    library = definition_of(actor_inf)
+    assert library is not None, "actor_inf is decorated above"
+    kind = library.kind.variant((train_node.kind.models[0],), shared)
+    base = replace(library, name=name, where=train_node.where)
+    return replace(define(kind, library.body, base), implicit=True)

@@ -1,0 +1,136 @@
+"""Attention over a packed step, with the interface that Hugging Face models call.
+
+The rows of a step are packed without padding. Rows 0 .. B-1 are the last tokens of the running sequences,
+which have slots 0 .. B-1 of the cache. The entering prompts follow. Further rows only fill up the matrix
+products and attend to nothing.
+
+Axes: B decoding sequences, N tokens stored in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hflow.engines.embedded.cache import KVCache, LengthBand
+from hflow.models.attention_kernels import cached_attention
+from hflow.models.packed_attention import PackedLayout, check_arguments
+from hflow.models.packed_attention import attend as attend_packed
+
+ATTENTION = "hflow_embedded"
+"""Name of this attention for `attn_implementation`. No mask function has this name, so HF builds no mask."""
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """Inputs of attention in one step."""
+
+    cache: KVCache
+    num_decoding: int
+    """B."""
+    bands: tuple[LengthBand, ...]
+    """The length bands of the B decoding rows."""
+    decode_mask: Tensor | None
+    """Additive mask `[B, 1, 1, longest band]`."""
+    stored_rows: Tensor | None
+    """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
+    .. N-1 are stored in order."""
+    stored_slots: Tensor
+    """int64 `[N]`."""
+    stored_positions: Tensor
+    """int64 `[N]`."""
+    num_prompt_rows: int
+    """Rows of the entering prompts, after the B decoding rows."""
+    prompts: PackedLayout | None
+    """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
+    max_length: int
+    """No row has a position beyond this many tokens."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_step: PackedStep,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Store the step's keys and values in the cache, and attend.
+
+    Args:
+        module: the layer's attention module; its `layer_idx` selects the cache's layer.
+        query: `[1, heads, rows, head_dim]`.
+        key: `[1, kv_heads, rows, head_dim]`.
+        value: as `key`.
+        attention_mask: unused; the step determines what each row sees.
+        packed_step: the step, passed through the model's forward.
+        scaling: factor of the scores.
+        kwargs: other arguments of the architecture.
+
+    Returns:
+        `[1, rows, heads, head_dim]`, and None for the attention weights.
+
+    Raises:
+        BackendError: if the architecture asks for more than causal attention.
+    """
+    check_arguments(module, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend_rows(packed_step, int(module.layer_idx), q, k, v, scale)[None], None  # type: ignore[arg-type]
+
+
+def attend_rows(
+    step: PackedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Store the keys and values of one layer in the cache, and attend.
+
+    Args:
+        step: the step.
+        layer: index of the layer in the cache.
+        queries: `[rows, heads, head_dim]`.
+        keys: `[rows, kv_heads, head_dim]`.
+        values: as `keys`.
+        scale: factor of the scores.
+
+    Returns:
+        `[rows, heads, head_dim]`, 0 in rows that only fill up.
+    """
+    _store(step, layer, keys, values)
+    first, last = step.num_decoding, step.num_decoding + step.num_prompt_rows
+    if first == len(queries) and len(step.bands) == 1:
+        return _decode(step, layer, step.bands[0], queries, scale)
+    out = queries.new_zeros(*queries.shape[:2], values.shape[-1])
+    for band in step.bands:
+        out[band.first : band.last] = _decode(step, layer, band, queries, scale)
+    if step.prompts is not None:
+        q, k, v = (x[first:last] for x in (queries, keys, values))
+        out[first:last] = attend_packed(q, k, v, step.prompts, scale)
+    return out
+
+
+def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
+    if step.stored_rows is None:
+        num_stored = len(step.stored_slots)
+        keys, values = keys[:num_stored], values[:num_stored]
+    else:
+        keys, values = keys[step.stored_rows], values[step.stored_rows]
+    step.cache.write(layer, step.stored_slots, step.stored_positions, keys, values)
+
+
+def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
+    """Attend from one query per sequence over its slot, for the sequences of one band."""
+    assert step.decode_mask is not None
+    first, last, length = band
+    keys, values = step.cache.view(layer, first, last, length)
+    return cached_attention(
+        queries[first:last], keys, values, step.decode_mask[first:last, :, :, :length], scale
+    )
+
+
+AttentionInterface.register(ATTENTION, attend)

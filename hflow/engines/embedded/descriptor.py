@@ -1,0 +1,83 @@
+"""The descriptor of the embedded engine, which imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hflow.engines.embedded import memory
+from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
+from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
+from hflow.planner.plan.traits import BackendTraits
+
+if TYPE_CHECKING:
+    from hflow.engines.embedded.replay import Draws
+    from hflow.engines.interface import EngineSetup
+
+
+def _make_engine(setup: EngineSetup) -> Any:
+    from hflow.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(*_arguments(setup))
+
+
+def _make_recording_engine(draws: Draws, setup: EngineSetup) -> Any:
+    from hflow.engines.embedded.replay import RecordingEngine
+
+    return RecordingEngine(draws, *_arguments(setup))
+
+
+def _make_replaying_engine(draws: Draws, setup: EngineSetup) -> Any:
+    from hflow.engines.embedded.replay import ReplayingEngine
+
+    return ReplayingEngine(draws, *_arguments(setup))
+
+
+def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
+    """Return the arguments of `EmbeddedEngine`."""
+    decode = None if setup.tokenizer is None else setup.tokenizer.answer
+    return setup.settings, setup.options, setup.module, decode
+
+
+def _check(served: ServedModel) -> Iterator[str]:
+    """Yield settings that only other engines have."""
+    if served.config.gen.cache_gib is not None:
+        model = served.replica.model
+        yield (
+            f"models.{model}.gen.cache_gib is set, but the cache of the embedded engine has a slot for each "
+            f"of max_running sequences. Set models.{model}.gen.max_running instead, and cache_gib=null."
+        )
+
+
+def _remark(served: ServedModel) -> str | None:
+    """Return why a model runs through transformers' modules, if its family or adapters are the reason."""
+    if served.family is None:
+        return None
+    objection = own_forward_objection({"model_type": served.family}, served.config.lora is not None)
+    return None if objection is None else f"{THROUGH_MODULES}: {objection}"
+
+
+def _find_variation(device: str) -> Variation | None:
+    if device == "cpu":
+        return None
+    return Variation(
+        "kernels of a GPU round by the sequences that are decoded together, which depends on timing",
+        "gen.engine=vllm",
+    )
+
+
+ENGINE = EngineKind(
+    name="embedded",
+    traits=BackendTraits(sharded_over_data="nothing"),
+    factory=_make_engine,
+    recording_factory=_make_recording_engine,
+    replaying_factory=_make_replaying_engine,
+    memory=memory,
+    check=_check,
+    remark=_remark,
+    find_variation=_find_variation,
+    packages=("torch", "transformers"),
+    install="make env",
+    purpose="generation without further packages",
+    is_required=True,
+)

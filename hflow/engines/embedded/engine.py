@@ -1,0 +1,362 @@
+"""`EmbeddedEngine`: continuous batching over a Hugging Face decoder, with one packed forward per step.
+
+At every step finished sequences leave and waiting ones enter. The last tokens of all running sequences and
+the prompts of the entering ones go through the model in one forward. Equal prompts that enter together are
+computed once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from hflow.base.errors import BackendError, ConfigError, nearest
+from hflow.data.batches.device_copy import to_device
+from hflow.engines.embedded.attention import PackedStep
+from hflow.engines.embedded.cache import KVCache, assign_slots, outgrows_band
+from hflow.engines.embedded.dense_decoder import DenseDecoder
+from hflow.engines.embedded.expert_recorder import ExpertRecorder
+from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
+from hflow.engines.embedded.module import (
+    FreedParameters,
+    build_module,
+    changing_tensors,
+    load_in_place,
+)
+from hflow.engines.embedded.packing import PromptGroup, admit, pack_step
+from hflow.engines.embedded.sampling import SamplingRows, draw
+from hflow.engines.interface import GenerationEngine, GenerationResult, SamplingParams
+from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
+from hflow.models.settings import ModelSettings
+from hflow.types.engine import SleepLevel
+from hflow.types.tensor_slices import whole_box
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits of an engine. They change speed and memory, but not what is drawn."""
+
+    max_running: int = 256
+    """Maximum sequences that draw a token in one step; the others wait."""
+    max_tokens_per_step: int = 8192
+    """Maximum prompt tokens prefilled in one step. A longer prompt is prefilled alone."""
+    max_model_len: int = 2048
+    """Maximum tokens of a sequence, prompt included, if the model's `max_position_embeddings` is not
+    smaller."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineOptions:
+        """Read options from a mapping.
+
+        Raises:
+            ConfigError: if a name is unknown or a value is below 1.
+        """
+        names = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name not in names:
+                raise ConfigError(f"the embedded engine has no option {name!r}{nearest(name, names)}")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"engine option {name} is {value!r}; set an integer of at least 1")
+        return cls(**options)
+
+
+class EmbeddedEngine(GenerationEngine):
+    """A generation engine in this process, stepped by its owner; not thread-safe.
+
+    A drawn token depends only on its sequence, the weights and (seed, position), up to rounding in the matrix
+    products: not on the other sequences of the batch, nor on time. Positions count from the sequence's first
+    token, so a request that is resumed after an interruption draws with the same random numbers.
+
+    Attributes:
+        version: version of the weights in use, recorded with every drawn token.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        options: Mapping[str, Any] | None = None,
+        module: nn.Module | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            settings: architecture or checkpoint, dtype and device.
+            options: fields of `EngineOptions`.
+            module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after
+                an update; `load_weights` raises.
+            decode: token ids to text, for requests with stop strings.
+
+        Raises:
+            BackendError: if the engine does not support the model.
+            ConfigError: if an option is unknown or has a wrong value.
+        """
+        self.version = 0
+        self._options = EngineOptions.of(options or {})
+        self._decode = decode
+        self._shares_weights = module is not None
+        self._module = build_module(settings, module)
+        self._run_model: RunModel = choose_forward(settings, self._module)
+        self._recorder = ExpertRecorder(self._module)
+        self._has_adapters = settings.lora is not None
+        """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
+        self._device = next(self._module.parameters()).device
+        self._is_accelerated = self._device.type != "cpu"
+        self._dtype = next(self._module.parameters()).dtype
+        config: Any = self._module.config
+        self._vocab_size = int(config.vocab_size)
+        self._num_layers = int(config.num_hidden_layers)
+        self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
+        self._cache = KVCache(self._options.max_running)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._running: list[GenerationRequest] = []
+        """Slot -> request."""
+        self._rows: SamplingRows | None = None
+        """Sampling parameters of the running requests; None after these have changed."""
+        self._asleep = False
+        self._freed: FreedParameters | None = None
+        """The weights' memory, while it is free."""
+        self._has_weights = True
+        """False from the time that they are dropped until others are loaded."""
+        self._probe(settings.name)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that have a slot."""
+        return len(self._running)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Allocated bytes of keys and values."""
+        return self._cache.nbytes
+
+    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request.
+
+        Raises:
+            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
+                and the engine has no `decode`, or if experts shall be recorded and the model has none.
+        """
+        if params.routing_replay and not self._recorder.num_layers:
+            raise BackendError("routing_replay is set, but the engine's model has no experts; remove it")
+        request = new_request(
+            request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
+        )
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: int) -> None:
+        """Remove a request, waiting or running; no result is returned for it."""
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        self._compact([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, GenerationResult]]:
+        """Admit waiting requests and draw one token for each running one; return the finished requests."""
+        assert not self._asleep, "step() called while asleep"
+        if not self._has_weights:
+            raise BackendError(
+                "the engine dropped its weights when it slept and has not loaded others, which is a bug in "
+                "hflow; resume the run from its last checkpoint"
+            )
+        free_slots = self._options.max_running - len(self._running)
+        groups = admit(self._waiting, free_slots, self._options.max_tokens_per_step)
+        if not self._running and not groups:
+            return []
+        logits = self._forward(groups)
+        if groups:
+            self._running.extend(member for group in groups for member in group.members)
+            self._rows = None
+        self._draw(logits)
+        return self._finish(has_entered=len(groups) > 0)
+
+    def interrupt(self) -> list[tuple[int, GenerationResult]]:
+        """Remove all requests; return what each has drawn, running ones in slot order, then waiting ones."""
+        unfinished = [*self._running, *self._waiting]
+        self._running, self._rows = [], None
+        self._waiting.clear()
+        return [(request.request_id, request.result("abort")) for request in unfinished]
+
+    def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
+        """Copy new weights in place. Running sequences keep their tokens and are prefilled again.
+
+        Raises:
+            BackendError: if names or shapes differ from the model's, or the weights are shared.
+            RunError: if the module then holds other weights than were sent.
+        """
+        if self._shares_weights:
+            raise BackendError(
+                "this engine shares its trainer's weights, so it cannot load others; call set_version"
+            )
+        (rank,) = incoming
+        tensors = changing_tensors(self._module)
+
+        def held(name: str) -> HeldBoxes:
+            return [(whole_box(tuple(tensors[name].shape)), tensors[name])] if name in tensors else []
+
+        loaded = load_verified(rank, lambda weights: load_in_place(self._module, weights), held)
+        self._has_weights = True
+        self.set_version(version)
+        return loaded
+
+    def set_version(self, version: int) -> None:
+        """Report that shared weights have changed. Running sequences are prefilled again.
+
+        Prefilling overwrites the cache, so the old one need not be cleared.
+        """
+        self._requeue()
+        self.version = version
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free the cache, and weights that are not shared, on an accelerator.
+
+        On a CPU both stay in memory, since allocating pages again costs more than a short turn of generation.
+        Weights that were dropped cannot be used there either.
+        """
+        self._requeue()
+        self._asleep = True
+        keep = level is SleepLevel.KEEP_WEIGHTS
+        self._has_weights &= keep or self._shares_weights
+        if not self._is_accelerated:
+            return
+        self._cache.drop()
+        if not self._shares_weights:
+            self._freed = FreedParameters(self._module, keep or self._has_adapters)
+
+    def wake_weights(self) -> None:
+        """Allocate the weights again, and copy them back if they were kept."""
+        if self._freed is not None:
+            self._freed.restore()
+            self._freed = None
+
+    def wake_cache(self) -> None:
+        """Let `step` run. It allocates the cache when it needs it."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Do nothing: the engine is in this process only."""
+
+    def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
+        """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
+        packed = pack_step(self._running, groups, self._cache, self._dtype, self._device)
+        with self._recorder.recording(self._running, groups):
+            logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
+        if packed.sequence_logits is None:
+            return logits[: len(self._running)]
+        return logits[packed.sequence_logits]
+
+    def _draw(self, logits: Tensor) -> None:
+        """Append one token to every running request."""
+        if self._rows is None:
+            params = [request.params for request in self._running]
+            self._rows = SamplingRows.of(params, logits.shape[1], self._device)
+        positions = np.fromiter((len(r.ids) for r in self._running), np.int64, len(self._running))
+        drawn = draw(logits, self._rows, positions, self._forced_tokens())
+        tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
+        for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+            if logprob != logprob:
+                raise BackendError(
+                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
+                )
+            request.ids.append(int(token))
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+
+    def _forced_tokens(self) -> Tensor | None:
+        """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""
+        return None
+
+    def _finish(self, has_entered: bool) -> list[tuple[int, GenerationResult]]:
+        """Remove and return finished sequences, and reassign the slots of the others if necessary."""
+        reasons = [stop_reason(request, self._decode) for request in self._running]
+        finished_slots = [slot for slot, reason in enumerate(reasons) if reason is not None]
+        finished = [
+            (self._running[slot].request_id, self._running[slot].result(str(reasons[slot])))
+            for slot in finished_slots
+        ]
+        if finished_slots or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
+            self._compact(finished_slots)
+        return finished
+
+    def _compact(self, freed: Sequence[int]) -> None:
+        """Free slots, and assign the other sequences to slots by their lengths."""
+        freed_slots = frozenset(freed)
+        slots = np.array([slot for slot in range(len(self._running)) if slot not in freed_slots], np.int64)
+        lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
+        assigned = assign_slots(slots, lengths)
+        moves = np.not_equal(assigned, slots)
+        if moves.any():
+            sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
+            self._cache.move(sources, targets, int(lengths[moves].max()))
+        if freed_slots or moves.any():
+            order = slots[np.argsort(assigned)]
+            self._running = [self._running[slot] for slot in order]
+            self._rows = None if self._rows is None else self._rows.take(order)
+
+    def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
+        return to_device(torch.from_numpy(values), self._device)
+
+    def _requeue(self) -> None:
+        """Move running requests to the front of the queue, with their tokens."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running, self._rows = [], None
+
+    @torch.inference_mode()
+    def _probe(self, name: str) -> None:
+        """Check the architecture by running two tokens.
+
+        Raises:
+            BackendError: if not every layer uses the engine's attention.
+        """
+        probe = GenerationRequest(-1, SamplingParams(), [0, 0], num_prompt=2, max_length=3)
+        self._forward([PromptGroup((0, 0), (probe,))])
+        num_pluggable = self._cache.num_layers
+        if num_pluggable != self._num_layers:
+            raise BackendError(
+                f"model {name!r}: {num_pluggable} of {self._num_layers} layers of "
+                f"{type(self._module).__name__} have pluggable attention, but the engine needs all; "
+                "choose another architecture"
+            )
+        self._cache.drop()
+
+
+RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
+"""Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_forward(settings: ModelSettings, module: nn.Module) -> RunModel:
+    """Return the function that runs a step of a module; log if it is that of transformers' modules."""
+    config: Any = module.config
+    objection = own_forward_objection(config.to_dict(), settings.lora is not None)
+    if objection is None:
+        return DenseDecoder(module).logits
+    _LOG.warning("engine of %s: %s: %s", settings.name, THROUGH_MODULES, objection)
+
+    def run_modules(input_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: PackedStep) -> Tensor:
+        logits: Tensor = module(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            packed_step=step,
+        ).logits[0]
+        return logits
+
+    return run_modules

@@ -1,0 +1,68 @@
+"""Memory formulas of the embedded engine.
+
+Its cache has a slot for each sequence that may run, and all slots are as long as the longest sequence so far.
+"""
+
+from __future__ import annotations
+
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
+
+LENGTH_STEP = 16
+"""Slot lengths are multiples of this (`engines/embedded/cache.py`)."""
+SAMPLING_BYTES = 24
+"""Bytes that sampling needs for each logit, beyond the logit: log-probs and probabilities in fp32, cumulative
+sums and their input in fp64."""
+
+
+def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
+    """Return the size of the KV cache. The engine does not limit it to the device's memory."""
+    return cache_bytes_per_token(rank) * load.num_running * slot_length(load.prompt, load.longest)
+
+
+def decode_step(rank: Rank, load: EngineLoad) -> Items:
+    """Return the peak of a step beyond weights and cache.
+
+    It is at the prefill, at the growth of a layer's cache, at the attention scores in fp32, or at the logits.
+    """
+    prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
+    moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
+    layer_bytes_per_token = cache_bytes_per_token(rank) // max(rank.sizes.num_layers, 1)
+    num_slot_tokens = load.num_running * slot_length(load.prompt, load.longest)
+    grown_cache = layer_bytes_per_token * num_slot_tokens * 4 // 5
+    moments.append(item(MemoryCategory.KV_CACHE, grown_cache, "grown cache"))
+    if rank.width == FP32_BYTES:
+        scores = 2 * FP32_BYTES * rank.shape.num_heads // rank.tensor * load.num_running * load.longest
+        moments.append(item(MemoryCategory.ACTIVATIONS, scores))
+    if rank.is_last_stage:
+        num_logits = load.num_running * -(-rank.shape.vocab // rank.tensor)
+        logits = (rank.width + SAMPLING_BYTES) * num_logits
+        moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
+    return largest(moments)
+
+
+def process_state(rank: Rank, overhead: int) -> Items:
+    """Return nothing: the engine is in the process of its worker."""
+    return Items()
+
+
+def max_sequences(rank: Rank, cache: int, length: float) -> int | None:
+    """Return None: the cache has a slot for each of `max_running` sequences."""
+    return None
+
+
+def slot_length(prompt: int, longest: int) -> int:
+    """Return the tokens of a slot once sequences with that prompt have reached the longest length.
+
+    A cache that is too short grows to what is needed, or by a quarter where that is more.
+    """
+    length = _padded(prompt)
+    while length < longest - 1:
+        length = _padded(max(length + 1, length * 5 // 4))
+    return length
+
+
+def _padded(num_tokens: int) -> int:
+    return max(2 * LENGTH_STEP, -(-num_tokens // LENGTH_STEP) * LENGTH_STEP)

@@ -1,0 +1,115 @@
+"""A request of a generation engine: what it has drawn, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hflow.base.errors import BackendError
+from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.types.sampling import find_sampling_problem
+
+Decode = Callable[[Sequence[int]], str]
+
+_TOKENS_PER_CHARACTER = 4
+"""Maximum tokens of one character: the bytes of its UTF-8 code."""
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A prompt and the tokens drawn after it so far.
+
+    `ids` is the prompt followed by the drawn tokens. `logprobs` and `versions` have entries for drawn tokens
+    only, `routed_experts` for the first of `ids` that were computed.
+    """
+
+    request_id: int
+    params: SamplingParams
+    ids: list[int]
+    num_prompt: int
+    max_length: int
+    """Number of tokens, prompt included, at which the request ends with `length`."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routed_experts: list[bytes] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
+
+    def result(self, stop_reason: str) -> GenerationResult:
+        """Return what the request has drawn."""
+        return GenerationResult(
+            ids=tuple(self.ids[self.num_prompt :]),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            stop_reason=stop_reason,
+            routed_experts=tuple(self.routed_experts),
+        )
+
+
+def new_request(
+    request_id: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    max_length: int,
+    vocab_size: int,
+    decode: Decode | None,
+) -> GenerationRequest:
+    """Return a request of an engine that can serve it.
+
+    Args:
+        request_id: as in `GenerationEngine.add`.
+        prompt_ids: the prompt.
+        params: how to draw.
+        max_length: maximum tokens of a sequence, prompt included.
+        vocab_size: of the model.
+        decode: the engine's, to find stop strings.
+
+    Raises:
+        BackendError: if the prompt is empty, too long or has unknown tokens, if no token can be drawn with
+            the parameters, or if there are stop strings and the engine has no `decode`.
+    """
+    if not 0 < len(prompt_ids) < max_length:
+        raise BackendError(
+            f"a prompt has {len(prompt_ids)} tokens, but the engine takes 1 to {max_length - 1}; "
+            "shorten it, or raise models.NAME.gen.max_model_len"
+        )
+    if max(prompt_ids) >= vocab_size:
+        raise BackendError(
+            f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {vocab_size}; "
+            "set the model's vocab_size to its tokenizer's"
+        )
+    if (found := find_sampling_problem(params.temperature, params.top_p, params.top_k)) is not None:
+        raise BackendError(found[1])
+    if "" in params.stop:
+        raise BackendError("a stop string is empty, which would end every completion at once; remove it")
+    if params.stop and decode is None:
+        raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
+    return GenerationRequest(
+        request_id=request_id,
+        params=params,
+        ids=list(prompt_ids),
+        num_prompt=len(prompt_ids),
+        max_length=min(len(prompt_ids) + params.max_tokens, max_length),
+        stop_ids=frozenset(params.stop_ids),
+    )
+
+
+def stop_reason(request: GenerationRequest, decode: Decode | None) -> str | None:
+    """Return `stop` or `length` if the token just drawn ends the request, else None."""
+    if request.ids[-1] in request.stop_ids:
+        return "stop"
+    if request.params.stop and decode is not None and _ends_with_stop(request, decode):
+        return "stop"
+    return "length" if len(request.ids) >= request.max_length else None
+
+
+def _ends_with_stop(request: GenerationRequest, decode: Decode) -> bool:
+    """Return whether a stop string is in the last drawn characters.
+
+    Only as many tokens as the longest stop string can span are decoded. An earlier occurrence would have
+    ended the request earlier.
+    """
+    stops = request.params.stop
+    window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
+    first_drawn = request.num_prompt - request.params.num_resumed
+    text = decode(request.ids[max(first_drawn, len(request.ids) - window) :])
+    return any(stop in text for stop in stops)

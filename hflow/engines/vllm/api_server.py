@@ -1,0 +1,117 @@
+"""`VllmApiServer`: vLLM's own OpenAI-compatible server, in a process that ends with this one."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+
+from hflow.base.errors import ConfigError
+from hflow.engines.interface import EngineSetup
+from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
+from hflow.processes.child import VllmProcess
+
+_MODULE = "hflow.engines.vllm.api_server_main"
+
+
+class VllmApiServer:
+    """vLLM's server as a child process.
+
+    Args:
+        setup: the model, and the limits of the engine.
+        host: address to listen on.
+        port: 0 for a free one.
+        api_key: None: requests need no key.
+    """
+
+    def __init__(self, setup: EngineSetup, host: str, port: int, api_key: str | None) -> None:
+        self._setup = setup
+        self._host = host
+        self._port = port
+        self._api_key = api_key
+        self._process = VllmProcess("vLLM's server", _MODULE, "try --engine embedded")
+        self._is_closing = False
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on, once it was started."""
+        return self._port
+
+    def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            ConfigError: if the port is in use, or the host is not this machine's.
+        """
+        self._port = _free_port(self._host, self._port)
+        variables = environment(self._setup)
+        if self._api_key is not None:
+            variables["VLLM_API_KEY"] = self._api_key  # arguments can be read by all users of the machine
+        self._process.start(variables, self._arguments())
+
+    def wait_ready(self) -> None:
+        """Wait until requests can be sent, or until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+        host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
+        while not self._is_closing:
+            if self._process.has_ended:
+                raise self._process.death()
+            with suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"http://{host}:{self._port}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+
+    def wait(self) -> None:
+        """Wait until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+        self._process.wait()
+        if not self._is_closing:
+            raise self._process.death()
+
+    def close(self) -> None:
+        """End the process and all of its children. Safe to call twice."""
+        self._is_closing = True
+        self._process.close()
+
+    def _arguments(self) -> list[str]:
+        """Return the arguments of vLLM's server."""
+        settings, tokenizer = self._setup.settings, self._setup.tokenizer
+        arguments = engine_arguments(self._setup, str(settings.path), self._setup.options["max_model_len"])
+        arguments |= {"served_model_name": settings.name, "host": self._host, "port": self._port}
+        arguments["disable_uvicorn_access_log"] = True
+        if tokenizer is not None:
+            # The tokenizer as hflow configured it, in a directory of its own, as beside a model's config it
+            # may be loaded as another class.
+            arguments["tokenizer"] = self._process.directory / "tokenizer"
+            tokenizer.save_for_server(arguments["tokenizer"])
+            arguments["generation_config"] = arguments["tokenizer"]
+            if tokenizer.chat_template is not None:
+                arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+        return command_line(arguments)
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return the port if it is free, and for 0 any free one.
+
+    Raises:
+        ConfigError: if it is not free, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another port or "
+                "host"
+            ) from error
+        return int(probe.getsockname()[1])

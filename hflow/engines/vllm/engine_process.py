@@ -1,0 +1,104 @@
+"""`EngineProcess`: calls the process of a vLLM engine, and receives its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hflow.engines.vllm.messages import EngineCall, EngineFailed, EngineReply, FinishedRequests
+from hflow.processes.child import VllmProcess
+
+_MODULE = "hflow.engines.vllm.engine_main"
+
+
+class EngineProcess:
+    """The child process of one engine.
+
+    Attributes:
+        directory: a temporary directory, removed by `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Prepare.
+
+        Args:
+            name: the model's, for errors.
+        """
+        advice = "start the run again from its last checkpoint"
+        self._process = VllmProcess(f"the vLLM engine of {name!r}", _MODULE, advice)
+        self.directory = self._process.directory
+        self._shared_memory: list[str] = []
+
+    def start(self, environment: Mapping[str, str], first_message: Any) -> None:
+        """Start the process and wait until its engine is built.
+
+        Args:
+            environment: variables besides those of this process.
+            first_message: what it is built from.
+
+        Raises:
+            HflowError: when it cannot be built.
+        """
+        self._process.start(environment)
+        try:
+            self._process.connection.send(first_message)
+            self._shared_memory = self.wait_reply([])
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, calls: Sequence[EngineCall]) -> None:
+        """Send calls.
+
+        Raises:
+            RunError: when the process has ended.
+        """
+        try:
+            self._process.connection.send(calls)
+        except OSError:
+            self.receive(0)  # raises what ended it, if it could say so
+            raise self._process.death() from None
+
+    def receive(self, seconds: float) -> EngineReply | FinishedRequests | None:
+        """Return the next message; None if there is none within some seconds.
+
+        Raises:
+            HflowError: when the process has failed or ended.
+        """
+        connection = self._process.connection
+        try:
+            if not connection.poll(seconds):
+                return None
+            message: EngineReply | FinishedRequests | EngineFailed = connection.recv()
+        except (EOFError, OSError):
+            raise self._process.death() from None
+        if isinstance(message, EngineFailed):
+            raise message.error
+        return message
+
+    def wait_reply(self, finished: list[Any]) -> Any:
+        """Wait for a reply, and append the results that come before it to `finished`.
+
+        Raises:
+            HflowError: what the call raised, or when the process has failed or ended.
+        """
+        while True:
+            message = self.receive(60.0)
+            if isinstance(message, EngineReply):
+                if message.error is not None:
+                    raise message.error
+                return message.value
+            if isinstance(message, FinishedRequests):
+                finished.extend(message.results)
+
+    def close(self) -> None:
+        """End the process and all of its children. Safe to call twice."""
+        self._process.close()
+        remove_files(self._shared_memory)  # if the process could not do that
+
+
+def remove_files(files: Iterable[str]) -> None:
+    """Remove files that may be gone already."""
+    for file in files:
+        Path(file).unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""What vLLM is started with: environment variables, and the arguments of its engine.
+
+A run's engine and the server that `hflow serve` starts have the same, so that both draw the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hflow.engines.interface import EngineSetup
+from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan
+from hflow.models.hf_config import read_config
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""hflow's name of a dtype -> vLLM's."""
+_CUDA_QUEUES = "8"
+"""Hardware queues of a process: CUDA's default. A worker with tensor ranks of megatron has only one."""
+_RANK_EXTENSION = "hflow.engines.vllm.rank.RankExtension"
+_RECORDING_WORKER = "hflow.engines.vllm.cpu_recording.RecordingWorker"
+_UNUSED_FRACTION = 0.01
+"""`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
+fraction is free, although it does not size the cache by it."""
+
+
+def environment(setup: EngineSetup) -> dict[str, str]:
+    """Return the environment variables of a process, which vLLM reads when it is imported."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # Otherwise it depends on whether triton is installed. The second one draws the tokens of all requests
+        # at once, the first one those of each request with a seed by themselves. A CPU has only the first.
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(setup.settings.device != "cpu")),
+        # Forked ranks would hold the connection to the worker open. vLLM spawns them on a CPU by itself.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if setup.settings.device == "cuda":
+        # Without a list, the process has the devices of this one.
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {}
+        return variables | devices | {"CUDA_DEVICE_MAX_CONNECTIONS": _CUDA_QUEUES}
+    cores = [",".join(map(str, rank_cores)) for rank_cores in setup.cores]
+    num_threads = len(setup.cores[0]) if setup.cores else torch.get_num_threads()
+    return {
+        **variables,
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores) if setup.tensor > 1 and cores else "nobind",
+    }
+
+
+def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine (fields of its `EngineArgs`).
+
+    Args:
+        setup: the model, and the limits of the engine.
+        directory: with the model's `config.json`, and its weights if it has a path.
+        max_length: maximum tokens of a sequence, prompt included.
+    """
+    on_cpu, max_running = setup.settings.device == "cpu", setup.options["max_running"]
+    return {
+        "model": directory,
+        "dtype": _DTYPES[setup.settings.dtype],
+        "seed": 0,
+        "generation_config": "vllm",
+        "max_model_len": max_length,
+        "max_num_seqs": max_running,
+        # A prompt that is not divided needs a step of its own.
+        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
+        # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
+        "enable_chunked_prefill": not on_cpu,
+        "tensor_parallel_size": setup.tensor,
+        "distributed_executor_backend": "mp" if setup.tensor > 1 else "uni",
+        "enforce_eager": on_cpu,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": _RANK_EXTENSION,
+        **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
+        **(_recording(on_cpu) if setup.records_experts else {}),
+        **_memory(setup, max_length),
+    }
+
+
+def _recording(on_cpu: bool) -> dict[str, Any]:
+    """Return what makes vLLM record experts. Its store of them needs the hashes of cached blocks."""
+    if on_cpu:
+        return {"enable_prefix_caching": True, "worker_cls": _RECORDING_WORKER}
+    return {"enable_prefix_caching": True, "enable_return_routed_experts": True}
+
+
+def reads_checkpoint(setup: EngineSetup) -> bool:
+    """Return whether a run's engine reads the weights of a checkpoint when it is built.
+
+    It does not where all of them are replaced before it generates. Adapters replace none: they are added to
+    the weights that the engine was built with.
+    """
+    is_replaced = setup.receives_weights and setup.settings.lora is None
+    return setup.settings.path is not None and not is_replaced
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as vLLM's command line takes them."""
+    words = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
+    """Return the size of the KV cache: the plan's, or one for a CPU, as vLLM does not choose that."""
+    cache = setup.options.get("cache_bytes")
+    if cache is None and setup.settings.device == "cpu":
+        cache = cache_without_plan(
+            read_config(setup.settings),
+            setup.settings.dtype,
+            setup.options["max_running"],
+            max_length,
+            setup.tensor,
+        )
+    if cache is None:
+        return {"gpu_memory_utilization": MEMORY_BUDGET}
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": _UNUSED_FRACTION}

@@ -1,0 +1,227 @@
+"""What hflow adds to each of vLLM's tensor ranks: it receives weights and checks them.
+
+vLLM imports this module in every rank, as its `worker_extension_cls`. Importing it registers the backends
+`hflow` and `hflow-adapters` of vLLM's weight transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from hflow.base.errors import HflowError
+from hflow.engines.vllm.hf_mapping import checked, held_tensors
+from hflow.models.expert_tensors import file_tensors
+from hflow.models.host_copy import HostCopies
+from hflow.weights.adapters import BaseTensor, MergedWeights
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
+
+TRANSFER_BACKEND = "hflow"
+ADAPTER_BACKEND = "hflow-adapters"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _InitInfo(WeightTransferInitInfo):
+    """Nothing: a channel opens when the first weights arrive."""
+
+
+@dataclass
+class _UpdateInfo(WeightTransferUpdateInfo):
+    incoming: bytes
+    """The rank's `IncomingWeights`, pickled."""
+    scale: float | None = None
+    """The factor of adapters' output, if adapters are what comes in."""
+
+
+class Outcome(NamedTuple):
+    """What a weight update loaded, or the error that it ended with."""
+
+    loaded: LoadedWeights | None = None
+    error: HflowError | None = None
+
+
+class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
+    """Loads `IncomingWeights` into the rank's model, layer by layer.
+
+    Attributes:
+        outcome: what the last update did. vLLM would pass its error on as a text, so
+            `RankExtension.hflow_outcome` returns it.
+    """
+
+    init_info_cls = _InitInfo
+    update_info_cls = _UpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._held = held_tensors(self.model)
+        self.outcome = Outcome()
+
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the model's loaders."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive, load and check all weights of a version."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
+        """Receive, load and check all weights of a version."""
+        try:
+            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info.scale)
+            self.outcome = Outcome(loaded=load_verified(incoming, self._load, self._boxes))
+        except HflowError as error:
+            self.outcome = Outcome(error=error)
+            self._finish()  # the model is whole again, with undefined weights
+
+    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+        """Return the weights of the whole model."""
+        return incoming
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: `receive_weights` has finished the update, since it checks the result."""
+
+    def shutdown(self) -> None:
+        """Do nothing: channels close when the process ends."""
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        model: Any = self.model
+        pairs = checked(weights, self._held)
+        model.load_weights(pair for name, tensor in pairs for pair in file_tensors({name: tensor}).items())
+        self._finish()
+
+    def _finish(self) -> None:
+        """Copy what was loaded into the model's parameters."""
+        finalize: Any = finalize_layerwise_reload
+        finalize(self.model, self.model_config)
+
+    def _boxes(self, name: str) -> HeldBoxes:
+        held = self._held.get(name)
+        return () if held is None else ((held.box, held.view),)
+
+
+class AdapterTransfer(HflowWeightTransfer):
+    """Adds adapters to the weights that the model was built with, of which it keeps a copy in host memory."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._base: dict[str, BaseTensor] = {}
+        self._copies = HostCopies()
+        places: set[int] = set()
+        with self._copies.made():
+            for name, held in self._held.items():
+                if held.view.numel() and held.view.data_ptr() not in places:  # tied tensors are kept once
+                    places.add(held.view.data_ptr())
+                    self._base[name] = BaseTensor(held.shape, held.box, self._copies.copy(held.view))
+        self._target = next(self.model.parameters()).device
+
+    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+        assert scale is not None, "adapters come with their scale"
+        return MergedWeights(incoming, self._base, scale, self._target)
+
+
+class RankExtension:
+    """Methods that vLLM's worker of a rank gets, for `collective_rpc`."""
+
+    weight_transfer_engine: HflowWeightTransfer
+    model_runner: Any
+
+    def hflow_outcome(self) -> Outcome:
+        """Return what the last weight update of this rank did."""
+        return self.weight_transfer_engine.outcome
+
+    def hflow_expert_layers(self) -> list[int]:
+        """Return the numbers of the layers that have experts."""
+        modules = self.model_runner.get_model().modules()
+        return sorted(module.layer_id for module in modules if isinstance(module, MoERunner))
+
+
+def _use_weights_in_place(layer: Any, remove_weight: bool) -> None:
+    """Multiply with a layer's parameter itself.
+
+    Replaces vLLM's choice of a kernel on a CPU, whose kernels pack a copy of the weights and delete the
+    parameter, so that new weights could neither be written to it nor be compared with it.
+    """
+    layer.cpu_linear = nn.functional.linear
+
+
+class _ExpertsInPlace(CPUUnquantizedExperts):
+    """Multiplies with the parameters of experts themselves, for the same reason."""
+
+    @staticmethod
+    def is_supported_config(*arguments: Any) -> tuple[bool, str | None]:
+        """Return that any sizes will do."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave them as they are."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Add up what the chosen experts make of each token, `[T, D]`, into `output`.
+
+        Args:
+            output: `[T, D]`.
+            hidden_states: `[T, D]`.
+            w1: gates and ups of N experts, `[N, 2F, D]`.
+            w2: downs, `[N, D, F]`.
+            topk_weights: of K experts of each token, `[T, K]`.
+            topk_ids: their numbers.
+            activation: of gates.
+        """
+        assert activation == MoEActivation.SILU
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+            gates, ups = (hidden_states[tokens] @ w1[expert].T).chunk(2, dim=-1)
+            rows = (nn.functional.silu(gates) * ups) @ w2[expert].T
+            weights = topk_weights[tokens, places, None].to(rows.dtype)
+            output.index_add_(0, tokens, rows * weights)
+
+
+def _prepare_process() -> None:
+    if multiprocessing.parent_process() is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
+        unquantized.backend_to_kernel_cls = lambda backend: [_ExpertsInPlace]
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HflowWeightTransfer)
+        WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, AdapterTransfer)
+
+
+_prepare_process()

@@ -1,0 +1,327 @@
+"""Random weights of a model that no trainer owns, as the embedded engine draws them.
+
+`Stepper`: vLLM's engine with hflow's requests, stepped by the loop of its process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hflow.base.errors import BackendError
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.interface import GenerationResult
+from hflow.engines.request import GenerationRequest, new_request, stop_reason
+from hflow.engines.vllm import rank
+from hflow.engines.vllm.messages import AddedRequest, ProcessSettings
+from hflow.models.expert_tensors import stacked_views
+from hflow.models.hf_config import read_config, translate_errors
+from hflow.models.seeds import request_seed
+from hflow.models.settings import ModelSettings
+from hflow.types.engine import SleepLevel
+from hflow.types.routed_experts import RoutingFormat
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import LoadedWeights
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """The weights of a model with an architecture and a seed, built when they are iterated."""
+
+    settings: ModelSettings
+
+    def incoming(self) -> IncomingWeights:
+        """Return them as what a rank receives. They can be pickled."""
+        return IncomingWeights.of_tensors(self._tensors)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.dtype]
+        with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=torch.float32)
+        for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
+            weight.data = weight.data.to(dtype)
+        yield from stacked_views(module.config.model_type, module.named_parameters())
+
+
+Results = list[tuple[int, GenerationResult]]
+
+
+class Stepper:
+    """Serves the methods of `GenerationEngine` that need vLLM, in its process.
+
+    vLLM schedules and samples; this keeps the tokens of each request with their log-probs and versions, and
+    decides when it ends. Scheduling is not asynchronous, so the tokens of a step have the version that the
+    weights have during the step.
+    """
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        """Build vLLM's engine, in this process and its ranks."""
+        if settings.cores:
+            os.sched_setaffinity(0, settings.cores)
+        self._settings = settings
+        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
+        self._decode = None if tokenizer is None else tokenizer.answer
+        self._engine = LLMEngine.from_vllm_config(
+            _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
+        )
+        self._core = self._engine.engine_core
+        self._max_length: int = settings.arguments["max_model_len"]
+        self._num_ranks: int = settings.arguments["tensor_parallel_size"]
+        self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
+        self._tasks = self._engine.get_supported_tasks()
+        self._expert_rows = self._read_expert_rows() if settings.records_experts else None
+        self._version = 0
+        self._has_weights = settings.reads_checkpoint
+        """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
+        are dropped."""
+        self._requests: dict[str, GenerationRequest] = {}
+        self._names: dict[int, str] = {}
+        """Request id -> the name that vLLM knows it by, which it must not see twice."""
+        self._counter = itertools.count()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._requests)
+
+    def add(self, added: Sequence[AddedRequest]) -> None:
+        """Queue requests, which the worker has checked."""
+        for request_id, prompt_ids, params in added:
+            name = str(next(self._counter))
+            request = new_request(
+                request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
+            )
+            core_request = self._engine.input_processor.process_inputs(
+                name, tokens_input(request.ids), _sampling_params(request), self._tasks
+            )
+            self._core.add_request(core_request)
+            self._requests[name] = request
+            self._names[request_id] = name
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Remove requests; those that have finished already are ignored."""
+        names = [self._names.pop(request_id) for request_id in request_ids if request_id in self._names]
+        self._core.abort_requests(names)
+        for name in names:
+            del self._requests[name]
+
+    def step(self) -> Results:
+        """Draw one token for each request that vLLM schedules; return the finished requests.
+
+        Raises:
+            BackendError: if log-probs are NaN, or vLLM gives a request up.
+        """
+        if not self._has_weights:
+            raise BackendError(
+                "the engine has no weights: it dropped them when it slept, or has loaded none; resume the "
+                "run from its last checkpoint"
+            )
+        outputs = self._core.get_output()
+        finished: Results = []
+        surplus: list[str] = []
+        for output in outputs.outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            reason = self._append(request, output)
+            if output.finish_reason is not None and reason is None:
+                raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
+            if reason is not None:
+                finished.append((request.request_id, request.result(reason)))
+                del self._requests[output.request_id], self._names[request.request_id]
+                if output.finish_reason is None:
+                    surplus.append(output.request_id)
+        self._core.abort_requests(surplus)
+        return finished
+
+    def interrupt(self) -> Results:
+        """Remove all requests; return what each has drawn."""
+        self._core.abort_requests(list(self._requests))
+        results = [(request.request_id, request.result("abort")) for request in self._requests.values()]
+        self._requests.clear()
+        self._names.clear()
+        return results
+
+    def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
+        """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
+
+        Args:
+            incoming: the pickled `IncomingWeights` of each rank.
+            version: of the weights.
+
+        Raises:
+            HflowError: what a rank raised.
+        """
+        self._has_weights = False
+        self._engine.collective_rpc("start_weight_update")
+        lora = self._settings.settings.lora
+        scale = {} if lora is None else {"scale": lora.scale}
+        updates = [{"incoming": data, **scale} for data in incoming]
+        self._engine.collective_rpc("update_weights", args=(updates,))
+        self._engine.collective_rpc("finish_weight_update")
+        outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        self._has_weights = True
+        self._use(version)
+        return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
+
+    def set_version(self, version: int) -> None:
+        """Use the weights of the checkpoint, or random weights, as a version."""
+        if not self._has_weights and self._settings.settings.path is None:
+            seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
+            self.load_weights([seeded] * self._num_ranks, version)
+        self._use(version)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free device memory."""
+        self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
+        if self._settings.sleeps:
+            self._engine.sleep(level.value)
+
+    def wake_weights(self) -> None:
+        """Allocate the weights."""
+        if self._settings.sleeps:
+            self._engine.wake_up(["weights"])
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache."""
+        if self._settings.sleeps:
+            self._engine.wake_up(["kv_cache"])
+
+    def _use(self, version: int) -> None:
+        """Drop all that older weights have computed."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.set_weight_version(str(version))
+        self._version = version
+
+    def _read_expert_rows(self) -> ExpertRows:
+        """Return the format of the experts that vLLM returns for the model."""
+        layers: list[list[int]] = self._engine.collective_rpc("hflow_expert_layers")
+        config = self._engine.vllm_config.model_config
+        per_token, num_experts = config.get_num_experts_per_tok(), config.get_num_experts()
+        return ExpertRows(layers[0], RoutingFormat(len(layers[0]), per_token, num_experts))
+
+    def _append(self, request: GenerationRequest, output: Any) -> str | None:
+        """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
+        if not output.new_token_ids:
+            return None
+        if request.params.routing_replay:
+            assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
+            recorded = request.routed_experts
+            # All tokens have been computed but the last one, which has just been drawn.
+            num_computed = len(request.ids) + len(output.new_token_ids) - 1
+            recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
+        logprobs = output.new_logprobs.logprobs
+        for row, token in enumerate(output.new_token_ids):
+            logprob = float(logprobs[row, 0])
+            if logprob != logprob:
+                raise BackendError(
+                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
+                )
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self._version)
+            if (reason := stop_reason(request, self._decode)) is not None:
+                return reason
+        return None
+
+
+def _vllm_config(settings: ProcessSettings) -> VllmConfig:
+    arguments = EngineArgs(
+        load_format="auto" if settings.reads_checkpoint else "dummy",
+        skip_tokenizer_init=True,
+        async_scheduling=False,
+        enable_sleep_mode=settings.sleeps,
+        weight_transfer_config=WeightTransferConfig(
+            backend=rank.TRANSFER_BACKEND if settings.settings.lora is None else rank.ADAPTER_BACKEND
+        ),
+        **settings.arguments,
+    )
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if settings.records_experts:
+        # vLLM refuses it with the first model runner, beside which `RecordingWorker` records on CPUs.
+        config.aux_output_config.enable_return_routed_experts = True
+    return config
+
+
+def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+    params = request.params
+    return VllmSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=request_seed(params.seed, request.num_prompt) if params.temperature else None,
+        max_tokens=request.max_length - request.num_prompt,
+        stop_token_ids=list(request.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+_WITHOUT_EXPERTS = "set models.NAME.gen.engine=embedded, or remove routing_replay"
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The format of a model's rows of `routed_experts`, into which it converts what vLLM returns.
+
+    Axes: T tokens, N layers of the model, K experts of a token in a layer.
+
+    vLLM returns the experts of a request with the tokens that it draws: first those of the prompt, then those
+    of each token that is drawn, when it is computed. A preempted request is computed again, but vLLM returns
+    rows only from where it was, so that tokens keep the experts that computed them first.
+    """
+
+    layers: Sequence[int]
+    """Numbers of the layers that have experts."""
+    form: RoutingFormat
+
+    def pack(self, experts: npt.NDArray[Any] | None, num_tokens: int) -> list[bytes]:
+        """Return the row of each token.
+
+        Args:
+            experts: what vLLM returns, `[T, N, K]`, with unused entries in layers without experts.
+            num_tokens: T, the number of tokens that were computed and have no row yet.
+
+        Raises:
+            BackendError: if a token or a layer has no experts.
+        """
+        if experts is None:
+            raise BackendError(f"vLLM returned no experts for {num_tokens} tokens; {_WITHOUT_EXPERTS}")
+        found, per_token, num_layers = experts.shape, self.form.per_token, max(self.layers) + 1
+        if found[0] != num_tokens or found[1] < num_layers or found[2] != per_token:
+            raise BackendError(
+                f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {num_layers} layers "
+                f"and {per_token} experts each; {_WITHOUT_EXPERTS}"
+            )
+        rows = experts[:, self.layers]
+        if per_token > 1 and (rows[..., 0] == rows[..., 1]).any():
+            raise BackendError(
+                f"vLLM returned the same expert twice, so a layer was not recorded; {_WITHOUT_EXPERTS}"
+            )
+        data = rows.astype(self.form.dtype).tobytes()
+        size = self.form.num_bytes
+        return [data[start : start + size] for start in range(0, len(data), size)]

@@ -1,0 +1,314 @@
+"""`EpisodeEngine`: the `Engine` that a generate body receives for one sample.
+
+Trajectories grow turn by turn. Tokens are only appended, so no generated token is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import cached_property
+from random import Random
+from time import time
+from typing import Any, TypeVar
+
+from hflow.base.errors import DataError, EpisodeError
+from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.data.text.tool_formats import Tool, ToolFormat, tool_format, tool_schema
+from hflow.engines.driver import EngineDriver
+from hflow.engines.interface import GenerationResult, SamplingParams, extended
+from hflow.episodes.endpoint.conversations import EpisodeEndpoint, open_endpoint
+from hflow.episodes.endpoint.server import EndpointServer
+from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.types import ToolCall, Trajectory
+
+T = TypeVar("T")
+Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
+
+
+class EpisodeEngine:
+    """The `hflow.types.Engine` of one sample and one model.
+
+    Args:
+        driver: drives the engine that generates.
+        tokenizer: the model's.
+        params: the node's sampling parameters; the tokenizer's stop tokens are added to `stop_ids`.
+        seed: the sample's, see `sample_seed`.
+        effects: the episode's.
+        model: name of the model.
+        format_name: how tool calls are written, the node's `tool_format`.
+        server: the worker's server for endpoints; None: `endpoint` cannot be called.
+    """
+
+    def __init__(
+        self,
+        driver: EngineDriver,
+        tokenizer: TextTokenizer,
+        params: SamplingParams,
+        seed: int,
+        effects: RecordedEffects,
+        model: str,
+        format_name: str | None = None,
+        server: EndpointServer | None = None,
+    ) -> None:
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._params = params
+        self._seed = seed
+        self._effects = effects
+        self._model = model
+        self._format_name = format_name
+        self._server = server
+        self._conversation_numbers = itertools.count()
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Tool] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> Trajectory:
+        """Generate one turn and return the trajectory with it.
+
+        Args:
+            prompt: a text, encoded as it is (or as a user's message, if a chat template describes the
+                tools); messages, encoded by the chat template; or a trajectory, all tokens of which
+                are kept, so that only its pending messages are encoded.
+            tools: functions that the model may call, or their JSON schemas, in this and later turns of the
+                trajectory; the trajectory's by default.
+            max_tokens: most tokens to generate in this turn; the node's by default.
+            stop: texts that end the turn; the node's by default. Their tokens remain in the
+                trajectory, but the completion ends before them.
+
+        Raises:
+            RecipeError: when the tools cannot be offered with this tokenizer.
+            EpisodeError: when a message cannot be encoded, or the journal has another effect.
+            BackendError: when the engine refuses the prompt.
+            RunError: when the engine has failed.
+            DataError: when the messages are no prompt, a tool has no schema, or the tokenizer cannot encode
+                the prompt.
+        """
+        offered = _offered_tools(prompt, tools)
+        if offered:
+            self._format.check(offered)
+            self._effects.offer(offered)
+        start = self._start(prompt, offered)
+        params = self._turn_params(max_tokens, stop)
+        format_stops = self._format.stop if offered else ()
+        generated = await self._effects.complete(
+            self._driver,
+            self._model,
+            start.input_ids,
+            dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
+        )
+        text = cut_at_stop(self._tokenizer.answer(generated.ids), params.stop)
+        return append_turn(start, generated, text, self._parse_calls(text, offered))
+
+    def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
+        """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.
+
+        Every request is a `complete`. Conversations after the first draw with seeds of their own, so that an
+        agent that repeats a request gets another answer.
+
+        Raises:
+            ConfigError: when the server cannot start.
+            RunError: at the end of the block, when the engine has failed, even if the agent hid that.
+        """
+        assert self._server is not None, "this engine has no server for endpoints"
+        params = self._params
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        return open_endpoint(
+            self._server, self._model, self._conversation_engine, sampling, self._conversation_numbers
+        )
+
+    def text_before_calls(self, turn: Trajectory) -> str:
+        """Return the text of a trajectory's last turn in front of its tool calls."""
+        return self._format.parse(turn.completion, turn.tools).text if turn.tool_calls else turn.completion
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token, also of a special one."""
+        return self._tokenizer.token_text(token)
+
+    async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Run a tool: a sandboxed one in a process, a coroutine function on this loop, others on a thread.
+
+        If the tool is sandboxed or was offered to the model, an error becomes its result.
+
+        Raises:
+            TypeError: for arguments or a result that JSON cannot hold.
+            EpisodeError: when the journal has another effect, or another result of an environment.
+            RecipeError: for a method of an object that is no environment of the episode.
+            Exception: what any other function raised.
+        """
+        has_format = self._format_name is not None or self._tokenizer.chat_template is not None
+        failure = self._format.failure if has_format else "error: {}".format
+        return await self._effects.call(self._model, tool, arguments, failure)
+
+    async def environment(self, kind: Callable[..., T], /, **arguments: Any) -> T:
+        """Create an environment of the episode, on a thread unless `kind` is a coroutine function.
+
+        Raises:
+            TypeError: for arguments that JSON cannot hold.
+            EpisodeError: when the journal has another effect.
+            Exception: what `kind` raised.
+        """
+        environment: T = await self._effects.create_environment(self._model, kind, arguments)
+        return environment
+
+    def random(self) -> float:
+        """Return a random number in [0, 1), seeded by the sample."""
+        return self._effects.number("random", self._model, self._random.random())
+
+    def time(self) -> float:
+        """Return the time in seconds since the epoch."""
+        return self._effects.number("time", self._model, time())
+
+    def _conversation_engine(self, number: int) -> EpisodeEngine:
+        """Return an engine that draws with the seed of one of the endpoint's conversations."""
+        seed = self._seed if number == 0 else _hashed_seed(f"{self._seed}/conversation {number}")
+        return EpisodeEngine(
+            self._driver, self._tokenizer, self._params, seed, self._effects, self._model, self._format_name
+        )
+
+    @cached_property
+    def _random(self) -> Random:
+        return Random(self._seed)
+
+    @cached_property
+    def _format(self) -> ToolFormat:
+        return tool_format(self._format_name, self._tokenizer.chat_template is not None)
+
+    def _turn_params(self, max_tokens: int | None, stop: Sequence[str] | None) -> SamplingParams:
+        params = self._params
+        return dataclasses.replace(
+            params,
+            stop_ids=tuple(dict.fromkeys((*params.stop_ids, *self._tokenizer.stop_ids))),
+            seed=self._seed,
+            max_tokens=params.max_tokens if max_tokens is None else max_tokens,
+            stop=params.stop if stop is None else tuple(stop),
+        )
+
+    def _parse_calls(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """Return the tool calls in a turn, and count malformed ones."""
+        if not tools:
+            return ()
+        parsed = self._format.parse(text, tools)
+        self._effects.counts["malformed_calls"] += parsed.num_malformed
+        return parsed.calls
+
+    def _start(self, prompt: Prompt, tools: tuple[Tool, ...]) -> Trajectory:
+        """Return the trajectory that the turn is appended to."""
+        if isinstance(prompt, Trajectory):
+            start = self._append_pending(prompt, tools)
+        else:
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = tuple(normal_messages(said))
+            check_prompt(messages)
+            if isinstance(prompt, str) and not self._has_template_tools(tools):
+                ids = self._tokenizer.prompt(prompt)
+            else:
+                ids = self._tokenizer.template().prompt(messages, self._template_schemas(tools))
+            start = prompt_trajectory(ids, messages)
+        return dataclasses.replace(start, tools=tools) if tools else start
+
+    def _append_pending(self, trajectory: Trajectory, tools: tuple[Tool, ...]) -> Trajectory:
+        """Encode and append the pending messages of a trajectory."""
+        if not trajectory.pending:
+            return trajectory
+        template = self._tokenizer.chat_template
+        try:
+            pending = tuple(normal_messages(trajectory.pending))
+            check_prompt(pending)
+            trajectory = dataclasses.replace(trajectory, pending=pending)
+            if template is not None:
+                end = self._tokenizer.turn_end(trajectory.input_ids, self._params.stop)
+                ids = template.continuation(pending, end, self._template_schemas(tools))
+            else:
+                ids = self._tokenizer.encode("".join(m["content"] for m in pending))
+        except DataError as error:  # the episode added the message, so no dataset row is at fault
+            raise EpisodeError(f"a message that the episode added cannot be encoded: {error}") from error
+        return append_messages(trajectory, ids)
+
+    def _has_template_tools(self, tools: tuple[Tool, ...]) -> bool:
+        """Return whether the chat template describes tools to the model."""
+        return bool(tools) and self._format.is_described
+
+    def _template_schemas(self, tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
+        """Return the schemas of the tools that the chat template describes."""
+        return [tool_schema(tool) for tool in tools] if self._has_template_tools(tools) else []
+
+
+def sample_seed(run_seed: int, stream: str, sample: int, model: str) -> int:
+    """Return the seed with which a model generates a sample: 64 bits that depend on nothing else."""
+    return _hashed_seed(f"{run_seed}/{stream}/{sample}/{model}")
+
+
+def _hashed_seed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def prompt_trajectory(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
+    """Return a trajectory of a prompt, of which nothing is learned."""
+    return Trajectory(
+        input_ids=tuple(ids),
+        loss_mask=(False,) * len(ids),
+        behav_logprobs=(0.0,) * len(ids),
+        versions=(-1,) * len(ids),
+        messages=messages,
+    )
+
+
+def append_messages(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
+    """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again."""
+    added = prompt_trajectory(ids, trajectory.pending)
+    return dataclasses.replace(
+        trajectory,
+        input_ids=trajectory.input_ids + added.input_ids,
+        loss_mask=trajectory.loss_mask + added.loss_mask,
+        behav_logprobs=trajectory.behav_logprobs + added.behav_logprobs,
+        versions=trajectory.versions + added.versions,
+        messages=trajectory.messages + added.messages,
+        pending=(),
+    )
+
+
+def append_turn(
+    trajectory: Trajectory, generated: GenerationResult, text: str, calls: tuple[ToolCall, ...] = ()
+) -> Trajectory:
+    """Append a generated turn, with its text and the tool calls in it.
+
+    The stop reason of a turn that was cut at `max_tokens` is "length", even if it called a tool before.
+    """
+    has_called = calls and generated.stop_reason == "stop"
+    return dataclasses.replace(
+        trajectory,
+        input_ids=trajectory.input_ids + generated.ids,
+        loss_mask=trajectory.loss_mask + (True,) * len(generated.ids),
+        behav_logprobs=trajectory.behav_logprobs + generated.logprobs,
+        versions=trajectory.versions + generated.versions,
+        routed_experts=extended(trajectory.routed_experts, generated.routed_experts),
+        messages=(*trajectory.messages, {"role": "assistant", "content": text}),
+        completion=text,
+        stop_reason="tool_calls" if has_called else generated.stop_reason,
+        num_turns=trajectory.num_turns + 1,
+        tool_calls=calls,
+    )
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string in it."""
+    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _offered_tools(prompt: Prompt, tools: Sequence[Tool] | None) -> tuple[Tool, ...]:
+    """Return the tools that the model may call now: the given ones, else the trajectory's."""
+    if tools is not None:
+        return normal_tools(tools)
+    return prompt.tools if isinstance(prompt, Trajectory) else ()

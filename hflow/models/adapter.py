@@ -1,0 +1,137 @@
+"""Low-rank adapters of an HF model (Hu et al. 2021), by the library peft.
+
+A module with an adapter computes `W x + scale * B A x` with the frozen weights W. Adapter weights are called
+as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's own parts of the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hflow.base.errors import BackendError, nearest
+from hflow.config.schema import ALL_LINEAR
+from hflow.models.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""The weights of a saved adapter, as peft calls them."""
+_NAME = "default"
+"""What peft calls the only adapter of a model."""
+
+
+def check_installed(settings: ModelSettings) -> None:
+    """Check that peft is installed if a model needs it.
+
+    Raises:
+        BackendError: if it is missing; says how to install it.
+    """
+    if settings.lora is not None and find_spec("peft") is None:
+        raise BackendError(
+            f"models.{settings.name}.lora needs the package peft, which is not installed; install it with "
+            "pip install 'hflow[lora]'"
+        )
+
+
+def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
+    """Add fp32 adapters to a model in place, with A drawn from its seed and B = 0, and freeze the rest.
+
+    Raises:
+        BackendError: if peft is missing, or the model lacks a targeted module.
+    """
+    check_installed(settings)
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        inject_adapter_in_model(_peft_config(model, settings), model, _NAME)
+    for weight in adapter_weights(model).values():
+        weight.data = weight.data.float()
+
+
+def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter weights of a model by name; empty if it has no adapters."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name.replace(f".{_NAME}.", "."): weight for name, weight in named if ".lora_" in name}
+
+
+def base_name(name: str) -> str:
+    """Return the HF name of a weight that may have an adapter beside it."""
+    return name.replace(".base_layer.", ".")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let a model compute without its adapters.
+
+    peft's own method also turns gradients off, of parameters that FSDP has replaced meanwhile.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapter(
+    directory: Path, model: PreTrainedModel, settings: ModelSettings, weights: dict[str, Tensor]
+) -> None:
+    """Write adapter weights in peft's layout, so that `PeftModel.from_pretrained` and vLLM load them."""
+    config = _peft_config(model, settings)
+    config.inference_mode = True
+    if settings.head == "score":  # among the weights, as peft saves what it trains besides adapters
+        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
+    config.save_pretrained(str(directory))
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
+    from peft import LoraConfig
+
+    lora = settings.lora
+    assert lora is not None, "the model has no adapters"
+    targets = _targets(model)
+    wanted = sorted(targets) if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    for name in wanted:
+        if name not in targets:
+            raise BackendError(
+                f"models.{settings.name}.lora.targets: the model has no module {name!r}"
+                f"{nearest(name, targets)} (known: {ALL_LINEAR}, {', '.join(sorted(targets))})"
+            )
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=wanted,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=settings.path,
+    )
+
+
+def _targets(model: PreTrainedModel) -> set[str]:
+    """Return the names of the matrices of the decoder layers."""
+    layers = set(model._no_split_modules or ())
+    names = set()
+    for module in model.base_model.modules():
+        if type(module).__name__ in layers:
+            names |= {
+                path.removesuffix(".base_layer").rpartition(".")[2]
+                for path, inner in module.named_modules()
+                if isinstance(inner, nn.Linear) and ".lora_" not in path
+            }
+    return names

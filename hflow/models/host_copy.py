@@ -1,0 +1,135 @@
+"""Payloads in host memory from which a GPU copies at full speed.
+
+Copies of tensors in host memory, which later steps do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LOG = logging.getLogger(__name__)
+
+
+def host_payload(payload: Tensor) -> Tensor:
+    """Return a payload in host memory: itself if it is there, else a copy in pinned memory.
+
+    torch reuses pinned memory, so only the first buckets pay for pinning it.
+    """
+    if payload.device.type == "cpu":
+        return payload
+    return torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
+
+
+class PinnableMemory:
+    """Host memory that torch has not allocated, pinned where CUDA allows that.
+
+    Where it does not, copies between it and a GPU are slower.
+
+    Attributes:
+        bytes: the memory.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        self._is_tried = False
+        self._is_pinned = False
+
+    def pin(self) -> None:
+        """Pin the memory, unless that was tried before. CUDA must be initialized."""
+        if self._is_tried:
+            return
+        self._is_tried = True
+        cudart: Any = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
+        self._is_pinned = int(error) == 0
+        if not self._is_pinned:
+            _forget_cuda_error()
+            _warn(cudart.cudaGetErrorString(error))
+
+    def unpin(self) -> None:
+        """Unpin the memory if it is pinned, before it is unmapped."""
+        if not self._is_pinned:
+            return
+        self._is_pinned = False
+        cudart: Any = torch.cuda.cudart()
+        if error := int(cudart.cudaHostUnregister(self.bytes.data_ptr())):
+            torch.cuda.check_error(error)
+
+
+def _forget_cuda_error() -> None:
+    """Let a kernel report the last error of CUDA, which it would otherwise report in other code."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Warn once that copies are slow."""
+    _LOG.warning("host memory is not pinned (%s), so copies between it and the GPU are slower", reason)
+
+
+class HostCopies:
+    """Copies of the same tensors, made now and then, such as those of a checkpoint until it is written.
+
+    A GPU copies to pinned memory in the background. To pin memory takes longer than to copy to it, so it is
+    kept for the next time, and freed with this object: copies made by then are overwritten.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[PinnableMemory] = []
+        """Memory of each tensor from a GPU, in the order of the copies."""
+        self._num_used = 0
+        weakref.finalize(self, _unpin, self._kept).atexit = False
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Make copies inside; they are complete when this ends, and those made before are gone."""
+        self._num_used = 0
+        yield
+        if self._num_used:
+            torch.cuda.current_stream().synchronize()
+
+    def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a contiguous copy in host memory, in a dtype or the tensor's own."""
+        copied = self.empty(tensor.shape, dtype or tensor.dtype, tensor.device)
+        return copied.copy_(tensor.detach(), non_blocking=True)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, source: torch.device) -> Tensor:
+        """Return host memory for what will be copied from a device."""
+        if not _is_pinned_for(source):
+            return torch.empty(shape, dtype=dtype)
+        num_bytes = max(1, math.prod(shape) * dtype.itemsize)
+        index, self._num_used = self._num_used, self._num_used + 1
+        if index == len(self._kept):
+            self._kept.append(_pinned(num_bytes))
+        elif self._kept[index].bytes.nbytes != num_bytes:
+            self._kept[index].unpin()
+            self._kept[index] = _pinned(num_bytes)
+        memory = self._kept[index].bytes
+        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _is_pinned_for(source: torch.device) -> bool:
+    return source.type == "cuda"
+
+
+def _pinned(num_bytes: int) -> PinnableMemory:
+    """Return memory on pages of its own, of which CUDA pins each only once."""
+    memory = PinnableMemory(torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8))
+    memory.pin()
+    return memory
+
+
+def _unpin(kept: Sequence[PinnableMemory]) -> None:
+    for memory in kept:
+        memory.unpin()

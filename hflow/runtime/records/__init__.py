@@ -1,0 +1,1 @@
+"""What a run writes for people: metrics, traces, texts of samples."""

@@ -1,0 +1,375 @@
+"""`StepMetrics` collects what happens during a run and makes one row of metrics of each step.
+
+Invariant: every number is counted in exactly one row. Values of a batch go into the row of its step;
+everything else (time, tokens, refused samples) goes into the row of the step that completes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hflow.metrics import Metric, declare
+from hflow.runtime.events import Refusal
+from hflow.types import EpisodeState
+from hflow.types.engine import EngineStats
+from hflow.workers.interface import BodyRetry, SampleReady, Span, WorkerReport
+
+STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
+TOKENS_PER_SECOND = declare(
+    "time/tokens_per_second", "tokens/s", "tokens of the batch over `time/step_seconds`", live="last"
+)
+SAMPLES_PER_SECOND = declare(
+    "time/samples_per_second", "samples/s", "samples of the batch over `time/step_seconds`"
+)
+GENERATED_TOKENS_PER_SECOND = declare(
+    "time/generated_tokens_per_second",
+    "tokens/s",
+    "tokens that the engines generated, over `time/step_seconds`",
+)
+BUSY_ENGINES = declare(
+    "busy/engines", "share", "share of the time in which engines generated, on average", live="mean"
+)
+BUSY_TRAINERS = declare(
+    "busy/trainers", "share", "share of the time in which training devices ran batch nodes", live="mean"
+)
+BATCH_SAMPLES = declare("batch/samples", "samples", "samples of the step's batch")
+BATCH_TOKENS = declare("batch/tokens", "tokens", "tokens of the step's batch, prompts included")
+NUM_INTERRUPTED = declare(
+    "rollout/interrupted", "samples", "samples that a sync interrupted since the row before", live="sum"
+)
+KEPT_TOKENS = declare(
+    "rollout/kept_tokens",
+    "tokens",
+    "tokens that interrupted samples kept, so that they were not generated again",
+    live="sum",
+)
+NUM_MOVED = declare(
+    "rollout/moved", "samples", "samples that continued, with their tokens, on an engine with less to do"
+)
+REFUSED = declare(
+    "refused/{reason}",
+    "samples",
+    "samples that a node refused: `keep`, `failed`, `timeout` or `small_group`",
+    live="sum",
+)
+EVALUATION_REFUSED = declare(
+    "{stream}/refused",
+    "samples",
+    "samples that were refused in an evaluation, so that no mean counts them; from the first such one on",
+)
+NUM_EVALUATED = declare(
+    "{stream}/evaluated", "samples", "samples that the means of an evaluation count, beside `STREAM/refused`"
+)
+DROPPED = declare(
+    "dropped/{reason}",
+    "samples",
+    "samples that took too long: `stale` (age rule) or `queue_full` (`schedule.queue`)",
+    live="sum",
+)
+RETRIES = declare(
+    "{node}/retries", "calls", "calls of a reward or other body that failed and were made again"
+)
+EPISODES = declare(
+    "episodes/{state}",
+    "episodes",
+    "episodes of several turns in this state, on average; `episodes/terminated` counts those that ended",
+    live="now",
+)
+STALENESS_MEAN = declare("staleness/mean", "versions", "mean lag of the samples that the step trained")
+STALENESS_MAX = declare(
+    "staleness/max", "versions", "largest lag of the samples that the step trained", live="max"
+)
+MEAN_IN_FLIGHT = declare(
+    "staleness/in_flight", "versions", "the part of the mean lag that arose while samples were generated"
+)
+MEAN_IN_QUEUE = declare(
+    "staleness/in_queue", "versions", "the part of the mean lag that arose while samples waited"
+)
+LAG_SHARES = declare(
+    "staleness/lag_{lag}", "share", "share of the samples with this lag", live="mean", is_histogram=True
+)
+IN_FLIGHT_SHARES = declare(
+    "staleness/in_flight_{lag}",
+    "share",
+    "share of the samples with this lag from generation",
+    live="mean",
+    is_histogram=True,
+)
+IN_QUEUE_SHARES = declare(
+    "staleness/in_queue_{lag}",
+    "share",
+    "share of the samples with this lag from waiting",
+    live="mean",
+    is_histogram=True,
+)
+
+MIN_REFRESH_SECONDS = 0.25
+"""Shortest time between two updates of the live panel while a step is under way."""
+
+
+class RunEvents(Protocol):
+    """Receives what a run reports: files, a live display, a test."""
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the row of a completed training step."""
+        ...
+
+    def on_rollout(self, values: Mapping[str, float]) -> None:
+        """Receive the present `rollout/` and `episodes/` counts, while a step is under way."""
+        ...
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the metrics of a side stream, evaluated with the weights of `step` completed steps."""
+        ...
+
+    def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Receive the texts of some samples of a batch.
+
+        Args:
+            number: the completed steps of the row of metrics that has the batch.
+            rows: see `sample_texts.SampleRow`.
+        """
+        ...
+
+    def on_refusal(self, node: str, reason: Refusal, message: str) -> None:
+        """Receive a refusal; `message` is the error of the node's body, or empty."""
+        ...
+
+    def on_retry(self, worker: int, retry: BodyRetry) -> None:
+        """Receive a body that failed on a worker and is tried again."""
+        ...
+
+    def on_warning(self, warning: str) -> None:
+        """Receive what the user should know, in one line."""
+        ...
+
+    def on_span(self, worker: int, span: Span) -> None:
+        """Receive the span of something that a worker did (-1: the controller)."""
+        ...
+
+
+class StepMetrics:
+    """Rows of the steps in progress, and counters since the last completed step.
+
+    Args:
+        num_engines: engines; `busy/engines` is a share of their time.
+        num_trainers: workers that run batch nodes with models; `busy/trainers` is a share of their time.
+    """
+
+    def __init__(self, num_engines: int, num_trainers: int) -> None:
+        self._num_engines, self._num_trainers = num_engines, num_trainers
+        self.staleness = StalenessMetrics()
+        self._rows: dict[int, dict[str, float]] = {}
+        self._refused: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter()
+        self._engine_stats = EngineStats()
+        self._episodes = EpisodeCounts()
+        self._num_moved = 0
+        self._device_seconds: Counter[int] = Counter()
+        """Worker -> seconds that its device ran batch nodes."""
+        self._last_step_at = self._last_refresh_at = time.monotonic()
+
+    def add_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to a step's row."""
+        self._rows.setdefault(step, {}).update(values)
+
+    def sum_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to those in a step's row."""
+        row = self._rows.setdefault(step, {})
+        for name, value in values.items():
+            row[name] = row.get(name, 0.0) + value
+
+    def add_refused(self, reason: Refusal, num_samples: int) -> None:
+        """Count samples that were refused or dropped."""
+        family = DROPPED if reason.is_drop else REFUSED
+        self._refused[family.member(reason.value)] += num_samples
+
+    def add_report(self, report: WorkerReport) -> None:
+        """Count what a worker's engines, episodes and bodies did."""
+        self._retries.update(RETRIES.member(retry.node) for retry in report.retries)
+        self._engine_stats += report.engine_stats
+        self._episodes.add_report(report.worker, report.episodes)
+
+    def forget_worker(self, worker: int) -> None:
+        """Note that a worker's process was replaced, and counts from zero."""
+        self._episodes.forget_worker(worker)
+
+    def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:
+        """Count a sample that its source finished.
+
+        Args:
+            sample: the worker's report.
+            is_trained: whether it belongs to the trained stream.
+        """
+        if sample.num_turns > 1:
+            self._episodes.has_turns = True
+        if is_trained:
+            self.staleness.add_sample(sample.sample, sample.oldest, sample.newest)
+
+    def add_moved(self, num_samples: int) -> None:
+        """Count samples that moved to another engine."""
+        self._num_moved += num_samples
+
+    def add_device_seconds(self, worker: int, seconds: float) -> None:
+        """Add the time that a batch node took on a worker's device."""
+        self._device_seconds[worker] += seconds  # type: ignore[assignment]
+
+    def refresh(self, rollout_counts: Callable[[], Mapping[str, float]]) -> dict[str, float] | None:
+        """Return the present counts for the live panel, or None if the last ones are still recent."""
+        now = time.monotonic()
+        if now - self._last_refresh_at < MIN_REFRESH_SECONDS:
+            return None
+        self._last_refresh_at = now
+        states = self._episodes.current() if self._episodes.has_turns else {}
+        episodes = {EPISODES.member(state): float(num) for state, num in states.items()}
+        return {**rollout_counts(), **episodes}
+
+    def finish_step(self, step: int, rollout_counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the row of a completed step and reset the counters.
+
+        Args:
+            step: the completed step.
+            rollout_counts: the present counts of groups, from `RunState.rollout_counts`.
+        """
+        now = time.monotonic()
+        seconds, self._last_step_at = now - self._last_step_at, now
+        stats = self._engine_stats
+        row = self._rows.pop(step, {})
+        row[STEP_SECONDS.name] = seconds
+        row[GENERATED_TOKENS_PER_SECOND.name] = stats.num_tokens / seconds
+        row[BUSY_ENGINES.name] = stats.seconds / seconds / max(1, self._num_engines)
+        row[BUSY_TRAINERS.name] = sum(self._device_seconds.values()) / seconds / max(1, self._num_trainers)
+        if stats.num_interrupted:
+            row[NUM_INTERRUPTED.name] = stats.num_interrupted
+            row[KEPT_TOKENS.name] = stats.num_kept
+        if self._num_moved:
+            row[NUM_MOVED.name] = self._num_moved
+        if tokens := row.get(BATCH_TOKENS.name):
+            row[TOKENS_PER_SECOND.name] = tokens / seconds
+        if samples := row.get(BATCH_SAMPLES.name):
+            row[SAMPLES_PER_SECOND.name] = samples / seconds
+        row.update({**self._refused, **self._retries, **rollout_counts, **self._episodes.finish_step()})
+        self._engine_stats, self._num_moved = EngineStats(), 0
+        self._device_seconds.clear()
+        self._refused.clear()
+        self._retries.clear()
+        return dict(sorted(row.items()))
+
+
+class StalenessMetrics:
+    """The weight versions of the trained stream's samples, from their generation to their step.
+
+    The lag of a token is the step that trains it minus the version of the weights that generated it.
+    A sample's lag is that of its oldest token. It is the sum of two parts: newest - oldest version
+    (in flight), and step - newest version (in queue).
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Sample -> versions of its oldest and newest token; only samples with generated tokens."""
+
+    def add_sample(self, sample: int, oldest: int, newest: int) -> None:
+        """Remember the versions of a generated sample."""
+        if oldest >= 0:
+            self._versions[sample] = oldest, newest
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Forget samples that will not be trained."""
+        for sample in samples:
+            self._versions.pop(sample, None)
+
+    def take_batch(self, samples: Iterable[int], step: int) -> dict[str, float]:
+        """Return the metrics of the samples that a step trains, and forget these samples.
+
+        These are the means of the lag and its two parts, their histograms, and the largest lag.
+        """
+        versions = [self._versions.pop(sample) for sample in samples if sample in self._versions]
+        if not versions:
+            return {}
+        lags = [step - oldest for oldest, _ in versions]
+        in_flight = [newest - oldest for oldest, newest in versions]
+        in_queue = [step - newest for _, newest in versions]
+        return {
+            STALENESS_MEAN.name: sum(lags) / len(versions),
+            MEAN_IN_FLIGHT.name: sum(in_flight) / len(versions),
+            MEAN_IN_QUEUE.name: sum(in_queue) / len(versions),
+            STALENESS_MAX.name: float(max(lags)),
+            **_histogram(LAG_SHARES, lags),
+            **_histogram(IN_FLIGHT_SHARES, in_flight),
+            **_histogram(IN_QUEUE_SHARES, in_queue),
+        }
+
+
+class EpisodeCounts:
+    """Episodes of all workers by state.
+
+    Attributes:
+        has_turns: whether any episode has called a model more than once. Until then nothing is reported:
+            how many single completions run is known from the groups.
+    """
+
+    def __init__(self) -> None:
+        self.has_turns = False
+        self._latest: dict[int, Mapping[str, int]] = {}
+        """Worker -> its last report."""
+        self._sums: Counter[str] = Counter()
+        self._num_reports = 0
+        self._num_ended_before = 0
+        """Episodes that had ended at the last completed step."""
+
+    def add_report(self, worker: int, states: Mapping[str, int]) -> None:
+        """Add a worker's report: its episodes in each state. `terminated` counts all that ever ended."""
+        if states:
+            self._latest[worker] = states
+            self._sums.update(self.current())
+            self._num_reports += 1
+
+    def forget_worker(self, worker: int) -> None:
+        """Note that a worker's process was replaced: its episodes are gone."""
+        states = self._latest.pop(worker, {})
+        self._num_ended_before -= states.get(EpisodeState.TERMINATED.value, 0)
+
+    def current(self) -> Counter[str]:
+        """Return the number of episodes in each state, over all workers."""
+        total: Counter[str] = Counter()
+        for states in self._latest.values():
+            total.update(states)
+        return total
+
+    def finish_step(self) -> dict[str, float]:
+        """Return the metrics since the last completed step; empty where no episode takes several turns.
+
+        `episodes/STATE` is the mean over the reports of this time, or the last known number without a
+        report. `episodes/terminated` is the number of episodes that ended.
+        """
+        current, sums, num_reports = self.current(), self._sums, self._num_reports
+        terminated = EpisodeState.TERMINATED.value
+        num_ended = current[terminated] - self._num_ended_before
+        self._num_ended_before = current[terminated]
+        self._sums, self._num_reports = Counter(), 0
+        if not self.has_turns:
+            return {}
+        values = {
+            state: sums[state] / num_reports if num_reports else float(current[state]) for state in current
+        }
+        values[terminated] = float(num_ended)
+        return {EPISODES.member(state): value for state, value in values.items()}
+
+
+def average_fields(summaries: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the mean of each field from the (sum, count) pairs of several workers."""
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for summary in summaries:
+        for name, (total, count) in summary.items():
+            sums[name] += total  # type: ignore[assignment]
+            counts[name] += count
+    return {name: sums[name] / counts[name] for name in sorted(counts) if counts[name]}
+
+
+def _histogram(family: Metric, lags: Sequence[int]) -> dict[str, float]:
+    """Return the share of each lag that occurs."""
+    return {family.member(lag): num / len(lags) for lag, num in sorted(Counter(lags).items())}

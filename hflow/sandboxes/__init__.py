@@ -1,0 +1,1 @@
+"""What runs programs and tools that are not trusted, and what confines them."""

@@ -1,0 +1,1 @@
+"""Training backends, behind `interface`: `fsdp` and `megatron`. `loop` is what they share."""

@@ -1,0 +1,251 @@
+"""`TorchModel`: a backend for Hugging Face models in torch, on one rank or sharded by FSDP2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from hflow.base.errors import BackendError
+from hflow.base.files import WriteFiles
+from hflow.data.batches.batch import Batch
+from hflow.models.adapter import adapter_weights, adapters_off
+from hflow.models.device import local_device
+from hflow.models.expert_replay import let_routers_replay
+from hflow.models.host_copy import HostCopies
+from hflow.models.host_offload import HostOffload
+from hflow.models.packed_attention import PACKED, packed_attention
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.build import DTYPES, build_model
+from hflow.training.fsdp.held_weights import load_held_weights
+from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
+from hflow.training.fsdp.packed_model import PackedModel
+from hflow.training.fsdp.runner import TorchRunner
+from hflow.training.fsdp.sharding import place_model, recompute_layers
+from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
+from hflow.training.fsdp.weight_export import copy_model, held_blocks, named_weights, reshard
+from hflow.training.interface import ModelBackend, NodeCall, TrainShard
+from hflow.training.loop.checks import check_sequences
+from hflow.training.loop.microbatches import MicrobatchSplitter
+from hflow.types.tensor_slices import Block
+
+
+class TorchModel(ModelBackend):
+    """One rank's shard of a Hugging Face model.
+
+    With several ranks, FSDP2 shards the weights over them and each rank works on its own samples. Losses,
+    gradients and metrics are the same for any number of ranks, as every denominator is global.
+    """
+
+    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
+        """Build the model. Every rank reads its part of the checkpoint, or draws all weights from the seed.
+
+        Raises:
+            BackendError: if the settings, the architecture or the checkpoint are unusable.
+        """
+        self.settings = settings
+        group = position.group
+        self.group = group if group is not None and group.size() > 1 else None
+        self._model, head = build_model(settings, is_sharded=self.group is not None)
+        self._runner = self._make_runner(head)
+        self._optimizer = (
+            TorchOptimizer(_trained(self._runner.module), settings, self.group)
+            if settings.trainable
+            else None
+        )
+        optimizer_states = tuple if self._optimizer is None else self._optimizer.states
+        self._offload = HostOffload(settings.offload, self._stored_weights, optimizer_states)
+        self._offload.start()
+        self._copies, self._state_copies = HostCopies(), HostCopies()
+
+    def _stored_weights(self) -> list[Tensor]:
+        """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
+        module = self._runner.module
+        reshard(module)
+        return [local_shard(weight.detach()) for weight in module.parameters()]
+
+    def _make_runner(self, head: nn.Module) -> TorchRunner:
+        settings, device = self.settings, local_device(self.settings.device)
+        dtype = DTYPES[settings.dtype]
+        module = PackedModel(self._model.base_model, head, settings.head, settings.offload_activations)
+        module.requires_grad_(settings.trainable)
+        if settings.lora is not None:
+            self._model.requires_grad_(False)
+            for weight in adapter_weights(self._model).values():
+                weight.requires_grad_(settings.trainable)
+        lacks_weights = any(weight.is_meta for weight in self._model.parameters())
+        layers = _decoder_layers(self._model)
+        if settings.compile:
+            compile_layers(layers, settings.name)
+        else:
+            let_routers_replay(layers)
+        place_model(module, layers, device, dtype, self.group)
+        if settings.activation_checkpointing:
+            recompute_layers(layers)
+        if lacks_weights and settings.path is not None:
+            load_held_weights(Path(settings.path), self._model)
+        if settings.offload == "all" and self.group is None and device.type == "cpu":
+            for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
+                weight.data = weight.data.clone()
+        splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
+        return TorchRunner(module, device, dtype, self.group, splitter)
+
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a forward without gradient and the body; return a batch of the returned fields per shard.
+
+        Raises:
+            BackendError: if a sequence is too long for the model or has unknown tokens.
+            RunError: if the policy's temperature is 0.
+        """
+        check_sequences(self.settings.name, self._model.config, shards)
+        with self.on_device():
+            return self._runner.infer(call, shards)
+
+    def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+        """Run all minibatches and epochs of one step; return metrics averaged over all ranks.
+
+        Raises:
+            BackendError: if the model is frozen, or as `infer`.
+            RunError: as `infer`, or if the loss has a wrong shape or a gradient is not finite.
+        """
+        if self._optimizer is None:
+            raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
+        batches = (minibatch for shard in shards for minibatch in shard.minibatches)
+        check_sequences(self.settings.name, self._model.config, batches)
+        with self._offload.on_device(training=True, changes=True):
+            return self._runner.train(self._optimizer, call, shards, step)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the forward pass."""
+        return self._runner.dtype
+
+    def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Have the weights on the device while the context is open."""
+        return self._offload.on_device(changes=changes)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF-named full tensors of what training changes, in the model's dtype; a collective."""
+        runner = self._runner
+        with self.on_device():
+            yield from named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield this rank's rows of each fp32 weight that training changes; not a collective."""
+        assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
+        module = self._runner.module
+        pairs = held_blocks(self._model, module, module.head, self.settings.head)
+        return (block for _, blocks in pairs for block in blocks)
+
+    def shared_module(self) -> nn.Module | None:
+        """Return the HF model if it is on one rank and computes in fp32, the dtype of its weights."""
+        is_whole = self.group is None and self.settings.dtype == "fp32"
+        if not is_whole or self.settings.head != "lm":
+            return None
+        assert self.settings.offload != "all", "an engine cannot share weights that are offloaded"
+        model: nn.Module = self._model
+        return model
+
+    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
+        """Return the model without its adapters, as a frozen model of its own."""
+        return BaseModel(settings, self)
+
+    def save(self, directory: str) -> WriteFiles:
+        """Copy some files of the weights to each rank; return the function that writes them. A collective.
+
+        They are written in the dtype that the model trains in. A model that only update nodes change has no
+        sharded checkpoint, so it is written as it is stored, in fp32.
+        """
+        head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
+        with self.on_device(), self._copies.made():
+            return copy_model(
+                self._model, head, self.settings, Path(directory), dtype, self.group, self._copies
+            )
+
+    def save_shards(self, directory: str) -> WriteFiles:
+        """Copy this rank's rows of weights and moments, and return the function that writes them."""
+        with self._offload.on_device(training=True), self._state_copies.made():
+            return copy_model_shards(self._trained_model(), Path(directory), self.group, self._state_copies)
+
+    def load_shards(self, directory: str) -> None:
+        """Load this rank's rows of weights and moments that any backend wrote in any layout."""
+        with self._offload.on_device(training=True, changes=True):
+            load_model_shards(self._trained_model(), Path(directory))
+
+    def _trained_model(self) -> TrainedModel:
+        return TrainedModel(self._model, self._runner.module, self.settings.head, self._optimizer)
+
+
+class BaseModel(TorchModel):
+    """The weights of another `TorchModel` with its adapters turned off: a frozen model."""
+
+    def __init__(self, settings: ModelSettings, trained: TorchModel) -> None:
+        """Use the weights and the ranks of a model with adapters.
+
+        Args:
+            settings: those of the frozen model.
+            trained: the model with adapters.
+        """
+        self.settings, self.group = settings, trained.group
+        self._model, self._optimizer, self._offload = trained._model, None, trained._offload
+        device = trained._runner.device
+        splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
+        self._runner = replace(trained._runner, splitter=splitter, requested={})
+
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a forward without gradient and without adapters, and the body; as `TorchModel.infer`."""
+        with adapters_off(self._model):
+            return super().infer(call, shards)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that HF marks as not to be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.base_model.modules() if type(module).__name__ in names]
+
+
+def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
+    """Compile the forward of layers, for packed sequences. They are compiled when they run first.
+
+    This makes fewer and larger kernels, after some tens of seconds of compilation: the operations between the
+    matrix products of a layer (norms, activations, rotary embeddings, residuals) are fused. Attention stays
+    as it is, as its sequences differ from one micro-batch to the next; the number of tokens is symbolic, so
+    that none of them is compiled for.
+
+    All layers of a kind share their code. Hooks, such as those of FSDP, run outside it.
+
+    Args:
+        layers: decoder layers of a model on its device.
+        name: the model's name, for errors.
+
+    Raises:
+        BackendError: if there is no C++ compiler, which torch's and triton's code needs.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise BackendError(
+            f"models.{name}.compile needs a C++ compiler, and there is no {compiler!r}: install g++, or "
+            "remove the key"
+        )
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        compiled = torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_run_layer, layer.forward, compiled)
+
+
+def _run_layer(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the compiled forward on packed sequences; an engine that shares the layer runs its own way."""
+    return (compiled if "packed_layout" in kwargs else eager)(*args, **kwargs)

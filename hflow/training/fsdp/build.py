@@ -1,0 +1,197 @@
+"""Builds the HF model and head that `ModelSettings` describe, and checks that packing supports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
+
+from hflow.base.errors import BackendError, nearest
+from hflow.models.adapter import add_adapter
+from hflow.models.heads import SCORE, ScalarHead, missing_head
+from hflow.models.hf_config import read_config, translate_errors
+from hflow.models.packed_attention import PACKED, check_supported
+from hflow.models.settings import ModelSettings
+from hflow.models.weight_files import check_tensors
+from hflow.training.fsdp.held_weights import holds_parameters_of, parameters_on_meta
+
+HEADS = ("lm", "value", "score")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_MODELS: Any = AutoModelForCausalLM
+
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Config keys of models whose logits are not just hidden states times a matrix."""
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest sequence of a forward, so results would depend on packing."""
+
+
+def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreTrainedModel, nn.Module]:
+    """Build the HF model and its head on the CPU, with packed attention and without dropout.
+
+    Every rank builds the same weights, from the same checkpoint or the same seed: in fp32, but beside
+    adapters, which are fp32, in the model's dtype.
+
+    Args:
+        settings: of the model.
+        is_sharded: leave parameters that a checkpoint holds on the meta device, for `load_held_weights`.
+            Models with adapters, and checkpoints that transformers converts, are read whole all the same.
+
+    Raises:
+        BackendError: if the settings, the architecture or the checkpoint are unusable.
+    """
+    check_choice("head", settings.head, HEADS)
+    check_choice("dtype", settings.dtype, DTYPES)
+    disable_progress_bar()
+    config = read_config(settings)
+    dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]
+    with translate_errors(settings.name):
+        if settings.path is not None:
+            can_be_read_in_parts = is_sharded and settings.lora is None
+            model = _without_weights(settings, config) if can_be_read_in_parts else None
+            if model is None:
+                model = _from_checkpoint(Path(settings.path), config, settings.head, dtype)
+        else:
+            model = _from_scratch(config, settings.seed, dtype)
+        _check_architecture(model)
+    _turn_off_dropout(model)
+    _train_padding_token(model)
+    if settings.lora is not None:
+        add_adapter(model, settings)
+    if settings.head == "lm":
+        return model, _output_matrix(model)
+    _remove_output_matrix(model)
+    return model, scalar_head(settings, model.config.hidden_size)
+
+
+def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
+    """Return the checkpoint's head, or a new one if the model will be trained or has random weights."""
+    head = ScalarHead(hidden_size, settings.seed, settings.head)
+    if settings.path is None:
+        return head
+    directory = Path(settings.path)
+    if not head.load(directory, settings.head) and not settings.trainable:
+        raise missing_head(directory, settings.head)
+    return head
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Check that a setting has one of its known values.
+
+    Raises:
+        BackendError: if not; suggests the nearest value.
+    """
+    if value not in known:
+        raise BackendError(f"{name} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
+
+
+def _from_scratch(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+    for weight in model.parameters():  # not its buffers, which have dtypes of their own
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def _without_weights(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the model with parameters on the meta device; None if its checkpoint must be read whole."""
+    with parameters_on_meta():
+        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+    assert settings.path is not None, "only the parameters of a checkpoint are read later"
+    return model if holds_parameters_of(Path(settings.path), model, settings.head) else None
+
+
+def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str, dtype: torch.dtype) -> PreTrainedModel:
+    verbosity = get_verbosity()
+    set_verbosity_error()  # a head that is not loaded here is no news; all else is checked below
+    try:
+        model, report = _MODELS.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PACKED,
+            local_files_only=True,
+            use_safetensors=True,  # other formats are pickles
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(
+            f"{path} has no readable weights: {reason}; check that its files are complete"
+        ) from None
+    finally:
+        set_verbosity(verbosity)
+    _check_loaded(path, model, report, head)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any], head: str) -> None:
+    """Check that a checkpoint has exactly the model's tensors.
+
+    A scalar head needs no output matrix, and a critic may start from a reward model, without its head.
+    """
+    output = _output_matrix(model)
+    unneeded = set() if head == "lm" else {n for n, p in model.named_parameters() if p is output.weight}
+    mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
+    missing = set(report["missing_keys"]) - unneeded
+    unknown = set(report["unexpected_keys"]) - (set() if head == "lm" else {SCORE})
+    check_tensors(path, missing, unknown, mismatched - unneeded)
+
+
+def _check_architecture(model: PreTrainedModel) -> None:
+    """Check that packed results are the HF model's own."""
+    check_supported(model)
+    name, config = type(model).__name__, model.config
+    for key in _LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise BackendError(
+                f"{name} transforms its logits ({key}), which is not supported; choose another architecture"
+            )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise BackendError(
+            f"{name} uses {rope!r} rotary embeddings, whose results depend on packing; choose another "
+            "architecture"
+        )
+
+
+def _turn_off_dropout(model: nn.Module) -> None:
+    """Set dropout to 0, so that training, inference and generation compute log-probs of one policy."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _train_padding_token(model: PreTrainedModel) -> None:
+    """Give the padding token's embedding a gradient. Nothing is padded, so it is a token like others."""
+    embeddings: Any = model.get_input_embeddings  # untyped in transformers
+    embeddings().padding_idx = None
+
+
+def _output_matrix(model: PreTrainedModel) -> nn.Linear:
+    output: Any = model.get_output_embeddings  # untyped in transformers
+    matrix = output()
+    if not isinstance(matrix, nn.Linear):
+        raise BackendError(
+            f"{type(model).__name__} has no linear output layer, which hflow computes logits with; choose "
+            "another architecture"
+        )
+    return matrix
+
+
+def _remove_output_matrix(model: PreTrainedModel) -> None:
+    """Remove the output layer, which a value or score model does not use."""
+    matrix = _output_matrix(model)
+    for name, module in list(model.named_children()):
+        if module is matrix:
+            delattr(model, name)

@@ -1,0 +1,84 @@
+"""Builds a model without its weights, and reads the part of them that a rank holds from a checkpoint.
+
+Thus no rank needs memory for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hflow.models.expert_tensors import file_shapes, read_stacked, stacked_views
+from hflow.models.heads import SCORE
+from hflow.models.weight_files import open_weight_files
+from hflow.training.fsdp.optimizer import local_shard
+from hflow.training.fsdp.weight_export import blocks_of, held_box
+from hflow.types.tensor_slices import box_slices, numel
+
+OUTPUT = "lm_head.weight"
+"""The output matrix of a language model, which a scalar head does not use."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules that are built now have their parameters on the meta device.
+
+    Their buffers are real, unlike under `torch.device("meta")`: a checkpoint does not hold those that a model
+    computes, such as the frequencies of rotary embeddings.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        if weight is not None and not weight.is_meta:  # a tied weight stays the same object
+            weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
+        register(module, name, weight)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
+    """Return whether `load_held_weights` can read a model's parameters from a checkpoint that has no others.
+
+    Each must be there under its own name and shape, or as the tensors of single experts. Other checkpoints
+    may be right, too: transformers renames and merges tensors of some families, and explains what is wrong.
+
+    Args:
+        path: the checkpoint's directory.
+        model: a causal language model, with its output matrix.
+        head: of the model that is built from it; only `lm` needs the output matrix.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    buffers = model.state_dict().keys() - names - tied
+    whole = stacked_views(model.config.model_type, model.named_parameters())
+    shapes = file_shapes({name: tuple(tensor.shape) for name, tensor in whole})
+    expected = {name: list(shape) for name, shape in shapes.items()}
+    with ExitStack() as files:
+        stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
+    output = set() if head == "lm" else {OUTPUT}
+    unused = tied if head == "lm" else {*tied, OUTPUT, SCORE}
+    return (
+        not buffers
+        and expected.keys() - stored.keys() <= output
+        and stored.keys() - expected.keys() <= unused
+        and all(stored[name] == expected[name] for name in expected.keys() & stored.keys())
+    )
+
+
+def load_held_weights(path: Path, model: PreTrainedModel) -> None:
+    """Fill this rank's part of each parameter of a model from a checkpoint; not a collective."""
+    with ExitStack() as files, torch.no_grad():
+        stored = open_weight_files(path, files)
+        for name, weight in model.named_parameters():
+            if numel(held_box(weight)):
+                for block in blocks_of(model, name, weight, local_shard(weight.detach())):
+                    block.values.copy_(read_stacked(stored, block.tensor, box_slices(block.box)))

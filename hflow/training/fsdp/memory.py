@@ -1,0 +1,283 @@
+"""Memory formulas of the torch backend: training and inference, on one rank or sharded by FSDP2.
+
+A step may reach its peak at several moments: at the logits, in the backward pass of the first or the last
+layer, or when the gradients outside of the layers are reduced. The moment with the most bytes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
+from hflow.planner.forecast.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.model_shape import layer_template
+
+MIN_UNIT_BYTES = 4 << 20
+"""A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
+
+
+def model_state(rank: Rank) -> Items:
+    """Return fp32 weights and moments, sharded over the data axis.
+
+    Gradients exist within a step only. With them, training needs 16 bytes a parameter over all ranks. An
+    inference replica has weights alone, and none of its own where it uses those of a trainer. A model with
+    adapters has its other weights in the compute dtype.
+    """
+    if rank.replica.base_of:
+        return Items()
+    num_trained = rank.trained.total_shard
+    moments = ADAM_MOMENTS * FP32_BYTES * num_trained if rank.replica.role == "train" else 0
+    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_trained, "adapters" if _adapts(rank) else "")
+    if _adapts(rank):
+        weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
+    return weights + item(MemoryCategory.OPTIMIZER, moments)
+
+
+def train_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of a train node beyond the model state."""
+    return largest(_step(rank, batch).train_moments())
+
+
+def infer_step(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the peak of an infer node beyond the model state."""
+    return largest(_step(rank, batch).infer_moments())
+
+
+def kept_after_infer(rank: Rank) -> Items:
+    """Return the weights that stay gathered: FSDP2 reshards the root in a backward pass only.
+
+    Those of a trainer's base model are the trainer's.
+    """
+    if rank.num_copies == 1 or rank.replica.base_of:
+        return Items()
+    return _gathered_weights(rank.width * _Units.of(rank).root)
+
+
+def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | _ShardedStep:
+    return _ShardedStep(rank, batch) if rank.num_copies > 1 else _SingleRankStep(rank, batch)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Elements that FSDP2 gathers at once."""
+
+    layer: int
+    """A decoder layer with a unit of its own; 0 if layers are gathered with the root."""
+    root: int
+    """Everything else."""
+
+    @classmethod
+    def of(cls, rank: Rank) -> _Units:
+        """Return the units of all weights."""
+        sizes, adapters = rank.sizes, rank.trained if _adapts(rank) else None
+        layer, rest, total = sizes.layer, sizes.rest, sizes.total
+        if adapters is not None:
+            layer, rest, total = layer + adapters.layer, rest + adapters.rest, total + adapters.total
+        return cls(layer, rest) if layer * FP32_BYTES >= MIN_UNIT_BYTES else cls(0, total)
+
+    def trained(self, rank: Rank) -> _Units:
+        """Return the trained elements of these units."""
+        return _Units(rank.trained.layer, rank.trained.rest) if self.layer else _Units(0, rank.trained.total)
+
+
+class _Step:
+    """What a step needs on one rank as well as on many."""
+
+    def __init__(self, rank: Rank, batch: MicroBatch) -> None:
+        self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
+        self.recomputes = rank.config.activation_checkpointing
+        self.layer = activations.kept_by_layer(rank, batch) + _kept_by_adapters(rank, batch)
+        self.all_gradients = FP32_BYTES * self.trained.total_shard
+        """Bytes of all gradients at the end."""
+        self.accumulated = self.all_gradients if batch.num > 1 else 0
+        """Bytes of the gradients of earlier micro-batches."""
+        self.output = rank.width * self.trained.output
+        """Bytes of the output matrix's gradient, the first of the backward pass."""
+        self.is_tied = rank.shape.is_tied and self.trained.output > 0
+        """Whether the output matrix's gradient is kept until that of the lookup, the last one."""
+        self.lookup = rank.width * self.trained.embedding * (3 if self.is_tied else 1)
+        """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
+
+    def forward(self) -> Items:
+        """Return the activations at the end of the forward pass, and the logits."""
+        kept = activations.kept_outside_layers(self.rank, self.batch)
+        logits = activations.logits(self.rank, self.batch, with_gradient=True)
+        return item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept) + item(
+            MemoryCategory.LOGITS, logits
+        )
+
+    def final_norm(self) -> Items:
+        """Return the activations during the backward pass of the final norm."""
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers))
+        return layers + _backward_buffers(activations.final_norm_buffers(self.rank, self.batch))
+
+    def layer_without_gradient(self) -> Items:
+        """Return the activations of a layer's forward pass without gradient."""
+        batch = self.batch
+        layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
+        return item(MemoryCategory.ACTIVATIONS, layer)
+
+    def head_without_gradient(self) -> Items:
+        """Return hidden states, the rows that predict learned tokens, and logits, without gradient."""
+        rows = self.rank.width * self.rank.shape.hidden * (self.batch.tokens + self.batch.num_learned)
+        logits = activations.logits(self.rank, self.batch, with_gradient=False)
+        return item(MemoryCategory.ACTIVATIONS, rows) + item(MemoryCategory.LOGITS, logits)
+
+    def backward(self, num_layers: int) -> Items:
+        """Return the activations during the backward pass of a layer, the last of `num_layers` to go."""
+        recomputed = self.layer if self.recomputes else 0
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed)
+        return layers + _backward_buffers(activations.backward_buffers(self.rank, self.batch))
+
+    def _kept(self, num_layers: int) -> int:
+        """Return the bytes that are kept of layers until their backward pass."""
+        return activations.kept_by_layers(self.rank, self.batch, num_layers, self.layer)
+
+    def optimizer_step(self) -> Items:
+        """Return the gradients: the optimizer's step is fused and in place."""
+        return _gradients(self.all_gradients)
+
+
+class _SingleRankStep(_Step):
+    """A step on one rank. In bf16 each weight is cast while it is used, and kept for the backward pass."""
+
+    def train_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of training that may be the peak."""
+        trained, width, num_layers = self.trained, self.rank.width, self.sizes.num_layers
+        waiting = self.output if self.is_tied else 0
+        yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
+        at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
+        yield self.final_norm() + at_start
+        yield self.backward(num_layers) + at_start
+        in_layers = self.accumulated or self.all_gradients - FP32_BYTES * (trained.layer + trained.embedding)
+        yield self.backward(1) + self._casts(1) + _gradients(in_layers + waiting)
+        all_but_embedding = self.accumulated or self.all_gradients - FP32_BYTES * trained.embedding
+        yield _gradients(all_but_embedding + self.lookup)
+        if width < FP32_BYTES:
+            yield _gradients(all_but_embedding + (width + FP32_BYTES) * trained.embedding)
+        yield self.optimizer_step()
+
+    def infer_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
+        yield self.layer_without_gradient() + self._casts(1)
+        yield self.head_without_gradient() + self._casts(0)
+
+    def _casts(self, num_layers: int) -> Items:
+        """Return weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time.
+
+        Weights that are not trained beside adapters are stored in bf16.
+        """
+        if self.rank.width == FP32_BYTES:
+            return Items()
+        num_cast = min(1, num_layers) if self.recomputes else num_layers
+        num_bytes = self.rank.width * (self.trained.rest + num_cast * self.trained.layer)
+        return item(MemoryCategory.WEIGHTS, num_bytes, "weight casts")
+
+
+class _ShardedStep(_Step):
+    """A step on several ranks: a unit's weights are gathered before it runs, its gradients scattered then."""
+
+    def __init__(self, rank: Rank, batch: MicroBatch) -> None:
+        super().__init__(rank, batch)
+        self.units = _Units.of(rank)
+        self.trained_units = self.units.trained(rank)
+        self.num_copies = 1 if rank.on_cpu else 0
+        """Copies that a collective makes of its larger end: gloo makes one."""
+
+    def train_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of training that may be the peak."""
+        trained, num_layers = self.trained_units, self.sizes.num_layers
+        accumulated = _gradients(self.accumulated)
+        yield self._first_gather() + accumulated
+        yield self.forward() + self._gathered(num_buffers=1) + accumulated
+        at_start = (
+            self._gathered(num_layers=1, num_buffers=1, gathers_layer=True)
+            + accumulated
+            + _gradients(self.output)
+        )
+        yield self.final_norm() + at_start
+        yield self.backward(num_layers) + at_start
+        if num_layers > 1:
+            layer_gradients = accumulated + _gradients(self.output + self.rank.width * trained.layer)
+            gathered = self._gathered(num_layers=1, num_buffers=1)
+            yield self.backward(num_layers - 1) + gathered + self._scattered(trained.layer) + layer_gradients
+        shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
+        at_end = self._gathered() + self._scattered(trained.layer)
+        yield self.backward(1) + at_end + _gradients(shards + self.output)
+        yield at_end + _gradients(shards + self.lookup + (0 if self.is_tied else self.output))
+        yield self._scattered(trained.layer) + self._scattered(trained.root) + _gradients(shards)
+        yield self.optimizer_step()
+
+    def infer_moments(self) -> Iterator[Items]:
+        """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
+        yield self._first_gather()
+        if self.units.layer:
+            inputs = 2 * activations.layer_input(self.rank, self.batch)
+            gathered = self._gathered(num_buffers=2, gathers_layer=True)
+            yield item(MemoryCategory.ACTIVATIONS, inputs) + gathered
+        yield self.layer_without_gradient() + self._gathered(num_layers=1, num_buffers=1)
+        yield self.head_without_gradient() + self._gathered(num_buffers=1)
+
+    def _first_gather(self) -> Items:
+        """Return what gathering the first layer needs, while the buffer of the root still exists."""
+        gathered = self._gathered(num_buffers=1, gathers_layer=True)
+        if not self.units.layer:
+            return gathered
+        return gathered + _gathered_weights(self.rank.width * self.units.root)
+
+    def _gathered(self, num_layers: int = 0, num_buffers: int = 0, *, gathers_layer: bool = False) -> Items:
+        """Return unsharded weights: of the root, of layers in use, and buffers that units were gathered into.
+
+        A buffer lives until the next unit is gathered. While a layer is being gathered (`gathers_layer`), its
+        shard exists in the compute dtype, and gloo has a copy of the whole.
+        """
+        width, units = self.rank.width, self.units
+        num_weights = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
+        if not gathers_layer:
+            return _gathered_weights(width * num_weights)
+        shard = self.trained.layer_shard if units.layer and width < FP32_BYTES else 0
+        copies = self.num_copies * width * units.layer
+        return _gathered_weights(width * (num_weights + shard)) + _collective_buffers(copies)
+
+    @property
+    def _root_shard(self) -> int:
+        """Trained elements of the root's unit that this rank holds."""
+        return self.trained.rest_shard if self.units.layer else self.trained.total_shard
+
+    def _scattered(self, num_elements: int) -> Items:
+        """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""
+        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.num_copies))
+        scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
+        return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
+
+
+def _adapts(rank: Rank) -> bool:
+    """Return whether the replica trains adapters in place of its weights."""
+    return rank.config.lora is not None and rank.replica.role == "train"
+
+
+def _kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
+    """Return what autograd keeps of the adapters of a layer: r numbers a token, between the two matrices."""
+    if rank.config.lora is None:
+        return 0
+    num_targets = len(layer_template(rank.trained_shape)) // 2
+    return rank.width * rank.config.lora.r * num_targets * batch.tokens
+
+
+def _gradients(num_bytes: int) -> Items:
+    return item(MemoryCategory.GRADIENTS, num_bytes)
+
+
+def _backward_buffers(num_bytes: int) -> Items:
+    return item(MemoryCategory.BUFFERS, num_bytes, "backward buffers")
+
+
+def _collective_buffers(num_bytes: int) -> Items:
+    return item(MemoryCategory.BUFFERS, num_bytes, "collective buffers")
+
+
+def _gathered_weights(num_bytes: int) -> Items:
+    return item(MemoryCategory.WEIGHTS, num_bytes, "gathered weights")

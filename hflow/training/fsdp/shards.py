@@ -1,0 +1,82 @@
+"""Sharded checkpoints of an HF model: each rank writes and reads its rows of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from hflow.base.files import WriteFiles
+from hflow.models.expert_tensors import stacked_views
+from hflow.models.host_copy import HostCopies
+from hflow.training.fsdp.optimizer import TorchOptimizer
+from hflow.training.fsdp.packed_model import PackedModel
+from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters
+from hflow.training.sharded_checkpoint import (
+    MEAN,
+    SQUARE,
+    WEIGHT,
+    BlockState,
+    CheckpointInfo,
+    copy_shards,
+    open_shards,
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its head and its optimizer."""
+
+    model: PreTrainedModel
+    module: PackedModel
+    head: str
+    optimizer: TorchOptimizer | None
+    """None for a frozen model."""
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """Description of the model for its checkpoint."""
+        num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
+        return CheckpointInfo.of(self.model.config, self.head, num_steps)
+
+    def states(self) -> Iterator[BlockState]:
+        """Yield this rank's rows of every weight. No two ranks have the same rows."""
+        names = {weight: name for name, weight in self.named_parameters()}
+        for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
+            kinds = {WEIGHT: blocks}
+            if self.optimizer is not None:
+                for kind, moment in zip((MEAN, SQUARE), self.optimizer.moments(weight), strict=True):
+                    kinds[kind] = blocks_of(self.model, names[weight], weight, moment)
+            for index, block in enumerate(blocks):
+                values = {kind: parts[index].values for kind, parts in kinds.items()}
+                yield BlockState(block.tensor, block.shape, block.box, values)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return every weight that training changes, with its name in the module."""
+        return named_parameters(self.model, self.module.head, self.head)
+
+
+def copy_model_shards(
+    trained: TrainedModel, directory: Path, group: ProcessGroup | None, host: HostCopies
+) -> WriteFiles:
+    """Copy this rank's part of a sharded checkpoint with `copy_shards`; a collective."""
+    return copy_shards(directory, trained.states(), trained.info, group, host)
+
+
+def load_model_shards(trained: TrainedModel, directory: Path) -> None:
+    """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
+    named = ((name, torch.empty(weight.shape, device="meta")) for name, weight in trained.named_parameters())
+    whole = stacked_views(trained.model.config.model_type, named)
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole}
+    with open_shards(directory, trained.info, shapes) as reader:
+        for state in trained.states():
+            for kind in reader.info.kinds:
+                if kind in state.values:
+                    reader.fill(state.tensor, state.box, state.values[kind], kind)
+        if trained.optimizer is not None:
+            trained.optimizer.resume(reader.info.num_steps)

@@ -1,0 +1,190 @@
+"""A micro-batch on the device: token ids, the layout of its sequences, and the mask of learned tokens.
+
+Axes: S sequences, T packed tokens, U computed tokens (T without repeated prompt prefixes), N learned tokens,
+P groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.batches.batch_arguments import FRAMEWORK_READ, get_column, sequences_of, to_tensor
+from hflow.data.batches.shared_prefix import PrefixSharing, share_prefixes
+from hflow.models.expert_replay import ReplayedExperts, replayed_experts
+from hflow.models.packed_attention import PackedLayout, SharedRows
+from hflow.training.interface import NodeCall
+from hflow.types import Sequences, Unit
+from hflow.types.routed_experts import ROUTED_EXPERTS
+
+LEARNED = "is_learned"
+"""Column that `prepare_batch` adds: which sequences count in means over sequences."""
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """T tokens of S sequences, as a model's layers need them."""
+
+    input_ids: Tensor
+    """int64 `[T]`."""
+    computed_ids: Tensor
+    """int64 `[U]`: `input_ids` of the tokens that are computed. U is T where no prefix is shared."""
+    position_ids: Tensor
+    """int64 `[U]`, from 0 in each sequence."""
+    layout: PackedLayout
+    sharing: PrefixSharing | None
+    """Which tokens are computed once, on the host. `layout.shared` is the same on the device."""
+    replayed: ReplayedExperts | None
+    """The experts that routers are to choose; None: they choose themselves."""
+
+    def computed_rows(self, positions: Tensor) -> Tensor:
+        """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
+        shared = self.layout.shared
+        return positions if shared is None else shared.row_of_token[positions]
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Repeat the rows of shared prefixes: `[U, ...]` -> `[T, ...]`."""
+        shared = self.layout.shared
+        return x if shared is None else x.index_select(0, shared.row_of_token)
+
+
+@dataclass(frozen=True)
+class PackedBatch(PackedTokens):
+    """A micro-batch as a forward pass and its body need it."""
+
+    batch: Batch
+    seqs: Sequences
+    targets: Tensor
+    """int64 `[N]`: positions of the learned tokens. Each is predicted from the token before it."""
+    last_tokens: Tensor
+    """int64 `[S]`: position of each sequence's last token."""
+    valid: dict[Unit, Tensor]
+    """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
+    num_valid: dict[Unit, int]
+    """Number of entries of each unit that count."""
+
+
+def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
+    """Return the batch with its final `loss_mask` and the column `is_learned`.
+
+    The first token of a sequence has no prediction, so it is never learned. A sequence counts if any of its
+    tokens is learned; for a `score` head it counts unless the mask excludes it.
+
+    Args:
+        batch: has `loss_mask`.
+        head: the model's head.
+        mask_field: bool column, per token or per sequence, that excludes more entries.
+    """
+    mask = np.array(get_column(batch, "loss_mask").values, dtype=bool)
+    mask[batch.offsets[:-1]] = False
+    kept = np.ones(len(batch), dtype=bool)
+    if mask_field is not None:
+        extra = get_column(batch, mask_field)
+        flags = np.asarray(extra.values, dtype=bool)
+        mask &= flags if extra.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)
+        kept = _any_by_sequence(flags, batch) if extra.unit is Unit.TOKEN else flags
+    learned = kept if head == "score" else _any_by_sequence(mask, batch)
+    return batch.with_columns(
+        {"loss_mask": Column(Unit.TOKEN, mask), LEARNED: Column(Unit.SEQUENCE, learned)}
+    )
+
+
+def count_valid(batch: Batch) -> dict[Unit, int]:
+    """Count the tokens, sequences and groups of a prepared batch that are learned."""
+    learned = np.asarray(batch.columns[LEARNED].values)
+    return {
+        Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
+        Unit.SEQUENCE: int(learned.sum()),
+        Unit.GROUP: len(np.unique(batch.groups[learned])),
+    }
+
+
+def pack_tokens(
+    batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False
+) -> PackedTokens:
+    """Move a batch's tokens and their layout to the device. All index tables are made on the host.
+
+    Args:
+        batch: has `input_ids`, and for replay `routed_experts`.
+        device: the model's device.
+        dtype: dtype of the forward pass, on which the attention kernel depends.
+        replays: whether routers choose the experts of the engine.
+    """
+    positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
+    sharing = share_prefixes(batch, ("input_ids", ROUTED_EXPERTS) if replays else ("input_ids",))
+    shared = None if sharing is None else _on_device(sharing, device)
+    input_ids = to_tensor(get_column(batch, "input_ids").values, device)
+    position_ids = to_tensor(positions, device)
+    return PackedTokens(
+        input_ids=input_ids,
+        computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
+        position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
+        layout=PackedLayout.of(batch.lengths, device, dtype, shared),
+        sharing=sharing,
+        replayed=replayed_experts(batch, sharing, device) if replays else None,
+    )
+
+
+def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False) -> PackedBatch:
+    """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
+    seqs = sequences_of(batch, device)
+    learned = to_tensor(batch.columns[LEARNED].values, device)
+    return PackedBatch(
+        **vars(pack_tokens(batch, device, dtype, replays)),
+        batch=batch,
+        seqs=seqs,
+        targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),
+        last_tokens=to_tensor(batch.offsets[1:] - 1, device),
+        valid={
+            Unit.TOKEN: seqs.loss_mask,
+            Unit.SEQUENCE: learned,
+            Unit.GROUP: seqs.group_sum(learned.long()) > 0,
+        },
+        num_valid=count_valid(batch),
+    )
+
+
+def scored_tokens(packed: PackedBatch, padding_id: int | None) -> Tensor:
+    """Return the position `[S]` of each sequence's last token that is not the padding token.
+
+    transformers scores a sequence there, also where its last own tokens are the padding token, as with an
+    end-of-text token that is used for padding. A sequence of nothing else is scored at its first token.
+    """
+    batch = packed.batch
+    if padding_id is None or len(batch) == 0:
+        return packed.last_tokens
+    ids = np.asarray(get_column(batch, "input_ids").values)
+    starts = batch.offsets[:-1]
+    last = np.maximum.reduceat(np.where(ids != padding_id, np.arange(len(ids)), -1), starts)
+    return to_tensor(np.maximum(last, starts), packed.last_tokens.device)
+
+
+def placeholder_batch() -> Batch:
+    """Return a prepared batch of one unlearned token, for a rank that must join a forward without samples."""
+    one = np.ones(1, dtype=np.int64)
+    columns = {
+        "input_ids": Column(Unit.TOKEN, np.zeros(1, dtype=np.int64)),
+        "loss_mask": Column(Unit.TOKEN, np.zeros(1, dtype=bool)),
+    }
+    return prepare_batch(Batch(-one, -one, one, columns), head="lm")
+
+
+def _on_device(sharing: PrefixSharing, device: torch.device) -> SharedRows:
+    return SharedRows(to_tensor(sharing.token_of_row, device), to_tensor(sharing.row_of_token, device))
+
+
+def _any_by_sequence(mask: npt.NDArray[np.bool_], batch: Batch) -> npt.NDArray[np.bool_]:
+    """Return whether any token of each sequence is true. Sequences have at least one token."""
+    if len(batch) == 0:
+        return np.zeros(0, dtype=bool)
+    return np.logical_or.reduceat(mask, batch.offsets[:-1])
+
+
+def replays_experts(call: NodeCall) -> bool:
+    """Return whether a node computes with the engine's experts."""
+    return any(read.parameter == FRAMEWORK_READ + ROUTED_EXPERTS for read in call.reads)

@@ -1,0 +1,158 @@
+"""Micro-batches: which samples share a forward pass, and the global counts that losses are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hflow.data.batches.batch import Batch
+from hflow.data.batches.device_copy import to_device
+from hflow.training.interface import NodeCall, TrainShard
+from hflow.training.loop.inputs import count_valid, prepare_batch
+from hflow.types import Unit
+
+_UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One rank's samples of a minibatch, prepared and split into micro-batches."""
+
+    microbatches: tuple[Batch, ...]
+    num_microbatches: int
+    """The largest number on any rank. Every rank runs this many forward passes, the surplus ones on
+    placeholders."""
+    totals: dict[Unit, int]
+    """Entries of each unit that count in the whole minibatch, over all ranks."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSplitter:
+    """Splits a rank's samples into micro-batches, in agreement with the other data indices."""
+
+    max_tokens: int
+    """Budget of a micro-batch."""
+    head: str
+    group: ProcessGroup | None
+    """One rank for each data index; None for one."""
+    device: torch.device
+
+    def minibatches(self, call: NodeCall, shards: Sequence[TrainShard]) -> list[Minibatch]:
+        """Split every minibatch of a step; one collective.
+
+        Several shards in one process are merged, as no result depends on which rank has a sample.
+        """
+        mask = call.options.get("mask")
+        prepared = [
+            [prepare_batch(part, self.head, mask) for part in parts if len(part)]
+            for parts in zip(*(shard.minibatches for shard in shards), strict=True)
+        ]
+        merged = [Batch.concat(parts) if parts else None for parts in prepared]
+        splits = [self.split(call, batch) for batch in merged]
+        agreed = self._agree(merged, splits)
+        return [
+            Minibatch(tuple(split), num_microbatches, dict(zip(_UNITS, totals, strict=True)))
+            for split, (num_microbatches, *totals) in zip(splits, agreed, strict=True)
+        ]
+
+    def split(self, call: NodeCall, batch: Batch | None) -> list[Batch]:
+        """Return the micro-batches of a batch."""
+        return [] if batch is None else [batch.take(rows) for rows in self.rows(call, batch)]
+
+    def rows(self, call: NodeCall, batch: Batch) -> list[list[int]]:
+        """Return the rows of each micro-batch, of at most `max_tokens` tokens.
+
+        A group stays in one micro-batch if the body reads or returns groups, even if it exceeds the budget;
+        otherwise if it fits, so that its members can share the computation of their prompt.
+        """
+        by_group = any(unit == Unit.GROUP for _, unit in call.returns)
+        by_group = by_group or any(read.field == "group" for read in call.reads)
+        return pack_sequences(
+            batch.lengths, self.max_tokens, batch.groups if by_group else self._small_groups(batch)
+        )
+
+    def _small_groups(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Return a label for each row: one per group that fits the budget, else one per row."""
+        _, index = np.unique(batch.groups, return_inverse=True)
+        fits = np.bincount(index, weights=batch.lengths) <= self.max_tokens
+        return np.where(fits[index], index, len(index) + np.arange(len(index)))
+
+    def max_over_ranks(self, num_microbatches: int) -> int:
+        """Return the largest number of micro-batches on any rank; a collective."""
+        return int(self._gather([[num_microbatches]]).amax())  # waits: once per infer node
+
+    def _agree(self, merged: list[Batch | None], splits: list[list[Batch]]) -> list[list[int]]:
+        """Return for each minibatch the largest number of micro-batches, and the counts of all ranks."""
+        counts = [dict.fromkeys(_UNITS, 0) if b is None else count_valid(b) for b in merged]
+        local_counts = [
+            [len(split), *(count[u] for u in _UNITS)] for split, count in zip(splits, counts, strict=True)
+        ]
+        by_rank = self._gather(local_counts)
+        agreed = torch.cat([by_rank[:, :, :1].amax(0), by_rank[:, :, 1:].sum(0)], dim=1)
+        return [[int(x) for x in row] for row in agreed.tolist()]  # waits: once per step
+
+    def _gather(self, rows: list[list[int]]) -> torch.Tensor:
+        """Return the integers of all ranks, `[ranks, ...]`."""
+        if self.group is None:
+            return torch.tensor([rows], dtype=torch.int64)
+        local_counts = to_device(torch.tensor(rows, dtype=torch.int64), self.device)
+        parts = [torch.empty_like(local_counts) for _ in range(self.group.size())]
+        dist.all_gather(parts, local_counts, group=self.group)
+        return torch.stack(parts)
+
+
+Integers = Sequence[int] | npt.NDArray[np.int64]
+
+
+def pack_sequences(lengths: Integers, budget: int, keep_together: Integers | None = None) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `budget` tokens by first-fit decreasing.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: maximum tokens of a micro-batch. A unit that is longer is a micro-batch of its own.
+        keep_together: a label for each sequence. Sequences with equal labels form a unit, which is not split.
+
+    Returns:
+        Row indices of each micro-batch, ascending; the micro-batches are ordered by their first row. There
+        are at most twice as many micro-batches as necessary, and usually a few per cent more.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if len(sizes) and sizes.sum() <= budget:
+        return [list(range(len(sizes)))]
+    units = _units(len(sizes), keep_together)
+    totals = np.array([sizes[unit].sum() for unit in units], dtype=np.int64)
+    bins = [
+        np.sort(np.concatenate([units[index] for index in members])).tolist()
+        for members in _first_fit_decreasing(totals, budget)
+    ]
+    return sorted(bins, key=lambda rows: rows[0])
+
+
+def _units(count: int, labels: Integers | None) -> list[npt.NDArray[np.int64]]:
+    """Return the rows of each unit."""
+    if labels is None:
+        return list(np.arange(count, dtype=np.int64)[:, None])
+    order = np.argsort(np.asarray(labels), kind="stable")
+    cuts = np.flatnonzero(np.diff(np.asarray(labels)[order])) + 1
+    return np.split(order, cuts) if count else []
+
+
+def _first_fit_decreasing(sizes: npt.NDArray[np.int64], budget: int) -> list[list[int]]:
+    """Return indices of `sizes` by bin: the largest first, each into the first bin with room for it."""
+    free = np.zeros(len(sizes), dtype=np.int64)
+    bins: list[list[int]] = []
+    for index in np.argsort(-sizes, kind="stable"):
+        fits = np.flatnonzero(free[: len(bins)] >= sizes[index])
+        if len(fits) == 0:
+            free[len(bins)] = max(budget - sizes[index], 0)
+            bins.append([int(index)])
+        else:
+            free[fits[0]] -= sizes[index]
+            bins[fits[0]].append(int(index))
+    return bins

@@ -1,0 +1,117 @@
+"""Megatron's core attention for packed sequences: rotates q and k, then attends within each sequence.
+
+Megatron's own attention needs Transformer Engine for packed sequences, and its rotary embedding computes
+sines in every layer, sequence by sequence. Here they are computed once per forward pass.
+
+Axes: U computed tokens, U' the same padded for sequence parallelism, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hflow.models.expert_replay import ReplayedExperts
+from hflow.models.packed_attention import PackedLayout, attend
+from hflow.training.megatron.context_parallel import RowDivision, attend_to_all
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """Inputs that all layers of a forward pass need; megatron passes them as `packed_seq_params`."""
+
+    layout: PackedLayout
+    cos: Tensor
+    """`[U, 1, E]`, in the dtype of the forward pass."""
+    sin: Tensor
+    division: RowDivision | None
+    """With context parallelism, U is the number of this rank's rows."""
+    replayed: ReplayedExperts | None = None
+    """The experts that this rank's routers are to choose; None: they choose themselves."""
+    qkv_format: str = "thd"
+    """Tells megatron that there is no batch axis."""
+
+    @classmethod
+    def of(
+        cls,
+        layout: PackedLayout,
+        position_ids: Tensor,
+        frequencies: Tensor,
+        dtype: torch.dtype,
+        division: RowDivision | None = None,
+        replayed: ReplayedExperts | None = None,
+    ) -> PackedInputs:
+        """Compute the rotations.
+
+        Args:
+            layout: of the sequences.
+            position_ids: int64 `[U]`.
+            frequencies: from `rotary_frequencies`, on the same device.
+            dtype: of the forward pass.
+            division: of the rows over context ranks; None without context parallelism.
+            replayed: the experts that routers are to choose; None: they choose themselves.
+        """
+        angles = position_ids[:, None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype), division, replayed)
+
+    @property
+    def num_tokens(self) -> int:
+        """U, without the padding for sequence parallelism."""
+        return len(self.cos)
+
+
+class PackedAttention(nn.Module):
+    """Core attention with the interface of megatron's; it has no weights."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        """Take the arguments of megatron's layer specs; those for other kernels are ignored."""
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedInputs,
+        **_: Any,
+    ) -> Tensor:
+        """Attend: `[U', H, E]` -> `[U', H, E]`. Tokens after the first U are padding and get zeros."""
+        inputs, num_tokens = packed_seq_params, packed_seq_params.num_tokens
+        q, k, v = (x[:num_tokens] for x in (query, key, value))
+        q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
+        if inputs.division is None:
+            # A view would keep the whole projection to q, k and v until the backward pass.
+            out = attend(q, k, v.contiguous(), inputs.layout, self.scale)
+        else:
+            out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, self.scale)
+        num_padding = len(query) - num_tokens
+        if not num_padding:
+            return out  # `pad` would copy it
+        padded: Tensor = pad(out, (0, 0, 0, 0, 0, num_padding))
+        return padded
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to `[U, H, E]`. The two halves of E are the coordinates of E / 2 planes."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> Tensor:
+    """Return the angle per position by which each plane turns: fp32 `[E / 2]`."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inverse: Tensor = rope["rope_theta"] ** powers
+        return 1.0 / inverse
+    frequencies: Tensor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[0]
+    return frequencies

@@ -1,0 +1,140 @@
+"""`MegatronModel`: a backend that splits a model over data, tensor and pipeline ranks by megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hflow.base.errors import BackendError
+from hflow.base.files import WriteFiles
+from hflow.config.schema import Offload
+from hflow.data.batches.batch import Batch
+from hflow.models.host_copy import HostCopies
+from hflow.models.host_offload import HostOffload
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.interface import ModelBackend, NodeCall, TrainShard
+from hflow.training.loop.checks import check_sequences, check_temperature
+from hflow.training.loop.microbatches import MicrobatchSplitter
+from hflow.training.megatron.hf_export import copy_stage
+from hflow.training.megatron.model import Stage, build_stage
+from hflow.training.megatron.optimizer import MegatronOptimizer
+from hflow.training.megatron.parallel_state import ParallelState
+from hflow.training.megatron.runner import MegatronRunner
+from hflow.training.megatron.schedule import PipelineSchedule
+from hflow.training.megatron.shards import copy_stage_shards, load_stage_shards
+from hflow.training.megatron.weight_export import held_blocks, named_weights
+from hflow.types.tensor_slices import Block
+
+
+class MegatronModel(ModelBackend):
+    """One rank's shard of a model.
+
+    Heads (tensor rank 0 on the last stage, one for each data index) receive shards and return outputs and
+    metrics; the other ranks make the same calls without shards. Results do not depend on the layout, as every
+    denominator is global.
+    """
+
+    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
+        """Build this rank's part of the model; a collective over the position's group.
+
+        Raises:
+            BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
+        """
+        self.settings = settings
+        self._stage = stage = build_stage(settings, ParallelState.of(position))
+        self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
+        heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
+        splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
+        schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
+        self._runner = MegatronRunner(stage, schedule, splitter)
+        self._offload = _make_offload(stage, self._optimizer, settings.offload)
+        self._offload.start()
+        self._copies, self._state_copies = HostCopies(), HostCopies()
+
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        """Run a forward without gradient and the body; on heads, return a batch of the fields per shard.
+
+        Raises:
+            BackendError: if a sequence is too long for the model or has unknown tokens.
+            RunError: if the policy's temperature is 0.
+        """
+        check_temperature(call)
+        check_sequences(self.settings.name, self._stage.hf_config, shards)
+        with self.on_device():
+            return self._runner.infer(call, shards)
+
+    def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
+        """Run all minibatches and epochs of one step; on heads, return metrics averaged over all ranks.
+
+        Raises:
+            BackendError: if the model is frozen, or as `infer`.
+            RunError: as `infer`, or if the loss has a wrong shape or a gradient is not finite.
+        """
+        if self._optimizer is None:
+            raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
+        check_temperature(call)
+        batches = (minibatch for shard in shards for minibatch in shard.minibatches)
+        check_sequences(self.settings.name, self._stage.hf_config, batches)
+        with self._offload.on_device(training=True, changes=True):
+            metrics = self._runner.train(self._optimizer, call, shards, step)
+            self._optimizer.finish_gather()
+        return metrics
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the forward pass."""
+        return self._stage.dtype
+
+    def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Have the weights on the device while the context is open."""
+        return self._offload.on_device(changes=changes)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF-named full tensors one by one, in the model's dtype, on every rank; a collective."""
+        with self.on_device():
+            yield from named_weights(self._stage)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks of each parameter of this rank, copies included; not a collective."""
+        assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
+        return held_blocks(self._stage)
+
+    def save(self, directory: str) -> WriteFiles:
+        """Copy some files of the weights to each rank, and return the function that writes them."""
+        with self.on_device(), self._copies.made():
+            return copy_stage(self._stage, Path(directory), self._copies)
+
+    def save_shards(self, directory: str) -> WriteFiles:
+        """Copy the weights and moments that this rank updates, and return the function that writes them."""
+        with self._offload.on_device(training=True), self._state_copies.made():
+            return copy_stage_shards(self._stage, self._optimizer, Path(directory), self._state_copies)
+
+    def load_shards(self, directory: str) -> None:
+        """Load this rank's part of weights and moments that any backend wrote in any layout."""
+        with self._offload.on_device(training=True, changes=True):
+            load_stage_shards(self._stage, self._optimizer, Path(directory))
+
+
+def _make_schedule(
+    stage: Stage, optimizer: MegatronOptimizer | None, offload_activations: bool
+) -> PipelineSchedule:
+    if optimizer is None:
+        return PipelineSchedule(stage, stage.module, offload_activations, _do_nothing)
+    return PipelineSchedule(stage, optimizer.module, offload_activations, optimizer.finish_gather)
+
+
+def _do_nothing() -> None:
+    """A frozen model gathers no weights."""
+
+
+def _make_offload(stage: Stage, optimizer: MegatronOptimizer | None, offload: Offload) -> HostOffload:
+    def weights() -> list[Tensor]:
+        return [weight.detach() for weight in stage.module.parameters()]
+
+    if optimizer is None:
+        return HostOffload(offload, weights)
+    return HostOffload(offload, weights, optimizer.states, optimizer.gradients)

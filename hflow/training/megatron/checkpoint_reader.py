@@ -1,0 +1,91 @@
+"""Reads blocks of a model's weights from a safetensors checkpoint, or from a model drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hflow.models.expert_tensors import file_shapes, read_stacked
+from hflow.models.heads import SCORE, head_prefix
+from hflow.models.settings import ModelSettings
+from hflow.models.weight_files import check_tensors, open_weight_files
+from hflow.training.fsdp.build import build_model, scalar_head
+from hflow.training.fsdp.weight_export import named_weights
+from hflow.training.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
+from hflow.training.megatron.model_dims import ModelDims
+from hflow.types.tensor_slices import box_slices
+
+ReadBlock = Callable[[TensorPart], Tensor]
+"""Returns a block of an HF tensor."""
+
+
+@contextmanager
+def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock]:
+    """Open a model's weights; yield a function that reads blocks of them.
+
+    Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the whole
+    model, with the weights that the torch backend draws.
+
+    Raises:
+        BackendError: if the checkpoint has no readable weights, or those of another model.
+    """
+    if settings.path is None:
+        model, head = build_model(settings)
+        drawn = dict(named_weights(model, head, settings.head, model.dtype))
+        yield lambda part: drawn[part.tensor][box_slices(part.box)]
+        return
+    path = Path(settings.path)
+    head_tensors = _head_tensors(settings, dims)
+    with ExitStack() as files:
+        tensors = open_weight_files(path, files)
+        _check(path, tensors, dims)
+
+        def read(part: TensorPart) -> Tensor:
+            if part.tensor in head_tensors:
+                return head_tensors[part.tensor][box_slices(part.box)]
+            return read_stacked(tensors, part.tensor, box_slices(part.box))
+
+        yield read
+
+
+@torch.no_grad()
+def load_parameters(
+    parameters: Iterable[MappedParameter], tensors: Mapping[str, Tensor], read: ReadBlock
+) -> None:
+    """Set parameters, given by name, to their blocks of the checkpoint; padding becomes 0."""
+    for parameter in parameters:
+        target = tensors[parameter.name].view(parameter.shape)
+        if parameter.has_padding:
+            target.zero_()
+        for part in parameter.parts:
+            if part.length:
+                target.narrow(part.axis, part.offset, part.length).copy_(read(part))
+
+
+def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]:
+    """Return the weights of a scalar head under their exported names."""
+    if settings.head == "lm":
+        return {}
+    head = scalar_head(settings, dims.hidden)
+    return {head_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
+
+
+def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
+    """Check that a checkpoint has exactly the model's tensors. An unused output matrix may be there."""
+    expected = {name: list(shape) for name, shape in file_shapes(backbone_shapes(dims)).items()}
+    stored = {name: slice_.get_shape() for name, slice_ in tensors.items()}
+    unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, dims)}
+    misshapen = {name for name in stored.keys() & expected.keys() if stored[name] != expected[name]}
+    check_tensors(path, expected.keys() - stored.keys(), unknown, misshapen)
+
+
+def _is_ignored(name: str, dims: ModelDims) -> bool:
+    """Return whether a checkpoint may have this tensor although the model does not use it."""
+    has_output = dims.head == "lm" and not dims.is_tied
+    has_score = dims.head != "lm" and name == SCORE
+    return has_score or (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")

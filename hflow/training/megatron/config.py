@@ -1,0 +1,238 @@
+"""Megatron's configuration of a model, and the submodules of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import silu
+
+from hflow.models.settings import ModelSettings
+from hflow.training.megatron.attention import PackedAttention
+from hflow.training.megatron.experts import GroupedExperts, Router
+from hflow.training.megatron.hf_mapping import copies_key_value_heads, stage_layers
+from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
+from hflow.training.megatron.model_dims import ExpertDims, ModelDims
+from hflow.training.megatron.parallel_state import ParallelState
+from hflow.types.kernels import LayerKernels
+
+_FIXED_OPTIONS: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": silu,
+    "use_te_activation_func": True,  # the layer's own, of `GatedSilu`
+    "add_bias_linear": False,  # `block_spec` adds the biases that a model has
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Micro-batches differ in length. Megatron then requires this dispatcher, also without experts.
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+    # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
+    "calculate_per_token_loss": True,
+    # Only FP8 weights are cached between micro-batches. Without the cache, products of a backward pass are
+    # always added to gradients, and never replace them.
+    "disable_parameter_transpose_cache": True,
+    # Kernels for layers that hflow replaces, or that are fused in another way.
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+_RECOMPUTE: Mapping[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def transformer_config(
+    dims: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
+) -> TransformerConfig:
+    """Return megatron's configuration for one rank.
+
+    Args:
+        dims: of the model.
+        epsilon: of its norms.
+        settings: select recomputation and sequence parallelism.
+        dtype: of the forward pass.
+        parallel: this rank's layout.
+    """
+    return TransformerConfig(
+        **_FIXED_OPTIONS,
+        gradient_accumulation_fusion=_fuses_gradients(settings),
+        **({} if dims.experts is None else _expert_options(dims.experts)),
+        cuda_graph_scope=[],
+        **(_RECOMPUTE if settings.activation_checkpointing else {}),
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.intermediate,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=max(dims.num_kv_heads, parallel.tensor),  # copies included
+        kv_channels=dims.head_dim,
+        layernorm_epsilon=epsilon,
+        qk_layernorm=dims.has_qk_norm,
+        add_qkv_bias=dims.has_qkv_bias,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipe,
+        pipeline_model_parallel_layout=_StageLayers(dims.num_layers, parallel.pipe, parallel.p),
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, dims),
+        # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
+        batch_p2p_comm=settings.device == "cuda",
+        batch_p2p_sync=False,  # streams wait for what is received; the host need not
+        init_method=_skip_init,
+        output_layer_init_method=_skip_init,
+        embedding_init_method=_skip_init,
+    )
+
+
+def block_spec(dims: ModelDims, parallel: ParallelState, kernels: LayerKernels) -> TransformerBlockSubmodules:
+    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
+    copies = None
+    if copies_key_value_heads(dims, parallel.tensor):
+        copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
+    parts = _parts(kernels)
+    dense = mixed = _layer_spec(dims, copies, parts)
+    if dims.experts is not None:
+        mixed = _with_experts(_layer_spec(dims, copies, parts), dims.experts, parts)
+    layers = range(*stage_layers(dims.num_layers, parallel.pipe)[parallel.p])
+    specs = [mixed if dims.has_experts(layer) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What differs between layers of different kernels. Attention and the router are hflow's in all."""
+
+    spec: Callable[[bool], ModuleSpec]
+    """Return megatron's layer with one MLP, with or without norms of q and k."""
+    norm: Any
+    experts: type
+
+
+def _parts(kernels: LayerKernels) -> LayerParts:
+    if kernels is LayerKernels.TRANSFORMER_ENGINE:
+        from hflow.training.megatron import te_layers
+
+        return LayerParts(te_layers.layer_spec, te_layers.TENorm, te_layers.SeparateExperts)
+    return LayerParts(_torch_spec, RMSNorm, GroupedExperts)
+
+
+def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=has_qk_norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = GatedSilu
+    return layer
+
+
+def _layer_spec(dims: ModelDims, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
+    """Return the submodules of a layer with one MLP.
+
+    Args:
+        dims: of the model.
+        copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
+        parts: the modules that compute it.
+    """
+    layer = parts.spec(dims.has_qk_norm)
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    modules.mlp.params["ffn_hidden_size"] = dims.intermediate
+    attention.core_attention = PackedAttention
+    if dims.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = parts.norm
+    if copies is not None:
+        attention.linear_qkv = partial(RepeatedQkv, copies=copies)
+        modules.input_layernorm = parts.norm
+    if dims.has_out_bias:
+        attention.linear_proj = _biased(attention.linear_proj)
+    if dims.has_mlp_bias:
+        mlp = modules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+    return layer
+
+
+def _expert_options(experts: ExpertDims) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": True,  # megatron requires it for one expert per token
+    }
+
+
+def _with_experts(layer: ModuleSpec, experts: ExpertDims, parts: LayerParts) -> ModuleSpec:
+    """Return the layer with experts in place of its MLP. The router needs the norm's output too."""
+    modules = MoESubmodules(experts=parts.experts, router=partial(Router, experts))
+    layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=modules)
+    layer.submodules.pre_mlp_layernorm = parts.norm
+    return layer
+
+
+class _StageLayers(PipelineParallelLayerLayout):  # type: ignore[misc]  # megatron has no types
+    """The split of layers over stages that the plan uses, without megatron's global state."""
+
+    def __init__(self, num_layers: int, num_stages: int, stage: int) -> None:
+        rows = [["decoder"] * (last - first) for first, last in stage_layers(num_layers, num_stages)]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        super().__init__(rows, num_stages)
+        self._stage = stage
+
+    def get_layer_offset(self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None) -> int:
+        """Return the index in the model of the stage's first layer."""
+        offset: int = super().get_layer_offset(layer_type, vp_stage, self._stage)
+        return offset
+
+
+def _biased(linear: type) -> type:
+    """Return a parallel linear layer that has a bias although megatron's one switch for all layers is off."""
+
+    class Biased(linear):  # type: ignore[misc]
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, **(options | {"bias": True}))
+
+    return Biased
+
+
+def _uses_sequence_parallel(settings: ModelSettings, dims: ModelDims) -> bool:
+    """Return whether a reduce-scatter and an all-gather replace each all-reduce.
+
+    Each tensor rank sends its own tokens to experts, so models with experts always use it.
+    """
+    if dims.experts is not None:
+        return True
+    if settings.sequence_parallel is None:
+        return settings.device == "cuda"
+    return settings.sequence_parallel
+
+
+def _fuses_gradients(settings: ModelSettings) -> bool:
+    """Return whether products of a backward pass are added to the fp32 gradients as they are computed.
+
+    Transformer Engine does so by itself, but megatron turns it on only where Apex's extension is installed.
+    """
+    of_te = settings.kernels == LayerKernels.TRANSFORMER_ENGINE
+    has_extension: bool = megatron_layers._grad_accum_fusion_available
+    return of_te and settings.trainable and has_extension
+
+
+def _skip_init(weight: Tensor) -> None:
+    """Leave a weight uninitialised, as all weights are loaded."""

@@ -1,0 +1,75 @@
+"""The descriptor of the Megatron backend, which imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hflow.planner.models.descriptors import Backend
+from hflow.planner.plan.traits import BackendTraits
+from hflow.training.megatron import memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hflow.models.settings import ModelSettings, RankPosition
+    from hflow.planner.plan.rows import Replica
+
+HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host
+launches them, so that collectives between tensor ranks begin before the products that they overlap with.
+FSDP2 needs the default of several, so the variable is set only for tensor ranks."""
+
+
+def _make_model(settings: ModelSettings, position: RankPosition) -> Any:
+    from hflow.training.megatron.device import prepare
+
+    prepare(settings.device)  # before anything imports megatron
+    from hflow.training.megatron.backend import MegatronModel
+
+    return MegatronModel(settings, position)
+
+
+def _environment(replica: Replica, device: str) -> Mapping[str, str]:
+    return {HARDWARE_QUEUES: "1"} if device == "cuda" and replica.layout.tensor > 1 else {}
+
+
+def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
+    """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
+    from hflow.models.hf_config import translate_errors
+    from hflow.training.megatron.checkpoint_reader import open_weights
+    from hflow.training.megatron.model_dims import read_dims
+
+    with translate_errors(settings.name):
+        dims = read_dims(config, settings.head)
+        if settings.path is not None:
+            with open_weights(settings, dims):
+                pass
+
+
+BACKEND = Backend(
+    name="megatron",
+    traits=BackendTraits(
+        sharded_over_data="optimizer",
+        overlaps_optimizer=True,
+        is_model_parallel=True,
+        has_pipeline_axis=True,
+        has_context_axis=True,
+        has_expert_axis=True,
+        sends_expert_copies=True,  # megatron's all-to-all dispatcher
+        vocab_multiple=128,
+        shares_prompts=True,
+        chooses_kernels=True,
+        families=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    ),
+    factory=_make_model,
+    memory=memory,
+    packages=("megatron",),
+    install="pip install megatron-core",
+    purpose="tensor, pipeline, context and expert parallelism",
+    environment=_environment,
+    deterministic_variables={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
+    needs_process_per_rank=True,
+    update_dtypes=("fp32",),  # in bf16 it keeps bf16 weights, which are too coarse for small updates
+    check_model=_check_model,
+)

@@ -1,0 +1,145 @@
+"""The router and the experts of a mixture-of-experts layer, computed as transformers does.
+
+Megatron's `MoELayer` calls both, and sends tokens to the ranks that have their experts in between. Its own
+router and experts are not used: its fast experts need Transformer Engine, and its router has losses and
+limits that a policy must not have.
+
+Axes: U' tokens of this rank, D hidden, N experts of the model, n of this rank, R rows (tokens that were sent
+to this rank, once for each of its experts), F rows of an expert, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear
+
+from hflow.models.expert_replay import ReplayedExperts, choose_experts
+from hflow.training.megatron.layers import gated_silu
+from hflow.training.megatron.model_dims import ExpertDims
+
+_ALIGNMENT = 16
+"""Rows of the matrices of a grouped product begin at multiples of this many bytes."""
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their weights. No loss balances the load of the experts."""
+
+    def __init__(
+        self, dims: ExpertDims, *, config: Any, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        """Allocate weights without initialising them; `config` is megatron's `TransformerConfig`."""
+        super().__init__()
+        self.per_token, self.normalizes = dims.per_token, dims.normalizes
+        self._layers = sorted(dims.layers)
+        self._layer = 0
+        """Index among the layers with experts."""
+        self.replayed: ReplayedExperts | None = None
+        """What the next forward is to choose for its U' tokens; None: it chooses itself."""
+        self.weight = nn.Parameter(torch.empty(dims.num, config.hidden_size, dtype=config.params_dtype))
+        # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """Route `[U', 1, D]`: return weights `[U', N]`, 0 for other experts, and bool `[U', N]`."""
+        logits = linear(hidden.flatten(0, 1), self.weight)
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        chosen, index = choose_experts(probabilities, self.per_token, self.replayed, self._layer)
+        self.replayed = None
+        if self.normalizes:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        weights = torch.zeros_like(logits).scatter(1, index, chosen.to(logits.dtype))
+        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, value=True)
+        return weights, is_chosen
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the layer of the model, counted from 1."""
+        self._layer = self._layers.index(layer_number - 1)
+
+
+def let_routers_replay(block: nn.Module) -> None:
+    """Let the routers of megatron's layers choose what `PackedInputs` says.
+
+    Each layer hands it to its router when it is called, also when it is computed again in a backward pass.
+    """
+    for layer in block.modules():
+        if isinstance(mlp := getattr(layer, "mlp", None), MoELayer):
+            layer.register_forward_pre_hook(partial(_hand_over, mlp.router), with_kwargs=True)
+
+
+def _hand_over(router: Router, layer: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+    router.replayed = kwargs["packed_seq_params"].replayed
+
+
+class GroupedExperts(nn.Module):
+    """The experts of a rank, whose products with their tokens are computed together.
+
+    Tensor ranks divide the rows F of every expert. The layer's token dispatcher sums over them.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: ProcessGroupCollection) -> None:
+        """Allocate weights without initialising them.
+
+        Args:
+            num_local_experts: n.
+            config: megatron's `TransformerConfig`.
+            pg_collection: the replica's groups.
+        """
+        super().__init__()
+        rows = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        is_divided = pg_collection.ep.size() > 1
+
+        def parameter(*shape: int, split_axis: int) -> nn.Parameter:
+            made = nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(made, True, split_axis, 1)
+            made.allreduce = not is_divided  # type: ignore[attr-defined]  # whether all data ranks have it
+            return made
+
+        self.gate_up = parameter(num_local_experts, 2 * rows, config.hidden_size, split_axis=1)
+        self.down = parameter(num_local_experts, config.hidden_size, rows, split_axis=2)
+
+    def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Compute `[R, D]` -> `[R, D]`; the second result, a bias still to add, is None.
+
+        Args:
+            tokens: the rows of the first expert, then those of the second, and so on.
+            per_expert: int64 `[n]`, how many rows each expert has.
+            weights: `[R]`, by which results are multiplied.
+        """
+        activated = gated_silu(_each_linear(tokens, self.gate_up, per_expert), weights)
+        return _each_linear(activated, self.down, per_expert), None
+
+
+def forget_routing(module: nn.Module) -> None:
+    """Drop what the dispatchers of tokens keep of the last forward pass.
+
+    The weights of a token's experts have a graph, which holds the inputs of recomputed layers and their
+    gradients.
+    """
+    for layer in module.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher.probs = None
+
+
+def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`."""
+    if not len(x):
+        return linear(x, weight[0])  # takes part in the backward pass of the exchange of tokens
+    if _has_grouped_product(weight):
+        ends = per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        product: Tensor = grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        return product
+    parts = zip(x.split(per_expert.tolist()), weight, strict=True)  # host: the dispatcher has copied it
+    return torch.cat([linear(rows, matrix) for rows, matrix in parts])
+
+
+def _has_grouped_product(weight: Tensor) -> bool:
+    """Return whether torch multiplies the rows of all experts in one kernel. On GPUs it does so in bf16."""
+    is_aligned = all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return is_aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)

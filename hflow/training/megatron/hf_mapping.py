@@ -1,0 +1,327 @@
+"""Mapping from each parameter of a rank to blocks of Hugging Face checkpoint tensors.
+
+All reading and writing of weights uses this mapping: loading reads a rank's blocks, export assembles the
+blocks of all ranks. It follows from the model's dimensions, the rank's position and the kernels of the
+layers, so every rank knows what every other rank holds. Pipeline stages have whole layers, the first stages
+one more if they do not divide evenly. Tensor ranks split attention heads, MLP rows and the padded vocabulary.
+Expert ranks split the experts, which hflow stacks in one tensor for each of their matrices
+(`models/expert_tensors.py`).
+
+Transformer Engine has other modules, so its parameters have other names: the norm before a linear layer is
+part of it, and each expert has parameters of its own. What it keeps beside parameters (`_extra_state`) is for
+FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hflow.training.megatron.model_dims import ModelDims
+from hflow.types.kernels import LayerKernels
+
+VOCAB_MULTIPLE = 128
+"""Each tensor rank's part of the vocabulary has a multiple of this many rows."""
+
+Span = tuple[int, int]
+"""`[start, stop)`."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A block of a checkpoint tensor, and its position in a parameter.
+
+    It is whole on all axes but one. A block of stacked experts is a part of the first axis too.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    axis: int
+    """The axis on which the tensor is cut."""
+    span: Span
+    """The block's range on that axis of the tensor."""
+    offset: int
+    """The block's start on that axis of the parameter."""
+    experts: Span | None = None
+    """The block's range on the first axis of stacked experts, which is the parameter's whole first axis."""
+
+    @property
+    def length(self) -> int:
+        """Length of the block on its axis."""
+        return self.span[1] - self.span[0]
+
+    @property
+    def box(self) -> tuple[Span, ...]:
+        """The block's range on every axis of the tensor."""
+        whole = [(0, size) for size in self.shape]
+        box = [*whole[: self.axis], self.span, *whole[self.axis + 1 :]]
+        return tuple(box if self.experts is None else (self.experts, *box[1:]))
+
+    @property
+    def shift(self) -> tuple[int, ...]:
+        """What to add to a place in the parameter, on every axis, to get the place in the tensor."""
+        starts = [0] * len(self.shape)
+        starts[self.axis] = self.span[0] - self.offset
+        return tuple(starts if self.experts is None else (self.experts[0], *starts[1:]))
+
+
+@dataclass(frozen=True)
+class MappedParameter:
+    """A parameter of a rank and the blocks that it consists of. Rows that no block covers are padding."""
+
+    name: str
+    """Name in the stage's `named_parameters`, where layers count from 0."""
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+    is_copy: bool = False
+    """Whether another rank holds the original of these weights. Copies are tied output matrices on the last
+    stage, and key-value heads that several tensor ranks hold."""
+    is_expert: bool = False
+    """Whether expert ranks have different parts of it."""
+    is_one_expert: bool = False
+    """Whether it is a matrix of a single expert, which has no axis of experts in the module."""
+
+    @property
+    def module_shape(self) -> tuple[int, ...]:
+        """Its shape in the module."""
+        return self.shape[1:] if self.is_one_expert else self.shape
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether the parts leave some rows uncovered."""
+        return sum(part.length for part in self.parts) < self.shape[self.parts[0].axis]
+
+
+@dataclass(frozen=True)
+class ShardPosition:
+    """A rank's tensor index, pipeline stage and expert index, which determine its weights."""
+
+    tensor: int = 0
+    num_tensor: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    expert: int = 0
+    num_expert: int = 1
+
+    def local_span(self, units: int) -> Span:
+        """Return this tensor rank's range of units that are split equally."""
+        size = units // self.num_tensor
+        return self.tensor * size, (self.tensor + 1) * size
+
+
+def stage_layers(num_layers: int, num_stages: int) -> tuple[Span, ...]:
+    """Return the `[first, last)` layers of each stage."""
+    size, remainder = divmod(num_layers, num_stages)
+    edges = [stage * size + min(stage, remainder) for stage in range(num_stages + 1)]
+    return tuple(pairwise(edges))
+
+
+def copies_key_value_heads(dims: ModelDims, num_tensor: int) -> bool:
+    """Return whether there are fewer key-value heads than tensor ranks, so that several ranks hold each."""
+    return dims.num_kv_heads < num_tensor
+
+
+def padded_vocab_size(vocab: int, num_tensor: int) -> int:
+    """Return the rows of the embedding on all tensor ranks together, padding included."""
+    multiple = VOCAB_MULTIPLE * num_tensor
+    return -(-vocab // multiple) * multiple
+
+
+def rank_parameters(
+    dims: ModelDims, position: ShardPosition, kernels: LayerKernels = LayerKernels.TORCH
+) -> tuple[MappedParameter, ...]:
+    """Return the parameters of a rank.
+
+    Args:
+        dims: of the model.
+        position: of the rank.
+        kernels: of the layers.
+    """
+    return tuple(_stage_parameters(dims, position, kernels))
+
+
+def backbone_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every HF tensor of the model but a scalar head's, in the order of the layers."""
+    rows = rank_parameters(
+        replace(dims, head="lm", is_tied=dims.is_tied or dims.head != "lm"), ShardPosition()
+    )
+    return {part.tensor: part.shape for row in rows for part in row.parts}
+
+
+def _stage_parameters(
+    dims: ModelDims, position: ShardPosition, kernels: LayerKernels
+) -> Iterator[MappedParameter]:
+    embedding = "model.embed_tokens.weight"
+    if position.stage == 0:
+        yield _vocabulary("embedding.word_embeddings.weight", embedding, dims, position)
+    first, last = stage_layers(dims.num_layers, position.num_stages)[position.stage]
+    for layer in range(first, last):
+        ours, theirs = f"decoder.layers.{layer - first}.", f"model.layers.{layer}."
+        yield from _layer_parameters(dims, position, ours, theirs, layer, kernels)
+    if position.stage < position.num_stages - 1:
+        return
+    yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (dims.hidden,))
+    if dims.head == "score":
+        yield _whole("output_layer.weight", "score.weight", (1, dims.hidden))
+    elif dims.head == "value":
+        yield _whole("output_layer.weight", "value_head.weight", (1, dims.hidden))
+        yield _whole("output_layer.bias", "value_head.bias", (1,))
+    elif not dims.is_tied:
+        yield _vocabulary("output_layer.weight", "lm_head.weight", dims, position)
+    elif position.num_stages > 1:
+        yield _vocabulary("output_layer.weight", embedding, dims, position, is_copy=True)
+
+
+def _layer_parameters(
+    dims: ModelDims,
+    position: ShardPosition,
+    ours: str,
+    theirs: str,
+    layer: int,
+    kernels: LayerKernels,
+) -> Iterator[MappedParameter]:
+    heads, attention = dims.num_heads * dims.head_dim, f"{ours}self_attention."
+    has_experts, of_te = dims.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
+    is_fused = of_te and not copies_key_value_heads(dims, position.num_tensor)
+    norm = f"{attention}linear_qkv.layer_norm_weight" if is_fused else f"{ours}input_layernorm.weight"
+    yield _whole(norm, f"{theirs}input_layernorm.weight", (dims.hidden,))
+    yield from _qkv(
+        dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (dims.hidden,)
+    )
+    if dims.has_qkv_bias:
+        yield from _qkv(dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
+    if dims.has_qk_norm:
+        for x in "qk":
+            norm = f"{theirs}self_attn.{x}_norm.weight"
+            yield _whole(f"{attention}{x}_layernorm.weight", norm, (dims.head_dim,))
+    yield _columns(
+        f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", dims, heads, position
+    )
+    if dims.has_out_bias:
+        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (dims.hidden,))
+    is_fused = of_te and not has_experts
+    norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
+    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (dims.hidden,))
+    if has_experts:
+        yield from _experts(dims, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
+    else:
+        yield from _mlp(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _mlp(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
+    yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "weight", (dims.hidden,))
+    if dims.has_mlp_bias:
+        yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "bias", ())
+    down = f"{theirs}down_proj."
+    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", dims, dims.intermediate, position)
+    if dims.has_mlp_bias:
+        yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (dims.hidden,))
+
+
+def _experts(
+    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
+) -> Iterator[MappedParameter]:
+    """Map the router, and the matrices of this rank's experts, whose rows tensor ranks split.
+
+    They are stacked, but for Transformer Engine, which has a parameter for each expert.
+    """
+    experts, hidden = dims.experts, dims.hidden
+    assert experts is not None
+    yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
+    size = experts.num // position.num_expert
+    local = (position.expert * size, (position.expert + 1) * size)
+    span = position.local_span(experts.intermediate)
+    rows = span[1] - span[0]
+    wide, tall = (experts.num, experts.intermediate, hidden), (experts.num, hidden, experts.intermediate)
+    of_te = kernels is LayerKernels.TRANSFORMER_ENGINE
+
+    def gate_up(name: str, stack: Span) -> MappedParameter:
+        gate, up = (
+            TensorPart(f"{theirs}experts.{x}_proj.weight", wide, 1, span, offset, stack)
+            for x, offset in (("gate", 0), ("up", rows))
+        )
+        shape = (stack[1] - stack[0], 2 * rows, hidden)
+        return MappedParameter(
+            f"{ours}experts.{name}", shape, (gate, up), is_expert=True, is_one_expert=of_te
+        )
+
+    def down(name: str, stack: Span) -> MappedParameter:
+        part = TensorPart(f"{theirs}experts.down_proj.weight", tall, 2, span, 0, stack)
+        shape = (stack[1] - stack[0], hidden, rows)
+        return MappedParameter(f"{ours}experts.{name}", shape, (part,), is_expert=True, is_one_expert=of_te)
+
+    if not of_te:
+        yield gate_up("gate_up", local)
+        yield down("down", local)
+        return
+    each = [(expert, expert + 1) for expert in range(*local)]
+    yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
+    yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
+
+
+def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
+    """Map a parameter that every tensor rank has whole."""
+    return MappedParameter(name, shape, (TensorPart(tensor, shape, 0, (0, shape[0]), 0),))
+
+
+def _vocabulary(
+    name: str, tensor: str, dims: ModelDims, position: ShardPosition, is_copy: bool = False
+) -> MappedParameter:
+    """Map a matrix `[V, D]` whose padded rows are split over the tensor ranks."""
+    start, stop = position.local_span(padded_vocab_size(dims.vocab, position.num_tensor))
+    span = (min(start, dims.vocab), min(stop, dims.vocab))
+    part = TensorPart(tensor, (dims.vocab, dims.hidden), 0, span, 0)
+    return MappedParameter(name, (stop - start, dims.hidden), (part,), is_copy)
+
+
+def _columns(name: str, tensor: str, dims: ModelDims, width: int, position: ShardPosition) -> MappedParameter:
+    """Map a matrix `[D, width]` whose columns are split over the tensor ranks."""
+    part = TensorPart(tensor, (dims.hidden, width), 1, position.local_span(width), 0)
+    return MappedParameter(name, (dims.hidden, part.length), (part,))
+
+
+def _gate_up(
+    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+) -> MappedParameter:
+    """Map rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
+    span = position.local_span(dims.intermediate)
+    gate = TensorPart(f"{theirs}gate_proj.{kind}", (dims.intermediate, *rest), 0, span, 0)
+    up = TensorPart(f"{theirs}up_proj.{kind}", (dims.intermediate, *rest), 0, span, gate.length)
+    return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
+
+
+def _qkv(
+    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+) -> Iterator[MappedParameter]:
+    """Map q, k and v to one parameter: for each key-value head its query heads, its k and its v.
+
+    With fewer key-value heads than tensor ranks, each rank has one key-value head, in a parameter separate
+    from its query heads.
+    """
+    size, num_heads, num_kv = dims.head_dim, dims.num_heads, dims.num_kv_heads
+
+    def block(x: str, units: int, first: int, last: int, offset: int) -> TensorPart:
+        span = (first * size, last * size)
+        return TensorPart(f"{theirs}{x}_proj.{kind}", (units * size, *rest), 0, span, offset * size)
+
+    if copies_key_value_heads(dims, position.num_tensor):
+        copies = position.num_tensor // num_kv
+        first, last = position.local_span(num_heads)
+        group = position.tensor // copies
+        k, v = (block(x, num_kv, group, group + 1, i) for i, x in enumerate("kv"))
+        yield MappedParameter(
+            f"{ours}q_{kind}", ((last - first) * size, *rest), (block("q", num_heads, first, last, 0),)
+        )
+        yield MappedParameter(f"{ours}kv_{kind}", (2 * size, *rest), (k, v), position.tensor % copies > 0)
+        return
+    queries = num_heads // num_kv
+    first, last = position.local_span(num_kv)
+    parts: list[TensorPart] = []
+    for i, group in enumerate(range(first, last)):
+        start = i * (queries + 2)
+        parts.append(block("q", num_heads, group * queries, (group + 1) * queries, start))
+        parts.append(block("k", num_kv, group, group + 1, start + queries))
+        parts.append(block("v", num_kv, group, group + 1, start + queries + 1))
+    yield MappedParameter(ours + kind, ((last - first) * (queries + 2) * size, *rest), tuple(parts))

@@ -1,0 +1,282 @@
+"""One rank's stage of a model: megatron's GPT model of its layers and tensor shard, with its weights.
+
+Axes: U computed tokens, U' the same padded for sequence parallelism, N rows that need logits, D hidden, V'
+padded vocabulary, T tensor ranks, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as megatron_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear, pad
+from transformers import PreTrainedConfig
+
+from hflow.models.device import local_device
+from hflow.models.expert_replay import ReplayedExperts
+from hflow.models.heads import ScalarHead
+from hflow.models.hf_config import read_config, translate_errors
+from hflow.models.packed_attention import PackedLayout
+from hflow.models.settings import ModelSettings
+from hflow.training.fsdp.build import DTYPES, HEADS, check_choice
+from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
+from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
+from hflow.training.megatron.config import block_spec, transformer_config
+from hflow.training.megatron.context_parallel import RowDivision
+from hflow.training.megatron.experts import let_routers_replay
+from hflow.training.megatron.hf_mapping import (
+    MappedParameter,
+    ShardPosition,
+    padded_vocab_size,
+    rank_parameters,
+)
+from hflow.training.megatron.model_dims import ModelDims, check_split, read_dims
+from hflow.training.megatron.parallel_state import ParallelState
+from hflow.types.kernels import LayerKernels
+
+PADDING_LOGIT = -1e30
+"""Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""
+
+_RNG = "model-parallel-rng"
+"""Name of megatron's random state for dropout in sharded regions, which must exist without dropout too."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank's part of a model and its inputs and outputs."""
+
+    module: GPTModel
+    """Called with `inputs(...)`. Returns the input of the next stage. The last stage returns hidden states
+    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`. With context
+    parallelism, U is the number of the rank's own rows, everywhere in this module."""
+    config: TransformerConfig
+    hf_config: PreTrainedConfig
+    dims: ModelDims
+    parallel: ParallelState
+    dtype: torch.dtype
+    """dtype of the forward pass and the weights; a scalar head is in fp32."""
+    device: torch.device
+    parameters: tuple[MappedParameter, ...]
+    """The blocks of the checkpoint that each of the module's parameters holds."""
+    frequencies: Tensor
+    """Frequencies of the rotary embedding, `[E / 2]`."""
+    kernels: LayerKernels
+    """What computes the layers, on which the names of the parameters depend."""
+
+    @property
+    def head(self) -> str:
+        """`lm`, `value` or `score`."""
+        return self.dims.head
+
+    @property
+    def vocab_start(self) -> int:
+        """First token of this rank's part of the vocabulary."""
+        return self.parallel.t * self.vocab_rows
+
+    @property
+    def vocab_rows(self) -> int:
+        """Size of this rank's part of the vocabulary, padding included: `V' / T`."""
+        return padded_vocab_size(self.dims.vocab, self.parallel.tensor) // self.parallel.tensor
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows is a multiple of it, as with sequence parallelism tensor ranks divide them."""
+        return self.parallel.tensor if self.config.sequence_parallel else 1
+
+    def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
+        """Return the parameters of a rank of this model."""
+        return rank_parameters(self.dims, position, self.kernels)
+
+    def inputs(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: PackedLayout,
+        division: RowDivision | None = None,
+        replayed: ReplayedExperts | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of `module`, on every stage.
+
+        Args:
+            input_ids: int64 `[U]`, the tokens that are computed.
+            position_ids: int64 `[U]`, from 0 in each sequence.
+            layout: of the sequences, made for this stage's dtype.
+            division: of the U rows over context ranks; None without context parallelism.
+            replayed: what `replayed_here` returned; None: routers choose experts themselves.
+        """
+        if division is not None:
+            input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
+        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype, division, replayed)
+        num_padding = -len(input_ids) % self.row_multiple
+        return {
+            "input_ids": pad(input_ids, (0, num_padding))[None],
+            "position_ids": None,
+            "attention_mask": None,
+            "packed_seq_params": packed,
+        }
+
+    def replayed_here(self, whole: ReplayedExperts, division: RowDivision | None) -> ReplayedExperts:
+        """Return what this rank's routers are to choose: for its part of the U' tokens.
+
+        Args:
+            whole: for all U tokens.
+            division: of the U rows over context ranks; None without context parallelism.
+        """
+        index, num_tokens = whole.index, whole.num_tokens
+        if division is not None:
+            index, num_tokens = index[division.rows], num_tokens[division.rows]
+            num_tokens[division.num_queries :] = 0
+        num_padding = -len(index) % self.row_multiple
+        index, num_tokens = pad(index, (0, 0, 0, num_padding)), pad(num_tokens, (0, num_padding))
+        num_rows = len(index) // self.row_multiple
+        first = self.parallel.t * num_rows if self.row_multiple > 1 else 0
+        return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return this rank's logits `[N, V' / T]` of hidden states `[N, D]`, on the last stage.
+
+        Rank t's logits start at token `t * V' / T`; padding has `PADDING_LOGIT`. Gradients of the hidden
+        states are summed over the tensor ranks in the model's own backward pass.
+        """
+        if self.dims.is_tied:
+            weight = self.module.shared_embedding_or_output_weight()
+        else:
+            weight = self.module.output_layer.weight
+        num_valid = min(max(self.dims.vocab - self.vocab_start, 0), self.vocab_rows)
+        return _local_logits(rows, weight, num_valid)
+
+    def zero_loss(self, hidden: Tensor) -> Tensor:
+        """Return a loss of 0 whose backward pass gives all weights gradients, of 0, on the last stage.
+
+        Gradients of a bucket are summed over data ranks once all of its weights have theirs.
+        """
+        head = self.logits if self.head == "lm" else self.module.output_layer
+        zero: Tensor = head(hidden[:0]).sum()
+        return zero
+
+
+def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
+    """Build this rank's stage and load its weights, reading only its part of a checkpoint.
+
+    A collective over the replica. The model is in training mode.
+
+    Raises:
+        BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
+    """
+    check_choice("head", settings.head, HEADS)
+    check_choice("dtype", settings.dtype, DTYPES)
+    hf_config = read_config(settings)
+    with translate_errors(settings.name):
+        dims = read_dims(hf_config, settings.head)
+        check_split(dims, parallel.tensor, parallel.pipe, parallel.expert)
+        stage = _uninitialized_stage(settings, hf_config, dims, parallel)
+        with open_weights(settings, dims) as read:
+            load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)
+    stage.module.requires_grad_(settings.trainable)
+    return stage
+
+
+def _uninitialized_stage(
+    settings: ModelSettings, hf_config: PreTrainedConfig, dims: ModelDims, parallel: ParallelState
+) -> Stage:
+    """Return a stage whose weights have no values yet."""
+    kernels = LayerKernels(settings.kernels)
+    _init_megatron_state(kernels)
+    device, dtype = local_device(settings.device), DTYPES[settings.dtype]
+    config = transformer_config(dims, hf_config.rms_norm_eps, settings, dtype, parallel)
+    with torch.device(device):
+        module = _PackedModel(
+            config,
+            block_spec(dims, parallel, kernels),
+            vocab_size=padded_vocab_size(dims.vocab, parallel.tensor),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
+            share_embeddings_and_output_weights=dims.is_tied,
+            position_embedding_type="none",
+            pg_collection=parallel.groups,
+        )
+    let_routers_replay(module)
+    if dims.head != "lm" and parallel.is_last_stage:
+        module.output_layer = ScalarHead(dims.hidden, settings.seed, dims.head).to(device)
+    parameters = rank_parameters(dims, parallel.shard_position, kernels)
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    assert shapes == {parameter.name: parameter.module_shape for parameter in parameters}, (
+        "megatron has other parameters than the mapping"
+    )
+    frequencies = rotary_frequencies(hf_config, dims.head_dim).to(device)
+    return Stage(module, config, hf_config, dims, parallel, dtype, device, parameters, frequencies, kernels)
+
+
+class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
+    """A GPT model that returns hidden states. Its head runs only on the rows that a node needs."""
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInputs, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        prepare = _for_scalar_head if isinstance(self.output_layer, ScalarHead) else _for_logits
+        hidden = prepare(hidden_states, self.tp_group, self.config.sequence_parallel)
+        return hidden[: packed_seq_params.num_tokens, 0]
+
+
+def _init_megatron_state(kernels: LayerKernels) -> None:
+    """Set the values that megatron, and the layers of Transformer Engine, read from process-wide state."""
+    if megatron_state._GLOBAL_MEMORY_BUFFER is None:
+        megatron_state._set_global_memory_buffer()
+    tracker = get_cuda_rng_tracker()
+    of_te = kernels is LayerKernels.TRANSFORMER_ENGINE
+    names = (_RNG, get_expert_parallel_rng_tracker_name()) if of_te else (_RNG,)
+    for seed, name in enumerate(names):
+        if name not in tracker.get_states():
+            tracker.add(name, seed)
+
+
+def _for_logits(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Return hidden states `[U', 1, D]` of all tokens on all tensor ranks.
+
+    Each rank's gradient covers its part of the vocabulary only, so the backward pass sums over ranks.
+    """
+    if sequence_parallel:
+        gathered: Tensor = gather_from_sequence_parallel_region(hidden, group=tp_group)
+        return gathered
+    copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+    return copied
+
+
+def _for_scalar_head(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Return hidden states `[U', 1, D]` of all tokens on all tensor ranks, which all compute the whole head.
+
+    Each rank's gradient is complete, so the backward pass does not sum.
+    """
+    if not sequence_parallel:
+        return hidden
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        hidden, tensor_parallel_output_grad=False, group=tp_group
+    )
+    return gathered
+
+
+def _local_logits(rows: Tensor, weight: Tensor, num_valid: int) -> Tensor:
+    """Return logits `[N, V' / T]` of hidden states `[N, D]` from `_for_logits`.
+
+    Args:
+        rows: hidden states.
+        weight: this rank's rows of the output matrix, `[V' / T, D]`.
+        num_valid: number of rows that are not padding.
+    """
+    logits = linear(rows, weight)
+    if num_valid < len(weight):
+        logits[:, num_valid:] = PADDING_LOGIT
+    return logits

@@ -1,0 +1,290 @@
+"""A replica's data, tensor, pipeline, context and expert axes, with a process group for each.
+
+Megatron's global `parallel_state` stays uninitialised. Groups are passed to what needs them, so replicas of
+different layouts can exist in one process.
+
+torch names a new group in one of two ways: by a counter that all processes of the world must advance
+together, which processes outside the replica do not; or (`use_local_synchronization`) by its ranks and the
+number of groups that the process has. The second way needs only the group's members if they all have the same
+number of groups. So the ranks of a replica first bring that number to the same value, and then make equally
+many groups each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+
+from hflow.models.settings import RankPosition
+from hflow.training.megatron.hf_mapping import ShardPosition
+
+
+class Axes(NamedTuple):
+    """One number for each axis: the sizes of a replica, or the coordinates of a rank."""
+
+    data: int
+    tensor: int
+    pipe: int
+    context: int
+
+    def rank(self, at: Axes) -> int:
+        """Return the rank at some coordinates. These are the sizes."""
+        return ((at.pipe * self.data + at.data) * self.context + at.context) * self.tensor + at.tensor
+
+    def coords(self, rank: int) -> Axes:
+        """Return the coordinates of a rank; the inverse of `rank`."""
+        rest, t = divmod(rank, self.tensor)
+        rest, c = divmod(rest, self.context)
+        p, d = divmod(rest, self.data)
+        return Axes(d, t, p, c)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Sizes of the axes, this rank's coordinates, and its groups."""
+
+    sizes: Axes
+    expert: int
+    """Number of neighbouring data and context ranks that divide the experts of a layer."""
+    coords: Axes
+    group: ProcessGroup
+    """All ranks of the replica, ordered as in `Axes.rank`."""
+    groups: ProcessGroupCollection
+    """The groups for megatron's model, optimizer and schedule."""
+    same_data: ProcessGroup
+    """The ranks with the same data index as this one. They compute with the same samples."""
+    _made: _Groups = field(repr=False)
+
+    @classmethod
+    def of(cls, position: RankPosition) -> ParallelState:
+        """Make the groups; a collective over the position's group.
+
+        Models with the same ranks and layout share their groups, as each one has buffers on the device. They
+        take turns there. A process that hosts all ranks of a replica is a single rank, as no result depends
+        on the layout.
+        """
+        group, sizes = position.group, Axes(position.data, position.tensor, position.pipe, position.context)
+        expert = position.expert
+        if group is None:
+            group, sizes, expert = _single_rank_group(), Axes(1, 1, 1, 1), 1
+        assert math.prod(sizes) == group.size(), f"{position} has {group.size()} ranks"
+        _known_states[:] = [state for state in _known_states if state.group in _existing_groups()]
+        for state in _known_states:
+            if state.group is group and (state.sizes, state.expert) == (sizes, expert):
+                return state
+        made, coords = _Groups(group), sizes.coords(group.rank())
+        state = cls(sizes, expert, coords, group, *_collection(made, sizes, expert, coords), made)
+        _known_states.append(state)
+        return state
+
+    @property
+    def shard_position(self) -> ShardPosition:
+        """The coordinates that determine which weights this rank holds."""
+        return self.shard_position_of(self.p, self.e, self.t)
+
+    def shard_position_of(self, stage: int, expert: int, tensor: int) -> ShardPosition:
+        """Return the position of the ranks of a pipeline stage with an expert and a tensor index."""
+        return ShardPosition(tensor, self.tensor, stage, self.pipe, expert, self.expert)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the replica."""
+        return self.group.rank()
+
+    @property
+    def data(self) -> int:
+        """Number of data ranks."""
+        return self.sizes.data
+
+    @property
+    def tensor(self) -> int:
+        """Number of tensor ranks."""
+        return self.sizes.tensor
+
+    @property
+    def pipe(self) -> int:
+        """Number of pipeline stages."""
+        return self.sizes.pipe
+
+    @property
+    def context(self) -> int:
+        """Number of context ranks."""
+        return self.sizes.context
+
+    @property
+    def t(self) -> int:
+        """Tensor index of this rank."""
+        return self.coords.tensor
+
+    @property
+    def p(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.coords.pipe
+
+    @property
+    def copy(self) -> int:
+        """Index of this rank among those with the same tensor shard of a stage."""
+        return self.coords.data * self.context + self.coords.context
+
+    @property
+    def e(self) -> int:
+        """Expert index of this rank: which part of each layer's experts it has."""
+        return self.copy % self.expert
+
+    def is_first_copy(self, *, of_experts: bool) -> bool:
+        """Return whether this is the first of the ranks with the same weights, or with the same experts."""
+        return self.copy < self.expert if of_experts else self.copy == 0
+
+    def ranks_of_copy(self, *, of_experts: bool) -> list[int]:
+        """Return the ranks that hold one copy of the model together with this one, or of its experts."""
+        stages, shards = range(self.pipe), range(self.tensor)
+        first = self.copy - self.e if of_experts else self.copy
+        copies = range(first, first + self.expert) if of_experts else (first,)
+        places = [divmod(copy, self.context) for copy in copies]
+        return [self.sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this stage receives token ids."""
+        return self.p == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this stage has the head."""
+        return self.p == self.pipe - 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank receives its data index's inputs and returns its outputs."""
+        return self.t == self.coords.context == 0 and self.is_last_stage
+
+    def tensor_block(self, size: int) -> ProcessGroup:
+        """Return the group of the `size` neighbouring tensor ranks that include this one; a collective."""
+        first = self.group.rank() - self.t % size
+        return self._made.of(range(first, first + size))
+
+
+_known_states: list[ParallelState] = []
+"""Those of this process. All ranks of a replica make the same ones, in the same order."""
+
+
+def _existing_groups() -> Mapping[ProcessGroup, object]:
+    """Return the process groups that were not destroyed."""
+    return dist.distributed_c10d._world.pg_map
+
+
+class _Groups:
+    """Process groups of a replica's ranks, each made once."""
+
+    def __init__(self, replica: ProcessGroup) -> None:
+        self._replica = replica
+        self._known = {tuple(range(replica.size())): replica}
+        if replica.size() > 1:
+            self._equalize_counts()
+
+    def of(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return the group of these ranks of the replica, which include this one."""
+        key = tuple(ranks)
+        if key not in self._known:
+            self._known[key] = self._new(key)
+        return self._known[key]
+
+    def make_unused(self) -> None:
+        """Make an unused group, at the point where other ranks make a group without this rank."""
+        self._new((self._replica.rank(),))
+
+    def _new(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        members = [dist.get_global_rank(self._replica, rank) for rank in ranks]
+        made = dist.new_group(members, timeout=_timeout_of(self._replica), use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup)
+        return made
+
+    def _equalize_counts(self) -> None:
+        """Bring all ranks of the replica to the same number of groups."""
+        counts = [0] * self._replica.size()
+        dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=self._replica)
+        for _ in range(max(counts) - counts[self._replica.rank()]):
+            self.make_unused()
+
+
+def _collection(
+    made: _Groups, sizes: Axes, expert: int, coords: Axes
+) -> tuple[ProcessGroupCollection, ProcessGroup]:
+    """Return the groups under megatron's names, and the group of this rank's data index.
+
+    Tensor ranks divide the rows of experts as they divide those of an MLP.
+    """
+
+    def group(data: bool = False, tensor: bool = False, pipe: bool = False, context: bool = False) -> Any:
+        """Return the group of the ranks that differ from this one in some axes only."""
+        free = (data, tensor, pipe, context)
+        indices = [range(n) if is_free else [i] for n, i, is_free in zip(sizes, coords, free, strict=True)]
+        return made.of(sorted(sizes.rank(Axes(*at)) for at in itertools.product(*indices)))
+
+    block, index = divmod(coords.data * sizes.context + coords.context, expert)
+
+    def expert_group(peers: Iterable[int], tensor: bool = False, pipe: bool = False) -> Any:
+        """Return the group of the ranks with these copy indices that differ from this one in some axes."""
+        shards = range(sizes.tensor) if tensor else [coords.tensor]
+        stages = range(sizes.pipe) if pipe else [coords.pipe]
+        places = [divmod(copy, sizes.context) for copy in peers]
+        ranks = (sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards)
+        return made.of(sorted(ranks))
+
+    neighbours = range(block * expert, (block + 1) * expert)
+    same_experts = range(index, sizes.data * sizes.context, expert)
+    tp, dp, copies = group(tensor=True), group(data=True), group(data=True, context=True)
+    pp, cp = group(pipe=True), group(context=True)
+    ends = None
+    if coords.pipe in (0, sizes.pipe - 1):
+        ends = made.of([sizes.rank(coords._replace(pipe=p)) for p in sorted({0, sizes.pipe - 1})])
+    else:
+        made.make_unused()
+    collection = ProcessGroupCollection(
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        mp=group(tensor=True, pipe=True),
+        embd=ends,
+        pos_embd=None,
+        dp_cp=copies,
+        intra_dp_cp=copies,
+        intra_dist_opt=group(data=True, tensor=True, pipe=True, context=True),
+        tp_cp=group(tensor=True, context=True),
+        tp_dp_cp=group(data=True, tensor=True, context=True),
+        cp=cp,
+        ep=expert_group(neighbours),
+        expt_tp=tp,
+        expt_dp=expert_group(same_experts),
+        intra_expt_dp=expert_group(same_experts),
+        tp_ep=expert_group(neighbours, tensor=True),
+        tp_ep_pp=expert_group(neighbours, tensor=True, pipe=True),
+    )
+    return collection, group(tensor=True, pipe=True, context=True)
+
+
+def _single_rank_group() -> ProcessGroup:
+    """Return a group of this process alone; makes a world of one process if there is none."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """Return the group's timeout."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

@@ -1,0 +1,105 @@
+"""Layers of Transformer Engine; imported only where they compute a model, as they need the package.
+
+Megatron's layer specs of Transformer Engine fuse each norm with the linear layer after it. Attention itself
+stays hflow's (`attention.py`): rows of a shared prompt are computed once, which no kernel for packed
+sequences of Transformer Engine supports, and its context parallelism divides every sequence on its own,
+hflow's the rows of a micro-batch. Where flash-attn is installed, both call the same kernel.
+
+Axes: D hidden, n experts of this rank, R rows (tokens that were sent to this rank, once for each of its
+experts), F rows of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TENorm,
+    TERowParallelGroupedLinear,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hflow.training.megatron.layers import gated_silu
+
+__all__ = ["SeparateExperts", "TENorm", "layer_spec"]
+
+
+def layer_spec(has_qk_norm: bool) -> ModuleSpec:
+    """Return megatron's layer with one MLP, which has a fused activation."""
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_qk_norm, use_te_activation_func=True)
+
+
+class SeparateExperts(nn.Module):
+    """The experts of a rank, each with parameters of its own, whose products are computed together.
+
+    It has the interface and the rows of `experts.GroupedExperts`.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: ProcessGroupCollection) -> None:
+        """Allocate weights without initialising them.
+
+        Args:
+            num_local_experts: n.
+            config: megatron's `TransformerConfig`.
+            pg_collection: the replica's groups.
+        """
+        super().__init__()
+        options = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": True,
+            "pg_collection": pg_collection,
+        }
+        rows, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self.linear_fc1 = _with_empty_input(TEColumnParallelGroupedLinear)(
+            num_local_experts,
+            hidden,
+            2 * rows,
+            init_method=config.init_method,
+            tp_comm_buffer_name="fc1",
+            **options,
+        )
+        self.linear_fc2 = _with_empty_input(TERowParallelGroupedLinear)(
+            num_local_experts,
+            rows,
+            hidden,
+            init_method=config.output_layer_init_method,
+            tp_comm_buffer_name="fc2",
+            **options,
+        )
+
+    def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Compute `[R, D]` -> `[R, D]`; the second result, a bias still to add, is None.
+
+        Args:
+            tokens: the rows of the first expert, then those of the second, and so on.
+            per_expert: int64 `[n]`, how many rows each expert has.
+            weights: `[R]`, by which results are multiplied.
+        """
+        splits = per_expert.tolist()  # host: the dispatcher has copied it
+        activated = gated_silu(self.linear_fc1(tokens, splits)[0], weights)
+        return self.linear_fc2(activated, splits)[0], None
+
+
+def _with_empty_input(grouped: type) -> type:
+    """Return a grouped linear layer that also takes no rows at all.
+
+    All of its weights take part in the backward pass, which waits for the gradients of all.
+    """
+
+    class Grouped(grouped):  # type: ignore[misc]
+        def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+            if len(x):
+                out, _ = super().forward(x, m_splits)
+                return out, None
+            weights = (getattr(self, f"weight{i}") for i in range(self.num_gemms))
+            return torch.cat([linear(x, weight) for weight in weights]), None
+
+    return Grouped

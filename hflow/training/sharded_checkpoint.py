@@ -1,0 +1,361 @@
+"""Sharded checkpoints: fp32 weights and Adam's moments, stored as boxes of the model's HF tensors.
+
+Every rank copies the boxes that it holds to host memory, and writes them while training continues; where
+several ranks hold a box, one of them writes it. An index says which file has which box. Boxes refer to whole
+HF tensors. Any layout and backend can therefore read what another has written, and each rank reads only what
+overlaps its own boxes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, StrictInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedConfig
+
+from hflow.base.errors import BackendError, ConfigError
+from hflow.base.files import WriteFiles, read_json_object
+from hflow.base.validation import CHECKED, from_mapping
+from hflow.models.host_copy import HostCopies
+from hflow.models.settings import SHARDS_INDEX
+from hflow.models.weight_files import check_tensors
+from hflow.types.tensor_slices import Box, intersect, numel, slices_within
+
+FORMAT = 1
+FILE_BYTES = 2 << 30
+"""A rank starts a new file when the current one has reached this size."""
+
+_OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
+"""The fix for optimizer state that cannot be read."""
+
+WEIGHT, MEAN, SQUARE = KINDS = ("weight", "mean", "square")
+"""The weight, and Adam's moving averages of its gradient and of the squared gradient."""
+
+_IGNORED_KEYS = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Keys of an HF config that do not change what the model computes."""
+
+
+BoxRow = tuple[str, tuple[int, ...], Box]
+"""HF name and shape of a whole tensor, and a box of it."""
+BoxesOfFiles = dict[str, list[BoxRow]]
+"""Name of a file -> the boxes in it."""
+
+Size = Annotated[StrictInt, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """A box of an HF tensor and its training state on this rank."""
+
+    tensor: str
+    """HF name."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    box: Box
+    values: Mapping[str, Tensor]
+    """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage, or a copy."""
+
+    @property
+    def row(self) -> BoxRow:
+        """The tensor, its shape and the box."""
+        return self.tensor, self.shape, self.box
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """The model of a checkpoint, and the number of optimizer steps that it has made."""
+
+    config: Mapping[str, Any]
+    head: str
+    num_steps: int
+    """0 means that there are no moments."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, head: str, num_steps: int) -> CheckpointInfo:
+        """Describe a model with this HF config and head."""
+        keys = {key: value for key, value in config.to_diff_dict().items() if key not in _IGNORED_KEYS}
+        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of values that are stored of each box."""
+        return KINDS if self.num_steps else (WEIGHT,)
+
+
+def copy_shards(
+    directory: Path,
+    states: Iterable[BlockState],
+    info: CheckpointInfo,
+    group: ProcessGroup | None,
+    host: HostCopies,
+) -> WriteFiles:
+    """Copy this rank's part of a checkpoint, and return the function that writes it; a collective.
+
+    Args:
+        directory: of the checkpoint, in a directory that all ranks share.
+        states: the boxes that this rank writes; no other rank writes them.
+        info: the same on all ranks.
+        group: the replica's ranks; None for one.
+        host: makes the copies, which are complete when `host.made()` ends.
+
+    Raises:
+        BackendError: if this rank does not see the directory in which it will be.
+    """
+    rank = 0 if group is None else group.rank()
+    if not directory.parent.is_dir():
+        raise BackendError(
+            f"rank {rank} does not see {directory.parent}, but every rank writes part of the optimizer's "
+            "state; set out to a directory that all machines share, or save_optimizer=false for the model"
+        )
+    files = {
+        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds, host) for state in file_states]
+        for number, file_states in enumerate(_split_into_files(states, info.kinds))
+    }
+    boxes = _gather({name: [state.row for state in held] for name, held in files.items()}, group)
+
+    def write() -> list[Path]:
+        directory.mkdir(exist_ok=True)
+        paths = [directory / name for name in files]
+        while files:  # a file's copy is freed when it is written
+            name = next(iter(files))
+            _write_file(directory / name, files.pop(name))
+        if boxes is not None:
+            paths.append(_write_index(directory, boxes, info))
+        return paths
+
+    return write
+
+
+@contextmanager
+def open_shards(
+    directory: Path, info: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[ShardReader]:
+    """Open a sharded checkpoint of a model.
+
+    Args:
+        directory: written by `write_shards`.
+        info: of the model that will load it.
+        shapes: of all its tensors.
+
+    Raises:
+        BackendError: if there is no checkpoint, or it is of another model; names the config key or tensors.
+    """
+    index = _read_index(directory)
+    stored = CheckpointInfo(index.config, index.head, index.num_steps)
+    _check_model(directory, stored, info)
+    stored_shapes = {name: row.shape for name, row in index.tensors.items()}
+    common = stored_shapes.keys() & shapes.keys()
+    misshapen = {name for name in common if stored_shapes[name] != shapes[name]}
+    missing, unknown = shapes.keys() - stored_shapes.keys(), stored_shapes.keys() - shapes.keys()
+    check_tensors(directory, missing, unknown, misshapen)
+    boxes = {name: list(row.boxes) for name, row in index.tensors.items()}
+    with ExitStack() as stack:
+        yield ShardReader(directory, stored, boxes, stack)
+
+
+def check_shards(directory: Path) -> None:
+    """Check, without reading weights, that a sharded checkpoint has an index and complete files.
+
+    Raises:
+        BackendError: if not; names the file.
+    """
+    index = _read_index(directory)
+    stored = CheckpointInfo(index.config, index.head, index.num_steps)
+    entries: dict[str, set[str]] = {}
+    for tensor, row in index.tensors.items():
+        for box, file in row.boxes:
+            names = (entry_name(tensor, box, kind) for kind in stored.kinds)
+            entries.setdefault(file, set()).update(names)
+    with ExitStack() as stack:
+        reader = ShardReader(directory, stored, {}, stack)
+        for file, expected in entries.items():
+            reader.check(file, expected)
+
+
+@dataclass
+class ShardReader:
+    """An open sharded checkpoint. Its files are opened when they are first read."""
+
+    directory: Path
+    info: CheckpointInfo
+    boxes: Mapping[str, list[tuple[Box, str]]]
+    """HF name -> its boxes, each with its file."""
+    _stack: ExitStack
+    _files: dict[str, Any] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def fill(self, tensor: str, box: Box, target: Tensor, kind: str = WEIGHT) -> None:
+        """Copy a box into a tensor of its shape, reading only that box.
+
+        Raises:
+            BackendError: if the checkpoint lacks a part of it, or a file cannot be read.
+        """
+        num_copied = 0
+        for stored, file in self.boxes[tensor]:
+            overlap = intersect(stored, box)
+            if overlap is not None:
+                part = self._read(file, entry_name(tensor, stored, kind), slices_within(overlap, stored))
+                target[slices_within(overlap, box)].copy_(part)
+                num_copied += numel(overlap)
+        if num_copied != numel(box):
+            raise BackendError(
+                f"{self.directory} has {num_copied} of the {numel(box)} entries of {tensor} {box}; "
+                f"{_OTHER_CHECKPOINT}"
+            )
+
+    def check(self, name: str, entries: Set[str]) -> None:
+        """Check that a file is complete and has these entries.
+
+        Raises:
+            BackendError: if not.
+        """
+        with self._errors_of(name):
+            missing = entries - set(self._open(name).keys())
+        if missing:
+            raise BackendError(f"{self.directory / name} has no {min(missing)}; {_OTHER_CHECKPOINT}")
+
+    def _read(self, name: str, entry: str, at: tuple[slice, ...]) -> Tensor:
+        with self._errors_of(name):
+            part: Tensor = self._open(name).get_slice(entry)[at]
+        return part
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            path = self.directory / name
+            self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._files[name]
+
+    @contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise BackendError(
+                f"{self.directory / name} cannot be read: {reason}; {_OTHER_CHECKPOINT}"
+            ) from None
+
+
+def entry_name(tensor: str, box: Box, kind: str) -> str:
+    """Return the name of a box in its file."""
+    spans = ",".join(f"{start}:{stop}" for start, stop in box)
+    return f"{tensor}[{spans}].{kind}"
+
+
+def _copy(state: BlockState, kinds: tuple[str, ...], host: HostCopies) -> BlockState:
+    return replace(state, values={kind: host.copy(state.values[kind]) for kind in kinds})
+
+
+def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | None:
+    """Return the files of all ranks on rank 0, and None on the others; a collective."""
+    if group is None:
+        return boxes
+    by_rank: list[BoxesOfFiles] | None = [{}] * group.size() if group.rank() == 0 else None
+    dist.gather_object(boxes, by_rank, group=group, group_dst=0)
+    return None if by_rank is None else {name: rows for files in by_rank for name, rows in files.items()}
+
+
+def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
+    """Yield the states of each file."""
+    file_states: list[BlockState] = []
+    num_bytes = 0
+    for state in states:
+        file_states.append(state)
+        num_bytes += sum(state.values[kind].nbytes for kind in kinds)
+        if num_bytes >= FILE_BYTES:
+            yield file_states
+            file_states, num_bytes = [], 0
+    if file_states:
+        yield file_states
+
+
+def _write_file(path: Path, states: list[BlockState]) -> None:
+    tensors = {
+        entry_name(state.tensor, state.box, kind): values
+        for state in states
+        for kind, values in state.values.items()
+    }
+    save_file(tensors, path)
+
+
+def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> Path:
+    """Write which file has which box, and return the path."""
+    tensors: dict[str, Any] = {}
+    for name, rows in boxes.items():
+        for tensor, shape, box in rows:
+            entry = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
+            entry["boxes"].append([box, name])
+    model = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
+    index = {"format": FORMAT, **model, "tensors": tensors}
+    path = directory / SHARDS_INDEX
+    path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+@pydantic_dataclass(frozen=True, config=CHECKED)
+class _StoredTensor:
+    """A tensor in the index."""
+
+    shape: tuple[Size, ...]
+    boxes: tuple[tuple[tuple[tuple[Size, Size], ...], str], ...] = ()
+    """Boxes as (start, stop) of each axis, each with its file."""
+
+    def __post_init__(self) -> None:
+        for box, file in self.boxes:
+            if len(box) != len(self.shape) or Path(file).name != file:
+                raise ValueError(f"boxes has {box} in {file!r}, which is no part of a tensor {self.shape}")
+
+
+@pydantic_dataclass(frozen=True, config=CHECKED)
+class _StoredIndex:
+    """The index of a checkpoint."""
+
+    format: int
+    config: Mapping[str, Any]
+    head: str
+    num_steps: Size
+    tensors: Mapping[str, _StoredTensor]
+
+
+def _read_index(directory: Path) -> _StoredIndex:
+    try:
+        values = read_json_object(directory / SHARDS_INDEX, "sharded checkpoint")
+        if values.get("format", FORMAT) != FORMAT:
+            raise BackendError(
+                f"{directory} has format {values['format']}, but this version of hflow reads format "
+                f"{FORMAT}; {_OTHER_CHECKPOINT}"
+            )
+        return from_mapping(_StoredIndex, values, str(directory / SHARDS_INDEX))
+    except ConfigError as error:
+        raise BackendError(
+            f"{directory} holds no sharded checkpoint: {error}; {_OTHER_CHECKPOINT}"
+        ) from error
+
+
+def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo) -> None:
+    ours, theirs = ({"head": info.head, **info.config} for info in (wanted, stored))
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise BackendError(
+                f"{directory} is of another model: {name} is {theirs.get(name)!r} there and "
+                f"{ours.get(name)!r} here; set the model's path to a checkpoint of this model"
+            )
