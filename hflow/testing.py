@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.types import Endpoint, ToolCall, Trajectory
-from hflow.types.environments import environment_number
+from hflow.types.engine import environment_number
 from hflow.types.sandbox import sandbox_of
 
 if TYPE_CHECKING:

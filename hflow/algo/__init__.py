@@ -13,7 +13,6 @@ from hflow.algo.advantages import (
     turn_advantage,
     whiten,
 )
-from hflow.algo.covariance import largest_share, random_share, token_covariance
 from hflow.algo.kl import (
     MAX_KL,
     adapted_kl_weight,
@@ -38,10 +37,13 @@ from hflow.algo.losses import (
     ipo_loss,
     is_clipped,
     is_diverged,
+    largest_share,
     loglinear_prox,
     pairwise_loss,
+    random_share,
     reinforce_surrogate,
     sapo_surrogate,
+    token_covariance,
 )
 from hflow.algo.off_policy import (
     divergence_of,

@@ -15,8 +15,8 @@ from hflow.base.terminal import print_data, print_json, print_text, show
 from hflow.cli.arguments import DIFFERENT, OptionalRecipe, Overrides, Recipe, split_recipe, write_html
 from hflow.report.text.diff import render_diff
 from hflow.report.text.figures import render_sizes, render_what_if, size_table
-from hflow.report.text.graph import plan_dot, plan_mermaid, render_graph
 from hflow.report.text.plan import render_plan
+from hflow.report.text.plan.graph import plan_dot, plan_mermaid, render_graph
 from hflow.report.text.simulation import render_simulation
 
 if TYPE_CHECKING:

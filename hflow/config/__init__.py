@@ -3,8 +3,7 @@
 Imports neither torch nor ray.
 """
 
-from hflow.config.compose import ConfigLoader, load_config, validate_names
-from hflow.config.dump import flatten, to_mapping, to_yaml
+from hflow.config.compose import ConfigLoader, flatten, load_config, to_mapping, to_yaml, validate_names
 from hflow.config.schema import DataConfig, ModelConfig, RunConfig
 
 __all__ = [

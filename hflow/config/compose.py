@@ -1,4 +1,6 @@
-"""Bounds what interpolations such as `${models.actor.path}` expand to: ten levels of ten are 10 GB.
+"""Writes a configuration as YAML, as a mapping, and as flat rows.
+
+Bounds what interpolations such as `${models.actor.path}` expand to: ten levels of ten are 10 GB.
 
 Lets Hydra read files only after `check_yaml` has found that they are bounded, and marks their paths.
 
@@ -14,9 +16,10 @@ Hydra is imported when it is used: the planner imports this package for its sche
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +35,48 @@ from hflow.base.errors import ConfigError, nearest, secret_in, shorten
 from hflow.base.files import LONG_NUMBER, is_of_long_number
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import from_mapping, join, unknown_key
-from hflow.config.dump import flatten
 from hflow.config.files import mark_paths, resolve_paths
 from hflow.config.schema import RunConfig
 from hflow.config.yaml_files import check_yaml, yaml_error
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Return the whole configuration, defaults included. The YAML composes to the same configuration."""
+    import yaml
+
+    text: str = yaml.safe_dump(_plain(config), sort_keys=False)
+    return text
+
+
+def to_mapping(config: RunConfig) -> dict[str, Any]:
+    """Return the whole configuration as mappings, lists and scalars, defaults included."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of a configuration, or of a part of it, in key order."""
+    plain = _plain(value)
+    if isinstance(plain, dict):
+        for name in sorted(plain):
+            yield from flatten(plain[name], join(key, name))
+    else:
+        yield key, plain
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 MAX_CHARACTERS = 4 << 20

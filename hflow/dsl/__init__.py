@@ -3,11 +3,10 @@
 from hflow.dsl.bodies import checked_by, missing_extra
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import FirstPass, first_pass, first_pass_of, read_first_pass
-from hflow.dsl.load import load_recipe
 from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
 from hflow.dsl.options import Option
 from hflow.dsl.overrides import apply_overrides, overridable_keys, override_values
-from hflow.dsl.recipe import Recipe
+from hflow.dsl.recipe import Recipe, load_recipe
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update

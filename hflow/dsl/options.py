@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.base.validation import check_value
-from hflow.types.sampling import MAX_TEMPERATURE
+from hflow.types.engine import MAX_TEMPERATURE
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hflow.base.errors import BackendError
 from hflow.engines.interface import GenerationResult, SamplingParams
-from hflow.types.sampling import find_sampling_problem
+from hflow.types.engine import find_sampling_problem
 
 Decode = Callable[[Sequence[int]], str]
 

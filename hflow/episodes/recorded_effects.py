@@ -18,7 +18,7 @@ from hflow.episodes.journal import Journal, JournalRecorder, completion_request
 from hflow.processes.error_location import error_line
 from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types import EpisodeState
-from hflow.types.environments import environment_number
+from hflow.types.engine import environment_number
 from hflow.types.sandbox import ToolFailed, sandbox_of
 
 Function = Callable[..., Any]

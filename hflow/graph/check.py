@@ -15,7 +15,7 @@ from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec, RecipeSpec
 from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
-from hflow.types.sampling import find_sampling_problem
+from hflow.types.engine import find_sampling_problem
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
     Unit.TOKEN: ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/N"),

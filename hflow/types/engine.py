@@ -1,14 +1,71 @@
-"""Protocols of what bodies receive: `Engine` for episodes, `Tokenizer` for encoders, and `State`."""
+"""The values of sampling options that every engine can draw with, for recipes and requests alike.
+
+The stateful environments of an episode, as far as every engine treats them alike.
+
+Protocols of what bodies receive: `Engine` for episodes, `Tokenizer` for encoders, and `State`.
+"""
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from hflow.base.errors import RecipeError
+from hflow.types.sandbox import sandbox_of
 from hflow.types.trajectory import Trajectory
+
+MIN_TEMPERATURE = 0.01
+"""The lowest temperature but 0. Logits divided by less may overflow, and vLLM draws with this one instead."""
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = 1_000_000_000
+
+
+def find_sampling_problem(
+    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[str, str] | None:
+    """Return the option that no token can be drawn with, and what is wrong with it; None if there is none."""
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        bounds = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        return "temperature", f"temperature is {temperature:g}; it must be from {bounds}, or 0"
+    if not 0 < top_p <= 1:
+        return "top_p", f"top_p is {top_p:g}; it must be more than 0 and at most 1"
+    if not 0 <= top_k <= MAX_TOP_K:
+        return "top_k", f"top_k is {top_k}; it must be from 0, which means all tokens, to {MAX_TOP_K:,}"
+    return None
+
+
+def environment_number(tool: Callable[..., Any], environments: Sequence[object]) -> int | None:
+    """Return which environment's method a tool is; None if it is a function or a method of a class.
+
+    Args:
+        tool: what is called with `engine.call`.
+        environments: those that `engine.environment` has created for the episode, in order.
+
+    Raises:
+        RecipeError: for a method of another object, whose state would be lost when the episode is replayed,
+            and for a method with a sandbox.
+    """
+    if not inspect.ismethod(tool) or inspect.isclass(tool.__self__):
+        return None
+    owner, name = tool.__self__, f"{type(tool.__self__).__name__}.{tool.__name__}"
+    number = next((i for i, environment in enumerate(environments) if environment is owner), None)
+    if number is None:
+        kind = type(owner).__name__
+        raise RecipeError(
+            f"engine.call({name}) would lose the state of its object when the episode is replayed. Create "
+            f"the object with `await engine.environment({kind}, ...)`, or call a function"
+        )
+    if sandbox_of(tool) is not None:
+        raise RecipeError(
+            f"{name} has a sandbox, whose process does not keep the state of its object. Remove @sandbox, or "
+            "call a function"
+        )
+    return number
+
 
 T = TypeVar("T")
 

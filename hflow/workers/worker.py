@@ -43,7 +43,7 @@ from hflow.episodes.journal import Journal
 from hflow.graph.ir import Level
 from hflow.models.settings import MERGED, SHARDS, RankPosition
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.routing import tensor_ranks
+from hflow.planner.plan.routing import replaceable_workers, tensor_ranks
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
 from hflow.processes.error_location import error_with_location
@@ -86,7 +86,6 @@ from hflow.workers.interface import (
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
-from hflow.workers.replaceable import replaceable_workers
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_log import SampleLog

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 EVERYTHING = None
 HOT: Mapping[str, Collection[str] | None] = {
     "algo/advantages.py": EVERYTHING,
-    "algo/covariance.py": EVERYTHING,
     "algo/kl.py": EVERYTHING,
     "algo/losses.py": EVERYTHING,
     "algo/off_policy.py": EVERYTHING,

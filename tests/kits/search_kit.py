@@ -15,9 +15,9 @@ from hflow.launch.planning.request import plan_request
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings
-from hflow.planner.search.devices import assign_devices, compositions
 from hflow.planner.search.evaluate import GroupChoice
 from hflow.planner.search.explore import divisions, spread_divisions
+from hflow.planner.search.layouts import assign_devices, compositions
 from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.partition import Blocks, connected_blocks
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from hflow.base.errors import RunError, WorkerFailureError
-from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
-from hflow.workers.hangs.hang_report import WorkerCall
+from hflow.workers.hangs.hang_detector import HangDetector, WorkerCall, WorkerDiedError
 from hflow.workers.hangs.stack_probe import CollectiveError, LostPeerError, StackSnapshot
 
 ACTIVITY = "running node 'learn', step 2"

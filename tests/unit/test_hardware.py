@@ -12,7 +12,7 @@ from hflow.base.shipped import shipped_directory
 from hflow.config import RunConfig, load_config
 from hflow.data.text.chat import written_template_problem
 from hflow.data.text.tokenizer import TextTokenizer
-from hflow.dsl.load import load_recipe
+from hflow.dsl.recipe import load_recipe
 from hflow.graph.build import build_graph
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.planning.read_recipe import read_recipe

@@ -12,7 +12,7 @@ COLD = {
     "models": "__init__ adapter device expert_tensors hf_config settings weight_files",
     "training": "__init__ fsdp hf_files interface loop megatron sharded_checkpoint",
     "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",
-    "training/loop": "__init__ checks",
+    "training/loop": "__init__",
     "training/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
     "hf_mapping memory model_dims parallel_state shards weight_export",
     "weights": "__init__ channels rendezvous",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import request
 
-from hflow.dsl.load import load_recipe
+from hflow.dsl.recipe import load_recipe
 from hflow.graph.build import build_graph
 from hflow.planner.compile import compile_plan
 from hflow.report.html.plan.cards import VERBS, arrows, outline

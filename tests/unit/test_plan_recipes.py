@@ -8,7 +8,7 @@ import pytest
 from model_configs import model_config
 from plan_graphs import request
 
-from hflow.dsl.load import load_recipe
+from hflow.dsl.recipe import load_recipe
 from hflow.graph.build import build_graph
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.checks.settings import without_unused_keys

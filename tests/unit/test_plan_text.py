@@ -11,7 +11,7 @@ from plan_graphs import agent, ema, grpo, ppo, request, sft
 from rich.cells import cell_len
 from rich.console import Console
 
-from hflow.dsl.load import load_recipe
+from hflow.dsl.recipe import load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.compile import compile_plan

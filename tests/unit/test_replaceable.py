@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.planning.compile import compile_recipe
-from hflow.workers.replaceable import replaceable_workers
+from hflow.planner.plan.routing import replaceable_workers
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ENGINE = {1: "actor@gen"}

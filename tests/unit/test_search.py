@@ -29,15 +29,15 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.search import PLACEMENT, Evaluator, PastSearches, SearchProblem, search, with_settings
-from hflow.planner.search.devices import (
+from hflow.planner.search.explore import explore
+from hflow.planner.search.layouts import (
     assign_devices,
     comparable_devices,
     compositions,
     group_sizes,
+    layouts_for,
     usable_devices,
 )
-from hflow.planner.search.explore import explore
-from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.partition import set_partitions
 from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes

@@ -22,7 +22,7 @@ from hflow.runtime.execution.executor import _first_exception
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import PublishReport
-from hflow.workers.hangs.hang_report import WorkerCall
+from hflow.workers.hangs.hang_detector import WorkerCall
 from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import NodeTask, WeightsLoaded
 from hflow.workers.messages import LANES, MESSAGES

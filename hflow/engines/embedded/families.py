@@ -8,8 +8,10 @@ from typing import Any
 DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type`. These models differ in biases, head norms and sizes only."""
 
+
 _POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of a sequence."""
+
 
 THROUGH_MODULES = "it runs through the modules of transformers, which is slower"
 """What the plan and the log say of a model that `DenseDecoder` does not run."""

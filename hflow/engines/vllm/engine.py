@@ -11,9 +11,14 @@ import cloudpickle
 from hflow.base.errors import BackendError
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import new_request
-from hflow.engines.vllm.engine_process import EngineProcess
+from hflow.engines.vllm.engine_process import (
+    AddedRequest,
+    EngineCall,
+    EngineProcess,
+    FinishedRequests,
+    ProcessSettings,
+)
 from hflow.engines.vllm.launch_options import engine_arguments, environment, reads_checkpoint
-from hflow.engines.vllm.messages import AddedRequest, EngineCall, FinishedRequests, ProcessSettings
 from hflow.models.hf_config import max_length, read_config, translate_errors
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel

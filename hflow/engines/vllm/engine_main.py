@@ -21,13 +21,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import BackendError, HflowError, WorkerFailureError
-from hflow.engines.vllm.engine_process import remove_files
-from hflow.engines.vllm.messages import (
+from hflow.engines.vllm.engine_process import (
     EngineCall,
     EngineFailed,
     EngineReply,
     FinishedRequests,
     ProcessSettings,
+    remove_files,
 )
 
 if TYPE_CHECKING:

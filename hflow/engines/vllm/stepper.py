@@ -30,7 +30,7 @@ from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.interface import GenerationResult
 from hflow.engines.request import GenerationRequest, new_request, stop_reason
 from hflow.engines.vllm import rank
-from hflow.engines.vllm.messages import AddedRequest, ProcessSettings
+from hflow.engines.vllm.engine_process import AddedRequest, ProcessSettings
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed

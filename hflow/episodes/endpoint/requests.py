@@ -11,7 +11,7 @@ from typing import Any
 from hflow.base.errors import DataError, nearest, shorten
 from hflow.base.files import find_json_problem
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
-from hflow.types.sampling import find_sampling_problem
+from hflow.types.engine import find_sampling_problem
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what the role needs: `tool_calls` of an assistant, `tool_call_id` of a tool."""

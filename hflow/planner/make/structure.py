@@ -1,4 +1,6 @@
-"""`plan_structure`: what a plan consists of before it is known which bytes go where.
+"""The data rules of a plan: what each batch node reads, and how train nodes cut their batch.
+
+`plan_structure`: what a plan consists of before it is known which bytes go where.
 
 This is the part that depends on which replicas share devices: groups, nodes, their order, the schedule. The
 search makes one for each way of dividing the replicas into groups; `compile_plan` adds the rest for the one
@@ -7,19 +9,78 @@ that is executed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from hflow.graph.ir import Graph, Level
-from hflow.graph.queries import firing_levels, root_streams, saved_models, topological_order
+from hflow.graph.ir import Graph, Level, Node
+from hflow.graph.queries import (
+    firing_levels,
+    keeps_groups_whole,
+    root_streams,
+    saved_models,
+    topological_order,
+)
 from hflow.planner.checks.settings import check_request, check_splits, check_streams, plan_warnings
-from hflow.planner.make.data_rules import batch_cuts, edge_rules, save_rule
 from hflow.planner.make.placement import place_graph
 from hflow.planner.make.schedule import Orders, group_orders, make_schedule
 from hflow.planner.models.choices import attention_choices, determinism_warnings, layer_choices
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.rows import SAVE_PREFIX, Placement, Plan
+from hflow.planner.plan.rows import SAVE_PREFIX, BatchCut, EdgeRule, Placement, Plan
 from hflow.planner.plan.schedule import order_edges
 from hflow.planner.plan.staleness import staleness_bound
+from hflow.types import Unit
+
+
+def edge_rules(
+    graph: Graph, levels: Mapping[str, Level], placements: Iterable[Placement]
+) -> tuple[EdgeRule, ...]:
+    """Return one rule for every batch node, and for every model that runs as samples arrive."""
+    at = {placement.node: placement for placement in placements}
+    return tuple(
+        _rule(node, at[node.name])
+        for node in graph.nodes
+        if levels[node.name] is Level.BATCH or node.spec.verb == "infer"
+    )
+
+
+def save_rule(placement: Placement, stream: str) -> EdgeRule:
+    """Return the rule of a node that saves a model: it reads no fields."""
+    return EdgeRule(placement.node, stream, (), placement.heads, by_group=False, policy="balanced")
+
+
+def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
+    """Return how each train node cuts its batch."""
+    return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
+
+
+def _cut(node: Node) -> BatchCut:
+    minibatches, epochs = node.spec.option("minibatches", 1), node.spec.option("epochs", 1)
+    return BatchCut(minibatches, epochs, by_group=keeps_groups_whole(node))
+
+
+def _rule(node: Node, placement: Placement) -> EdgeRule:
+    fields = {f"{read.stream}/{read.field}" for read in node.reads if read.producer != node.name}
+    fields |= {f"{node.stream}/{name}" for name in _required_fields(node)}
+    return EdgeRule(
+        consumer=node.name,
+        stream=node.stream,
+        fields=tuple(sorted(fields)),
+        heads=placement.heads,
+        by_group=keeps_groups_whole(node),
+        policy="balanced" if placement.replicas else "single",
+    )
+
+
+def _required_fields(node: Node) -> tuple[str, ...]:
+    """Return the fields of its own stream that a node needs besides those that its body reads.
+
+    A forward pass needs the tokens. Values per token are 0 where the loss mask is 0, also in per-sample and
+    per-group bodies that fire by batch, and `Sequences` holds the mask.
+    """
+    if any(kind == "output" for _, kind in node.spec.provided) or node.spec.verb in ("infer", "train"):
+        return ("input_ids", "loss_mask")
+    is_packed = node.spec.verb == "compute" and node.spec.level is Level.BATCH
+    reads_tokens = any(read.unit is Unit.TOKEN for read in node.reads)
+    return ("loss_mask",) if is_packed or reads_tokens else ()
 
 
 def plan_structure(

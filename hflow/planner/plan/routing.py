@@ -2,6 +2,8 @@
 
 There are three kinds of keys: a model shard, the data shard `__data{i}__` (dp-head i of the source node), and
 the worker's own index. Several keys may stand for one worker.
+
+The workers of a plan whose process can be replaced while the run continues.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from hflow.graph.ir import Level
 from hflow.planner.plan.layout import RankOrder
-from hflow.planner.plan.rows import Replica, RoutingRow
+from hflow.planner.plan.rows import Plan, Replica, RoutingRow
 
 
 def shard_key(model: str, dp: int, tp: int, pp: int, cp: int | None = None) -> str:
@@ -71,3 +74,28 @@ def routing_table(
     rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_heads)]
     rows += [RoutingRow(worker_key(worker), worker) for worker in workers]
     return tuple(rows)
+
+
+def replaceable_workers(plan: Plan) -> dict[int, str]:
+    """Return the workers that can be replaced, each with its generation replica.
+
+    Such a worker does nothing but generate, and run sample and group nodes. Its engine, which may have
+    several ranks, is sent weights by any transport.
+    """
+    workers = range(plan.cluster.num_devices)
+    used = {worker: [r for r in plan.replicas if worker in r.workers] for worker in workers}
+    return {
+        worker: replicas[0].name
+        for worker, replicas in used.items()
+        if len(replicas) == 1 and _is_replaceable(worker, replicas[0], plan)
+    }
+
+
+def _is_replaceable(worker: int, replica: Replica, plan: Plan) -> bool:
+    if replica.role != "gen":
+        return False
+    runs_batches = {node.name for node in plan.schedule.nodes if node.level is Level.BATCH or node.groups}
+    if any(worker in placement.heads for placement in plan.placements if placement.node in runs_batches):
+        return False
+    routes = [route for route in plan.weights if route.dst == replica.name]
+    return all(route.how == "pull" for route in routes)

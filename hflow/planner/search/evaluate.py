@@ -22,8 +22,8 @@ from hflow.planner.plan.forecast import Pace
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import Replica, WeightRoute, joined_devices
 from hflow.planner.plan.traits import traits
-from hflow.planner.search.devices import comparable_devices
 from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
+from hflow.planner.search.layouts import comparable_devices
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem

@@ -21,8 +21,8 @@ from itertools import pairwise
 from hflow.base.errors import PlanError
 from hflow.planner.checks.unrunnable import unrunnable_reasons
 from hflow.planner.make.replicas import Devices
-from hflow.planner.search.devices import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
+from hflow.planner.search.layouts import assign_devices, compositions, group_sizes, usable_devices
 from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets
 from hflow.planner.search.problem import SearchProblem
 

@@ -1,9 +1,12 @@
-"""`layouts_for`: the layouts with which a replica can use some devices."""
+"""How groups of replicas divide devices: the sizes to try, and the devices of each group.
+
+`layouts_for`: the layouts with which a replica can use some devices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -15,9 +18,162 @@ from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import kinds_of_layers, other_tensors
-from hflow.planner.search.devices import EVERY_SIZE
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.sharding import can_split
+
+EVERY_SIZE = 16
+"""Up to this many devices, groups of every size are tried."""
+NUM_UNITS = 16
+"""Larger clusters are divided in about this many equal parts; the search then moves parts of them."""
+HUGE_CLUSTER = 4096
+"""Clusters of more devices are divided in half as many parts."""
+
+
+def group_sizes(num_devices: int, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return the sizes of groups to try first on a number of free devices, ascending.
+
+    On large clusters these are powers of two within a machine, and multiples of a number of machines, with
+    and without the devices that are left over.
+    """
+    if num_devices <= EVERY_SIZE:
+        return tuple(range(1, num_devices + 1))
+    per_machine = cluster.devices_per_node
+    unit, num_units = per_machine, NUM_UNITS if num_devices <= HUGE_CLUSTER else NUM_UNITS // 2
+    while num_devices > num_units * unit:
+        unit *= 2
+    small = {1 << i for i in range(unit.bit_length()) if 1 << i < unit and unit % (1 << i) == 0}
+    if num_devices > 8 * EVERY_SIZE:  # a part of a machine is of no use beside so many
+        small = {size for size in small if size % per_machine == 0}
+    left_over = range(num_devices % unit, num_devices + 1, unit)
+    return tuple(sorted({*small, *range(unit, num_devices + 1, unit), *left_over} - {0}))
+
+
+@lru_cache(maxsize=1024)
+def compositions(total: int, num_groups: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return every way to write a number as an ordered sum of sizes."""
+    if num_groups == 0:
+        return ((),) if total == 0 else ()
+    if num_groups == 1:
+        return ((total,),) if total in sizes else ()
+    found = []
+    for size in sizes:
+        if size >= total:
+            break
+        found += [(size, *rest) for rest in compositions(total - size, num_groups - 1, sizes)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...]:
+    """Return the sets of free devices that groups may divide: all, then those without odd rests of machines.
+
+    Where other groups have a part of a machine, tensor groups may not fit into the rest. So the rest is also
+    rounded down to a multiple of 2, 4 and so on; the other devices are idle. Whole machines are always used.
+    No two sets have equal sizes.
+    """
+    found: dict[int, Devices] = {}
+    multiple = 1
+    while multiple < 2 * cluster.devices_per_node:
+        kept: list[int] = []
+        for rest in _by_machine(devices, cluster):
+            is_whole = len(rest) == cluster.devices_per_node
+            kept += rest if is_whole else rest[len(rest) % multiple :]
+        if kept:
+            found.setdefault(len(kept), tuple(kept))
+        multiple *= 2
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=4096)
+def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
+    """Return the first devices of the cluster of which as many share each machine.
+
+    Costs are computed for these, so that they are computed once for groups that differ in nothing else.
+    """
+    numbers = cluster.machines(devices).values()
+    per_machine = cluster.devices_per_node
+    return tuple(machine * per_machine + i for machine, num in enumerate(numbers) for i in range(num))
+
+
+@lru_cache(maxsize=4096)
+def assign_devices(
+    sizes: tuple[int, ...], devices: Devices, cluster: ClusterSpec
+) -> tuple[Devices, ...] | None:
+    """Give each group its devices.
+
+    A group up to the size of a machine is within one machine, and a larger one begins with a whole one. Where
+    the user has placed others on a part of a machine, a larger group may begin with the rest of one, too.
+    Elsewhere that would only be more to try: whole machines divide into better groups. The largest groups
+    come first; the others then fill the smallest gap that is large enough.
+
+    Args:
+        sizes: of the groups.
+        devices: that are free, ascending.
+        cluster: says which devices share a machine.
+
+    Returns:
+        The devices of each group, or None if the groups cannot be placed like this.
+    """
+    gaps = [list(run) for run in _by_machine(devices, cluster)]
+    given: dict[int, Devices] = {}
+    may_share = any(len(gap) < cluster.devices_per_node for gap in gaps)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        taken = _take(sizes[index], gaps, cluster.devices_per_node, may_share)
+        if taken is None:
+            return None
+        given[index] = taken
+    return tuple(given[i] for i in range(len(sizes)))
+
+
+def _take(size: int, gaps: list[list[int]], per_machine: int, may_share: bool) -> Devices | None:
+    """Remove devices from the free ones of each machine."""
+    if size <= per_machine:
+        gap = min((gap for gap in gaps if len(gap) >= size), key=len, default=None)
+        if gap is None:
+            return None
+        taken, gap[:] = gap[:size], gap[size:]
+        return tuple(taken)
+    for first, is_broken in _starts(size, gaps, per_machine, may_share):
+        found: list[int] = []
+        for last in range(first, len(gaps)):
+            gap = gaps[last]
+            if not is_broken and last > first and len(gap) < per_machine and len(found) + len(gap) < size:
+                break
+            found += gap
+            if len(found) >= size:
+                for used in gaps[first:last]:
+                    used.clear()
+                gap[:] = found[size:]
+                return tuple(found[:size])
+    return None
+
+
+def _starts(
+    size: int, gaps: Sequence[Sequence[int]], per_machine: int, may_share: bool
+) -> Iterator[tuple[int, bool]]:
+    """Yield where a group of more than one machine may begin, and whether it may leave out devices between.
+
+    The best start is the rest of a machine with which the group ends at the end of another one, then a whole
+    machine.
+    """
+    whole = [i for i, gap in enumerate(gaps) if len(gap) == per_machine]
+    if not may_share:
+        yield from ((first, False) for first in whole)
+        return
+    used = [i for i, gap in enumerate(gaps) if 0 < len(gap) < per_machine]
+    exact = [i for i in used if len(gaps[i]) == size % per_machine]
+    for is_broken in (False, True):
+        for first in (*exact, *whole, *(i for i in used if i not in exact)):
+            yield first, is_broken
+
+
+@lru_cache(maxsize=8)
+def _by_machine(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...]:
+    machines: dict[int, list[int]] = {}
+    for device in devices:
+        machines.setdefault(cluster.node_of(device), []).append(device)
+    return tuple(tuple(run) for run in machines.values())
+
 
 MAX_TENSOR_RANKS = 8
 """Most tensor ranks to choose: on more than one machine they would cost more time than they save memory."""

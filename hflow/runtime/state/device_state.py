@@ -11,8 +11,8 @@ import enum
 from dataclasses import dataclass, field
 
 from hflow.planner.plan.rows import ScheduledNode
-from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation
+from hflow.runtime.state.rules import EngineWeights
 
 
 class EnginePhase(enum.Enum):

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
-from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.groups import Emit, Group
 from hflow.runtime.state.progress import RunProgress
-from hflow.runtime.state.rules import evaluation_due, next_evaluation
+from hflow.runtime.state.rules import EngineWeights, evaluation_due, next_evaluation
 from hflow.runtime.state.snapshot import EvaluationSnapshot, GroupSnapshot, StreamSnapshot
 from hflow.runtime.state.stream_state import StreamState
 

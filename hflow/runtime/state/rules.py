@@ -1,4 +1,6 @@
-"""Rules of the state machine: when nodes fire, how many groups may be admitted, and how old a sample may be.
+"""The versions of the weights that one generation engine holds and loads next.
+
+Rules of the state machine: when nodes fire, how many groups may be admitted, and how old a sample may be.
 
 Firing. `every`, `after` and the last step decide, by pure functions of the step and the number of steps.
 
@@ -27,8 +29,24 @@ of data, and not its age. The age rule (`is_stale`) ensures that L holds for eve
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.planner.plan.staleness import admission_limit
+
+
+@dataclass(eq=False)
+class EngineWeights:
+    """Versions of one engine's weights; -1 before the first. Invariant: `version` <= `target`."""
+
+    version: int = -1
+    """Version that it generates with, or would generate with if it were awake."""
+    target: int = -1
+    """Version that it was given last: `version`, or newer weights that it has not loaded yet."""
+
+    def lose(self) -> None:
+        """Forget the weights of an engine that has failed, and those that it was given."""
+        self.version = self.target = -1
 
 
 def is_due(step: int, every: int, after: int) -> bool:

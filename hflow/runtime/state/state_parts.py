@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime.state.device_state import DeviceOrder, EngineState
-from hflow.runtime.state.engine_weights import EngineWeights
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.progress import RunProgress
+from hflow.runtime.state.rules import EngineWeights
 from hflow.runtime.state.stream_state import StreamState
 from hflow.runtime.state.streaming_inference import StreamingReplicas
 from hflow.runtime.state.trained_stream import TrainedStream

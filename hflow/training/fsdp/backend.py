@@ -34,7 +34,7 @@ from hflow.training.fsdp.sharding import place_model, recompute_layers
 from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
 from hflow.training.fsdp.weight_export import copy_model, held_blocks, named_weights, reshard
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
-from hflow.training.loop.checks import check_sequences
+from hflow.training.loop.inputs import check_sequences
 from hflow.training.loop.microbatches import MicrobatchSplitter
 from hflow.types.tensor_slices import Block
 

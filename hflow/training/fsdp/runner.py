@@ -14,10 +14,15 @@ from hflow.data.batches.batch import Batch
 from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.interface import NodeCall, TrainShard
-from hflow.training.loop.checks import check_temperature
 from hflow.training.loop.first_pass import FirstPassRunner
 from hflow.training.loop.infer import returned_fields, run_infer
-from hflow.training.loop.inputs import PackedBatch, pack_batch, placeholder_batch, replays_experts
+from hflow.training.loop.inputs import (
+    PackedBatch,
+    check_temperature,
+    pack_batch,
+    placeholder_batch,
+    replays_experts,
+)
 from hflow.training.loop.loss import Loss
 from hflow.training.loop.microbatches import MicrobatchSplitter, Minibatch
 from hflow.training.loop.train import StepRecord, run_train

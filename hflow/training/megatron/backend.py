@@ -17,7 +17,7 @@ from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
-from hflow.training.loop.checks import check_sequences, check_temperature
+from hflow.training.loop.inputs import check_sequences, check_temperature
 from hflow.training.loop.microbatches import MicrobatchSplitter
 from hflow.training.megatron.hf_export import copy_stage
 from hflow.training.megatron.model import Stage, build_stage

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.planner.plan.routing import tensor_ranks
 from hflow.planner.plan.rows import Plan, Replica, WeightRoute
 from hflow.weights.checksum import MODULUS
-from hflow.workers.hangs.hang_report import WorkerCall
+from hflow.workers.hangs.hang_detector import WorkerCall
 from hflow.workers.interface import Span, WeightsLoaded, publish_span
 from hflow.workers.messages import activity_of
 

@@ -18,10 +18,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from hflow.base.errors import HflowError, WorkerFailureError
 from hflow.base.recipe_files import pack
 from hflow.data_plane.redistribute import Move
+from hflow.planner.plan.routing import replaceable_workers
 from hflow.planner.plan.rows import Replica
 from hflow.processes.pickling import pickle_with_bodies
-from hflow.workers.hangs.hang_detector import HangDetector, WorkerDiedError
-from hflow.workers.hangs.hang_report import WorkerCall
+from hflow.workers.hangs.hang_detector import HangDetector, WorkerCall, WorkerDiedError
 from hflow.workers.hangs.stack_probe import StackSnapshot
 from hflow.workers.interface import (
     NodeResult,
@@ -37,7 +37,6 @@ from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.real_devices import check_devices, package_versions
-from hflow.workers.replaceable import replaceable_workers
 from hflow.workers.storage.sample_store import pulls_of
 
 PROBE_SECONDS = 10.0
