@@ -70,3 +70,29 @@ def test_one_class_name_means_one_thing():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
+
+
+CLAUSE = re.compile(r"Return (?:what|how|why|which|where|when|who)\b")
+"""A docstring that describes a value by a clause instead of naming it."""
+FRAGMENT = re.compile(r"^ {4,}\w+: (?:of|to|as|its|that|those|their|whose) .*", re.MULTILINE)
+"""An item of `Args:` that cannot be read alone, as in "model: of the node."."""
+ATTRIBUTE = re.compile(r"(?:Of|To|As|Its|That of|Those|Their|Whose) .*")
+
+
+def documentation(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, text) of the docstrings of modules, classes, functions and attributes."""
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    return [(text.lineno, text.value) for text in texts if isinstance(text.value, str)]
+
+
+def test_docstrings_name_things_by_phrases_that_can_be_read_alone():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {wrong.strip()}"
+        for path in SOURCES
+        for line, text in documentation(ast.parse(path.read_text()))
+        for wrong in [
+            *(match[0] for match in (CLAUSE.match(text), ATTRIBUTE.match(text)) if match),
+            *FRAGMENT.findall(text),
+        ]
+    ]
+    assert found == []
