@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hflow.doctor.finding import Finding
+from hflow.planner.models.descriptors import TrialRun, descriptor
 from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 TIMEOUT = 600.0
 """Seconds that one run may take."""
@@ -32,82 +34,17 @@ LEFT_FREE = 0.15
 
 _SAVED = "*/latest/checkpoints/latest/*/**/*.safetensors"
 """Weights and optimizer of the last checkpoint."""
-_EMBEDDED, _VLLM = "models.actor.gen.engine=embedded", "models.actor.gen.engine=vllm"
+_EMBEDDED = "models.actor.gen.engine=embedded"
 _DETERMINISTIC = "deterministic=true"
-_MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
 
 
-@dataclass(frozen=True)
-class TrialRun:
-    """A run that tries one part of hflow."""
-
-    name: str
-    purpose: str
-    overrides: tuple[str, ...]
-    """Settings. `{n}` is the number of devices, `{half}` half of it, `{cache_gib}` what fills a GPU."""
-    num_devices: int | None = None
-    """Devices that it runs on; None: all."""
-    min_devices: int = 1
-    multiple: int = 1
-    """Of the devices, as many are used as are a multiple of it."""
-    package: str | None = None
-    """Importable name of a package that it needs."""
-    on_cpu: bool = True
-    """Whether it can run on CPUs too."""
-    fills_memory: bool = False
-    """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
-    replays_experts: bool = False
-    """Whether the trainer replays the experts that the engine records."""
-    recipe: str = "grpo"
-    is_repeated: bool = False
-    """Whether it runs twice, and both must end with the same weights and optimizer, bit for bit."""
-
-
-TRIAL_RUNS = (
+_ON_EVERY_MACHINE = (
     TrialRun("one device", "training and generation in turns: kernels, sleep and wake", (_EMBEDDED,), 1),
     TrialRun(
         "fsdp",
         "collectives and FSDP2 over all devices",
         (_EMBEDDED, "models.actor.layout=d{n}"),
         min_devices=2,
-    ),
-    TrialRun(
-        "megatron",
-        "tensor parallelism",
-        (_EMBEDDED, *_MEGATRON),
-        min_devices=2,
-        multiple=2,
-        package="megatron",
-    ),
-    TrialRun(
-        "megatron stages",
-        "pipeline stages, whose state is in host memory between nodes",
-        (
-            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}t1p2"),
-            "models.actor.offload=all",
-        ),
-        min_devices=2,
-        multiple=2,
-        package="megatron",
-    ),
-    TrialRun(
-        "megatron context",
-        "context ranks",
-        (_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}c2"),
-        min_devices=2,
-        multiple=2,
-        package="megatron",
-    ),
-    TrialRun(
-        "megatron experts",
-        "expert ranks",
-        (
-            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{n}e2"),
-            *("model@models.actor=tiny-qwen3-moe", "models.actor.path=null"),
-        ),
-        min_devices=2,
-        multiple=2,
-        package="megatron",
     ),
     TrialRun(
         "collective",
@@ -124,76 +61,18 @@ TRIAL_RUNS = (
         2,
     ),
     TrialRun(
-        "ipc",
-        "vLLM beside the trainer, new weights in the memory of the GPU",
-        (_VLLM, "models.actor.gen.transport=ipc"),
-        1,
-        package="vllm",
-        on_cpu=False,
-    ),
-    TrialRun(
-        "vllm ranks",
-        "vLLM with tensor ranks, beside FSDP2",
-        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.layout=d{half}t2"),
-        min_devices=2,
-        multiple=2,
-        package="vllm",
-    ),
-    TrialRun(
-        "megatron with vllm",
-        "vLLM with tensor ranks, beside megatron's",
-        (_VLLM, *_MEGATRON, "models.actor.gen.layout=d{half}t2"),
-        min_devices=2,
-        multiple=2,
-        package="vllm",
-    ),
-    TrialRun(
-        "full memory",
-        "vLLM beside the trainer, with a KV cache that takes the memory of the GPU",
-        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.cache_gib={cache_gib}"),
-        package="vllm",
-        on_cpu=False,
-        fills_memory=True,
-    ),
-    TrialRun(
-        "routing replay",
-        "experts of a mixture that vLLM records",
-        (
-            _VLLM,
-            "model@models.actor=tiny-qwen3-moe",
-            "models.actor.path=null",
-            "nodes.actor_gen.routing_replay=true",
-        ),
-        1,
-        package="vllm",
-        replays_experts=True,
-    ),
-    TrialRun(
         "equal runs",
         "FSDP2, and attention's backward pass, with deterministic=true",
         (_DETERMINISTIC, "models.actor.layout=d{n}"),
         recipe="sft",
         is_repeated=True,
     ),
-    TrialRun(
-        "equal runs of megatron",
-        "megatron with deterministic=true",
-        (_DETERMINISTIC, *_MEGATRON),
-        min_devices=2,
-        multiple=2,
-        package="megatron",
-        recipe="sft",
-        is_repeated=True,
-    ),
-    TrialRun(
-        "equal runs of vllm",
-        "vLLM with deterministic=true, beside FSDP2",
-        (_VLLM, _DETERMINISTIC, "models.actor.layout=d{n}"),
-        package="vllm",
-        on_cpu=False,
-        is_repeated=True,
-    ),
 )
+TRIAL_RUNS = (
+    *_ON_EVERY_MACHINE,
+    *(run for name in (*BACKENDS, *ENGINES) for run in descriptor(name).trial_runs),
+)
+"""Those that need nothing else, and those of each backend and engine."""
 
 
 def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:

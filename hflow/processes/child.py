@@ -1,4 +1,4 @@
-"""`VllmProcess`: a child process that runs vLLM, from its start to the end of all of its children."""
+"""`ChildProcess`: a child process of an engine, from its start to the end of all of its children."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hflow.base.errors import WorkerFailureError
 _END_SECONDS = 20.0
 """Longest wait for a process to end by itself."""
 _LOG_ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+)$")
-"""The last line of a traceback, behind the prefix with which vLLM marks its ranks."""
+"""The last line of a traceback, behind any prefix of a log's lines."""
 
 
-class VllmProcess:
+class ChildProcess:
     """A child process that ends when this process closes the connection, also by dying.
 
-    It has a process group of its own, so that it receives no Ctrl-C of the terminal, and so that all of vLLM
-    can be killed at once.
+    It has a process group of its own, so that it receives no Ctrl-C of the terminal, and so that it and
+    all of its children can be killed at once.
 
     Args:
         name: what it is, for errors.
@@ -42,7 +42,7 @@ class VllmProcess:
         self._name = name
         self._module = module
         self._advice = advice
-        self._temporary = tempfile.TemporaryDirectory(prefix="hflow-vllm-", ignore_cleanup_errors=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="hflow-engine-", ignore_cleanup_errors=True)
         self.directory = Path(self._temporary.name)
         self._log = self.directory / "log"
         self._process: subprocess.Popen[bytes] | None = None

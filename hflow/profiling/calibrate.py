@@ -28,7 +28,7 @@ from hflow.planner.plan.calibration import Calibration, HostTimes, LinkRate, Mat
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import DTYPE_BYTES
-from hflow.planner.plan.traits import BACKENDS, traits
+from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.profiling import measure
 from hflow.profiling.fit import (
     CollectiveTime,
@@ -59,7 +59,7 @@ MIN_SHARE = 0.05
 """Least part of a sharded step that sharding is taken for, as differences of times may be negative."""
 ENGINE = "embedded"
 """The engine whose decode steps are measured."""
-NEVER_MEASURED = ("inter", "vllm")
+NEVER_MEASURED = ("inter", *(name for name in ENGINES if name != ENGINE))
 """Parts that one machine, or a few small kernels, cannot show."""
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from hflow.base.errors import BackendError, RunError
 from hflow.base.machine_memory import machine_memory
+from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.cluster import ClusterSpec, device_ranges
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.types.kernels import (
     TE_PACKAGE,
     AttentionKernel,
@@ -30,7 +32,10 @@ BF16_CAPABILITY = (8, 0)
 """Compute capability from which kernels, also those of attention, compute in bf16."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with settings of torch's allocator on a GPU."""
-SAME_PACKAGES = ("hflow", "torch", "transformers", "megatron-core", "vllm")
+SAME_PACKAGES = (
+    *("hflow", "torch", "transformers"),
+    *(package for name in (*BACKENDS, *ENGINES) for package in descriptor(name).distributions),
+)
 """Distributions whose versions must be the same in all processes."""
 
 

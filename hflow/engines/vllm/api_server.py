@@ -11,7 +11,7 @@ from contextlib import suppress
 from hflow.base.errors import ConfigError
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
-from hflow.processes.child import VllmProcess
+from hflow.processes.child import ChildProcess
 
 _MODULE = "hflow.engines.vllm.api_server_main"
 
@@ -31,7 +31,7 @@ class VllmApiServer:
         self._host = host
         self._port = port
         self._api_key = api_key
-        self._process = VllmProcess("vLLM's server", _MODULE, "try --engine embedded")
+        self._process = ChildProcess("vLLM's server", _MODULE, "try --engine embedded")
         self._is_closing = False
 
     @property

@@ -76,6 +76,16 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 `vllm/v1/attention/backends/cpu_attn.py`, vLLM 0.32."""
 
 
+def head_size_problem(shape: ModelShape, device: str) -> str | None:
+    """Return the reason why vLLM's attention cannot compute heads of this size; None if it can."""
+    if device != "cpu" or shape.head_dim in CPU_HEAD_SIZES:
+        return None
+    return (
+        f"vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it has "
+        f"{', '.join(map(str, CPU_HEAD_SIZES))})"
+    )
+
+
 def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
@@ -97,11 +107,8 @@ def check(served: ServedModel) -> Iterator[str]:
         yield (
             f"{replica.name}: vllm cannot generate with a {shape.head} head. Set {key}.gen.engine=embedded."
         )
-    if served.cluster.device == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
-        yield (
-            f"{replica.name}: vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it "
-            f"has {', '.join(map(str, CPU_HEAD_SIZES))}). Set {key}.gen.engine=embedded."
-        )
+    if (problem := head_size_problem(shape, served.cluster.device)) is not None:
+        yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
     yield from _too_small_cache(served, shape)
     yield from _ranks_apart(served)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hflow.engines.vllm import memory
-from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict
+from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_size_problem
+from hflow.engines.vllm.trials import TRIAL_RUNS
 from hflow.planner.models.architectures import FAMILIES
-from hflow.planner.models.descriptors import EngineKind, Variation
+from hflow.planner.models.descriptors import ApiServer, EngineKind, Variation
 from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ def _make_engine(setup: EngineSetup) -> Any:
     from hflow.engines.vllm.engine import VllmEngine
 
     return VllmEngine(setup)
+
+
+def _make_server(setup: EngineSetup, host: str, port: int, api_key: str | None) -> ApiServer:
+    from hflow.engines.vllm.api_server import VllmApiServer
+
+    return VllmApiServer(setup, host, port, api_key)
 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -49,10 +56,14 @@ ENGINE = EngineKind(
     memory=memory,
     packages=("vllm",),
     install=CUDA_INSTALL,
+    distributions=("vllm",),
+    trial_runs=TRIAL_RUNS,
     purpose="fast generation, by default on GPUs",
     find_conflict=find_conflict,
     deterministic_variables={BATCH_INVARIANT: "1"},
     find_variation=_find_variation,
     preferred_on=("cuda",),
     check=check,
+    find_unservable=head_size_problem,
+    server=_make_server,
 )

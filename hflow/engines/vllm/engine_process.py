@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hflow.data.text.tokenizer import TokenizerSettings
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.models.settings import ModelSettings
-from hflow.processes.child import VllmProcess
+from hflow.processes.child import ChildProcess
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class EngineProcess:
             name: the model's, for errors.
         """
         advice = "start the run again from its last checkpoint"
-        self._process = VllmProcess(f"the vLLM engine of {name!r}", _MODULE, advice)
+        self._process = ChildProcess(f"the vLLM engine of {name!r}", _MODULE, advice)
         self.directory = self._process.directory
         self._shared_memory: list[str] = []
 

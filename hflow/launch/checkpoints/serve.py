@@ -22,7 +22,6 @@ from hflow.base.files import read_json_object
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import EngineSetup, SamplingParams
-from hflow.engines.vllm.api_server import VllmApiServer
 from hflow.episodes.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.episodes.endpoint.server import EndpointServer, base_url
@@ -33,9 +32,9 @@ from hflow.launch.running.run_recipe import stop_signals
 from hflow.models.hf_config import max_length, read_config
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.architectures import read_shape
-from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.models.descriptors import ApiServer, EngineKind, engine_kind
 from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.traits import ENGINES
+from hflow.planner.plan.traits import ENGINES, traits
 from hflow.sandboxes.sandboxes import Sandboxes
 from hflow.types import Trajectory
 
@@ -122,9 +121,11 @@ def run_server(
             f"every machine that reaches {options.host} may send requests; --api-key asks for a key"
         )
     report_progress(f"starting {engine} on {checkpoint.directory}")
-    if engine == "vllm":
-        return _serve_vllm(setup, options, ready)
-    return asyncio.run(_serve_embedded(setup, tokenizer, options, ready))
+    kind = engine_kind(engine)
+    if kind.server is not None:
+        server = kind.server(setup, options.host, options.port, options.api_key)
+        return _serve_by_own_server(server, options.host, ready)
+    return asyncio.run(_serve_by_endpoint(kind, setup, tokenizer, options, ready))
 
 
 class CheckpointResponder:
@@ -184,8 +185,12 @@ class CheckpointResponder:
         return reply_of(str(next(self._numbers)), before, after, engine.text_before_calls(after), tokens)
 
 
-async def _serve_embedded(
-    setup: EngineSetup, tokenizer: TextTokenizer, options: ServeOptions, ready: Callable[[str], None]
+async def _serve_by_endpoint(
+    kind: EngineKind,
+    setup: EngineSetup,
+    tokenizer: TextTokenizer,
+    options: ServeOptions,
+    ready: Callable[[str], None],
 ) -> bool:
     server = EndpointServer(options.host, options.port)
     failure: list[RunError] = []
@@ -198,7 +203,7 @@ async def _serve_embedded(
         try:
             server.announce(options.api_key)
             await server.start()  # before the model is loaded, as the port may be in use
-            engine = await asyncio.to_thread(engine_kind("embedded").factory, setup)
+            engine = await asyncio.to_thread(kind.factory, setup)
             with closing(EngineDriver(engine)) as driver:
                 longest = setup.options["max_model_len"]
                 responder = CheckpointResponder(setup.settings.name, driver, tokenizer, longest, fail)
@@ -213,9 +218,7 @@ async def _serve_embedded(
     return signal.SIGINT in received
 
 
-def _serve_vllm(setup: EngineSetup, options: ServeOptions, ready: Callable[[str], None]) -> bool:
-    server = VllmApiServer(setup, options.host, options.port, options.api_key)
-
+def _serve_by_own_server(server: ApiServer, host: str, ready: Callable[[str], None]) -> bool:
     async def serve() -> bool:
         with _stopped_by_signals() as (stopped, received):
             started = asyncio.create_task(asyncio.to_thread(server.wait_ready))
@@ -224,7 +227,7 @@ def _serve_vllm(setup: EngineSetup, options: ServeOptions, ready: Callable[[str]
                 await asyncio.wait({started, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if not stopped.is_set():
                     await started
-                    ready(base_url(options.host, server.port))
+                    ready(base_url(host, server.port))
                     ended = asyncio.create_task(asyncio.to_thread(server.wait))
                     await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not stopped.is_set():
@@ -281,25 +284,19 @@ def _choose_engine(wanted: str | None, device: str) -> tuple[str, str]:
 
 
 def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
-    """Return the number of tensor ranks: those of `gen.layout`, with vLLM."""
+    """Return the number of tensor ranks: those of `gen.layout`, if the engine has such ranks."""
     layout = checkpoint.config.gen.layout
     tensor = 1 if layout is None else Layout.parse(layout).tensor
-    return tensor if engine == "vllm" else 1
+    return tensor if traits(engine).is_model_parallel else 1
 
 
 def _check_served(setup: EngineSetup, engine: str) -> None:
     """Check what an engine would only find out, at length, when it has started."""
-    from hflow.engines.vllm.checks import CPU_HEAD_SIZES
-
-    if engine != "vllm" or setup.settings.device != "cpu":
-        return
     architecture = read_json_object(Path(str(setup.settings.path)) / "config.json")
     shape = read_shape(architecture, "lm")
-    if shape is not None and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it has "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}); use --engine embedded"
-        )
+    problem = None if shape is None else engine_kind(engine).find_unservable(shape, setup.settings.device)
+    if problem is not None:
+        raise ConfigError(f"{problem}; use --engine {ENGINES[0]}")
 
 
 def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None) -> str:

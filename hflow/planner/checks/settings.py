@@ -26,7 +26,13 @@ from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.model_shape import trained_shape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
-from hflow.planner.plan.traits import adapter_backend, kernel_backend, model_parallel_backend, traits
+from hflow.planner.plan.traits import (
+    adapter_backend,
+    compiling_backend,
+    kernel_backend,
+    model_parallel_backend,
+    traits,
+)
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -79,10 +85,10 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
 
 def _check_compile(name: str, config: ModelConfig) -> None:
     """Raise if the backend cannot compile."""
-    if config.compile and config.backend != "torch":
+    if config.compile and not traits(config.backend).compiles_layers:
         raise PlanError(
-            f"models.{name}.compile compiles layers of the torch backend, but models.{name}.backend is "
-            f"{config.backend}; remove one of them"
+            f"models.{name}.compile compiles layers of the {compiling_backend()} backend, but "
+            f"models.{name}.backend is {config.backend}; remove one of them"
         )
 
 

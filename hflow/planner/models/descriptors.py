@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hflow.config.schema import ModelConfig
+    from hflow.engines.interface import EngineSetup
     from hflow.models.settings import ModelSettings
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
@@ -100,6 +101,32 @@ class Variation:
     """What to set instead, below `models.NAME`."""
 
 
+@dataclass(frozen=True)
+class TrialRun:
+    """A small run by which `hflow doctor` tries one part of hflow on real devices."""
+
+    name: str
+    purpose: str
+    overrides: tuple[str, ...]
+    """Settings. `{n}` is the number of devices, `{half}` half of it, `{cache_gib}` what fills a GPU."""
+    num_devices: int | None = None
+    """Devices that it runs on; None: all."""
+    min_devices: int = 1
+    multiple: int = 1
+    """Of the devices, as many are used as are a multiple of it."""
+    package: str | None = None
+    """Importable name of a package that it needs."""
+    on_cpu: bool = True
+    """Whether it can run on CPUs too."""
+    fills_memory: bool = False
+    """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
+    replays_experts: bool = False
+    """Whether the trainer replays the experts that the engine records."""
+    recipe: str = "grpo"
+    is_repeated: bool = False
+    """Whether it runs twice, and both must end with the same weights and optimizer, bit for bit."""
+
+
 def _no_variation(device: str) -> Variation | None:
     return None
 
@@ -110,6 +137,42 @@ def _no_reasons(served: ServedModel) -> Iterable[str]:
 
 def _no_remark(served: ServedModel) -> str | None:
     return None
+
+
+def _no_objection(shape: ModelShape, device: str) -> str | None:
+    return None
+
+
+class ApiServer(Protocol):
+    """An engine's own OpenAI-compatible server, in a process of its own."""
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on, once it was started."""
+
+    def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            ConfigError: if the port is in use, or the host is not this machine's.
+        """
+
+    def wait_ready(self) -> None:
+        """Wait until requests can be sent, or until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+
+    def wait(self) -> None:
+        """Wait until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+
+    def close(self) -> None:
+        """End the process and all of its children. Safe to call twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +187,10 @@ class Descriptor:
     """Importable names of the packages that it needs."""
     install: str
     """Command that installs them."""
+    distributions: tuple[str, ...] = ()
+    """Names of the distributions whose versions must be the same in all processes of a run."""
+    trial_runs: tuple[TrialRun, ...] = ()
+    """Runs that try it on real devices."""
     purpose: str = ""
     """What it is for, in a few words."""
     is_required: bool = False
@@ -199,6 +266,11 @@ class EngineKind(Descriptor):
     engine's packages."""
     remark: Callable[[ServedModel], str | None] = _no_remark
     """Return what the plan says about how it runs a model; None: nothing. It imports as little as `check`."""
+    find_unservable: Callable[[ModelShape, str], str | None] = _no_objection
+    """Return the reason why it cannot serve a model of this shape on a kind of device; None if it can."""
+    server: Callable[[EngineSetup, str, int, str | None], ApiServer] | None = None
+    """Build the engine's own OpenAI-compatible server from (setup, host, port, API key). None: it has none,
+    and `hflow serve` answers with hflow's endpoint."""
     recording_factory: Callable[..., Any] | None = None
     """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None

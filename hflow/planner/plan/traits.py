@@ -67,6 +67,8 @@ class BackendTraits:
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
+    compiles_layers: bool = False
+    """Whether it compiles the layers of a model (`models.NAME.compile`)."""
     families: tuple[str, ...] | None = None
     """The `model_type`s that it can build. None: every causal language model of transformers."""
     has_own_process: bool = False
@@ -131,6 +133,11 @@ def adapter_backend() -> str:
 def kernel_backend() -> str:
     """Return the name of the first training backend whose layers different kernels can compute."""
     return next(name for name in BACKENDS if traits(name).chooses_kernels)
+
+
+def compiling_backend() -> str:
+    """Return the name of the first training backend that compiles layers."""
+    return next(name for name in BACKENDS if traits(name).compiles_layers)
 
 
 def backend_of_any_family() -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.planner.models.descriptors import Backend
 from hflow.planner.plan.traits import BackendTraits
 from hflow.training.megatron import memory
+from hflow.training.megatron.trials import TRIAL_RUNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,6 +67,8 @@ BACKEND = Backend(
     memory=memory,
     packages=("megatron",),
     install="pip install megatron-core",
+    distributions=("megatron-core",),
+    trial_runs=TRIAL_RUNS,
     purpose="tensor, pipeline, context and expert parallelism",
     environment=_environment,
     deterministic_variables={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
