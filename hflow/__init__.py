@@ -60,9 +60,7 @@ from hflow.types import (
 )
 
 if TYPE_CHECKING:
-    from hflow.launch import check, simulate
-    from hflow.launch import planning as plan
-    from hflow.launch import running as run
+    from hflow.launch import check, plan, run, simulate
 
 _LAZY = {
     "algo": "hflow.dsl.lazy",
