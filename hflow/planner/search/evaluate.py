@@ -14,7 +14,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 
-from hflow.planner.forecast.cost.nodes import Costs
+from hflow.base.errors import PlanError
+from hflow.planner.checks.unrunnable import unrunnable_reasons
+from hflow.planner.forecast.cost.nodes import Costs, share_of_kept_weights
 from hflow.planner.forecast.memory.host import published_by
 from hflow.planner.forecast.memory.phases import MemoryContext, group_phases
 from hflow.planner.make.replicas import Devices
@@ -24,6 +26,7 @@ from hflow.planner.plan.rows import Replica, WeightRoute, joined_devices
 from hflow.planner.plan.traits import traits
 from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
 from hflow.planner.search.layouts import comparable_devices
+from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
@@ -91,44 +94,43 @@ class Evaluator:
         self.problem = problem
         self.table = OptionTable(problem)
         self.memory = GroupMemory(problem, self.table)
-        self._partitions: dict[Blocks, Partition] = {}
-        self._phases: dict[tuple[str, ...], Phases] = {}
-        self._common: dict[Blocks, Mapping[str, CommonDevices]] = {}
         self._groups: dict[
             tuple[Blocks, tuple[Devices, ...], tuple[int, ...]], tuple[GroupChoice, ...] | None
         ] = {}
-        self._routes: dict[
-            tuple[ReplicaOption, ReplicaOption, CommonDevices, tuple[Devices, Devices] | None], NewWeights
-        ] = {}
 
+    @memo
     def partition(self, blocks: Blocks) -> Partition:
         """Return the schedule of replicas that are divided like this."""
-        if blocks not in self._partitions:
-            self._partitions[blocks] = Partition(self.problem.structure(blocks), blocks)
-        return self._partitions[blocks]
+        return Partition(self.problem.structure(blocks), blocks)
 
+    @memo
+    def num_unrunnable(self, blocks: Blocks) -> int | None:
+        """Return the number of reasons to refuse to run a division; None if it cannot even be planned."""
+        try:
+            return len(unrunnable_reasons(self.partition(blocks).plan, self.problem.request))
+        except PlanError:
+            return None
+
+    @memo
     def phases(self, block: tuple[str, ...]) -> Phases:
         """Return the phases of a step on a group with exactly these replicas."""
-        if block not in self._phases:
-            rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
-            plan = self.problem.structure([block, rest] if rest else [block])
-            group = next(group for group in plan.groups if group.devices == (0,))
-            self._phases[block] = tuple(group_phases(MemoryContext(plan, self.problem.request), group))
-        return self._phases[block]
+        rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
+        plan = self.problem.structure([block, rest] if rest else [block])
+        group = next(group for group in plan.groups if group.devices == (0,))
+        return tuple(group_phases(MemoryContext(plan, self.problem.request), group))
 
+    @memo
     def common_devices(self, blocks: Blocks) -> Mapping[str, CommonDevices]:
         """Return how many of its trainer's devices the engine of each model has, given connected blocks."""
-        if blocks not in self._common:
-            places = {
-                r.name: {i for i, block in enumerate(blocks) if r.name in block}
-                for r in self.problem.base.replicas
-            }
-            self._common[blocks] = {
-                src.model: _compared(places[src.name], places[gen.name])
-                for src, gen in permutations(self.problem.base.replicas, 2)
-                if src.model == gen.model and gen.role == "gen" and src.role != "gen"
-            }
-        return self._common[blocks]
+        places = {
+            r.name: {i for i, block in enumerate(blocks) if r.name in block}
+            for r in self.problem.base.replicas
+        }
+        return {
+            src.model: _compared(places[src.name], places[gen.name])
+            for src, gen in permutations(self.problem.base.replicas, 2)
+            if src.model == gen.model and gen.role == "gen" and src.role != "gen"
+        }
 
     def options(
         self, name: str, blocks: Blocks, devices: Sequence[Devices], *, with_offload: bool = False
@@ -268,10 +270,16 @@ class Evaluator:
                 in_place.add(gen.name)
         for name in stream.replicas:
             gen = option_of[name]
-            if share := partition.share_of_kept_weights(name, gen.config, is_shared=name in in_place):
+            if share := self._share_of_kept_weights(partition, name, name in in_place):
                 source += share * self.table.waking(gen)
         seconds[stream.source] = source + self.table.beside_engines(source)
         return seconds
+
+    @memo
+    def _share_of_kept_weights(self, partition: Partition, engine: str, is_shared: bool) -> float:
+        replica = partition.plan.replica(engine)
+        config = self.problem.request.model(replica.model)  # a search changes nothing that this depends on
+        return share_of_kept_weights(partition.plan.schedule, replica, config, is_shared=is_shared)
 
     def fixed_devices(self, block: tuple[str, ...]) -> Devices | None:
         """Return the devices of the named group that a block contains, or None if it contains none."""
@@ -311,12 +319,13 @@ class Evaluator:
                 places = joined_devices(of_src), joined_devices(of_gen)
             yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
 
+    @memo
     def _new_weights(
         self,
         src: ReplicaOption,
         gen: ReplicaOption,
         common: CommonDevices,
-        places: tuple[Devices, Devices] | None = None,
+        places: tuple[Devices, Devices] | None,
     ) -> NewWeights:
         """Return what it takes to give an engine new weights.
 
@@ -326,18 +335,6 @@ class Evaluator:
             common: how many devices they have in common.
             places: the devices of both; None: any of which these are as many.
         """
-        key = src, gen, common, places
-        if key not in self._routes:
-            self._routes[key] = self._cost_route(src, gen, common, places)
-        return self._routes[key]
-
-    def _cost_route(
-        self,
-        src: ReplicaOption,
-        gen: ReplicaOption,
-        common: CommonDevices,
-        places: tuple[Devices, Devices] | None,
-    ) -> NewWeights:
         problem = self.problem
         trainer, engine = src.replica, gen.replica
         if places is not None:
@@ -373,7 +370,7 @@ class Evaluator:
         per_machine = self.problem.cluster.devices_per_node
         num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
         return sum(
-            self._new_weights(src, gen, "all").host_bytes / num_devices
+            self._new_weights(src, gen, "all", None).host_bytes / num_devices
             for src, gen in _senders(options, self.problem.written)
             if common[gen.replica.model] == "all"
         )

@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from hflow.planner.forecast.memory.host import (
-    kept_asleep,
-    kept_by_engine,
-    kept_by_trainer,
-    may_wake_unchanged,
-)
+from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
 from hflow.planner.forecast.memory.parts import EngineLoad, engine_load
 from hflow.planner.forecast.memory.phases import (
     GENERATE,
@@ -31,8 +26,10 @@ from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max
+from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.weight_routes import near_transport
@@ -96,8 +93,6 @@ class GroupMemory:
         self._problem = problem
         self._table = table
         self._plan = problem.base
-        self._profiles: dict[tuple[ReplicaOption, CommonDevices], _Profile] = {}
-        self._phase_bytes: dict[tuple[Phases, ReplicaOption, CommonDevices], _PhaseBytes] = {}
         self._contexts: dict[tuple[str, CommonDevices, bool], MemoryContext] = {}
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
@@ -158,13 +153,8 @@ class GroupMemory:
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
+    @memo
     def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
-        key = phases, option, common
-        if key not in self._phase_bytes:
-            self._phase_bytes[key] = self._sum_phases(phases, option, common)
-        return self._phase_bytes[key]
-
-    def _sum_phases(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
         profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
@@ -193,13 +183,8 @@ class GroupMemory:
                 means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
         return means
 
+    @memo
     def _profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
-        key = option, common
-        if key not in self._profiles:
-            self._profiles[key] = self._make_profile(option, common)
-        return self._profiles[key]
-
-    def _make_profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
         if option.replica.model not in self._problem.request.shapes:
             kinds = {(kind, inferred): 0 for kind in (GENERATE, WAKE, NODE) for inferred in (False, True)}
             return _Profile(kinds, {}, None)
@@ -241,7 +226,9 @@ class GroupMemory:
             if option.replica.role == "gen":
                 through_host = replace(context, plan=_sent_through_hosts(context.plan))
                 always = kept_by_engine(through_host, rank).total()
-                if self._may_wake_unchanged(option, common):
+                schedule, model = self._plan.schedule, option.replica.model
+                is_changed = common != "none" and any(model in node.writes for node in schedule.nodes)
+                if share_of_unchanged_wakes(schedule, option.name, is_changed_beside=is_changed):
                     asleep = kept_asleep(context, rank).total()
             else:
                 always = kept_by_trainer(context, rank).total()
@@ -257,11 +244,6 @@ class GroupMemory:
             idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
-
-    def _may_wake_unchanged(self, option: ReplicaOption, common: CommonDevices) -> bool:
-        schedule = self._plan.schedule
-        is_changed = any(option.replica.model in node.writes for node in schedule.nodes)
-        return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and common != "none")
 
     def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
         """Return what a node needs at its peak, which does not depend on what is offloaded."""

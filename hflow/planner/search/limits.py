@@ -21,7 +21,6 @@ from hflow.planner.make.replicas import replica_roles
 from hflow.planner.plan.forecast import Forecast, Limit, Remedy
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import EngineChoice
-from hflow.planner.plan.staleness import admission_limit
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
@@ -209,10 +208,10 @@ def _model_of(key: str) -> str:
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:
-    """Return how many samples can be in flight at most."""
-    request = basis.request
-    group = max((stream.group for stream in basis.graph.streams if stream.trained), default=1)
-    return group * admission_limit(0, request.batch, max_staleness, request.schedule.sync_every)
+    """Return the most samples that can be in flight with a `max_staleness`."""
+    group_size = max((stream.group for stream in basis.graph.streams if stream.trained), default=1)
+    schedule = replace(basis.request.schedule, max_staleness=max_staleness)
+    return group_size * schedule.admission_limit(0, basis.request.batch)
 
 
 def _staler(basis: Basis, before: float) -> Iterator[Tried]:

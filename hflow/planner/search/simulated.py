@@ -82,8 +82,7 @@ def by_seconds(
 
 def is_estimate(problem: SearchProblem) -> bool:
     """Return whether the analytic period is not exact; see `hflow.planner.forecast.period`."""
-    settings = problem.base.schedule.settings
-    return settings.max_staleness > 0 or settings.sync_every > 1
+    return problem.base.schedule.settings.runs_ahead
 
 
 def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction | None) -> float:

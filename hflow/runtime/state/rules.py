@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hflow.config.schema import ScheduleConfig
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
-from hflow.planner.plan.staleness import admission_limit
 
 
 @dataclass(eq=False)
@@ -77,11 +77,12 @@ def next_evaluation(stream: ScheduledStream, last: int, num_steps: int) -> int |
 
 LOOK_AHEAD = 1
 """Batches beyond the current one that may be prepared where no trained weights are involved."""
+_LOOKING_AHEAD = ScheduleConfig(max_staleness=LOOK_AHEAD)
 
 
 def look_ahead_limit(steps_trained: int, batch: int) -> int:
     """Return the `admission_limit` of a source that reads no trained weights, whose samples never age."""
-    return admission_limit(steps_trained, batch, LOOK_AHEAD)
+    return _LOOKING_AHEAD.admission_limit(steps_trained, batch)
 
 
 def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> int:

@@ -31,8 +31,7 @@ from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
-from hflow.planner.plan.schedule import shared_groups
-from hflow.planner.plan.staleness import certified_lag
+from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes, shared_groups
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 
@@ -68,7 +67,7 @@ class Costs:
             groups=request.batch,
             group_size=self._stream.group_size,
             max_concurrent=request.schedule.max_concurrent,
-            ahead=certified_lag(request.schedule.max_staleness, request.schedule.sync_every),
+            ahead=request.schedule.certified_lag,
             seed=request.seed,
         )
 
@@ -323,21 +322,18 @@ def share_of_kept_weights(
 ) -> float:
     """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
 
-    An engine that shares its devices drops them where nodes on these devices change them before it wakes
-    (`runtime/state/weight_updates.py`), unless only adapters are replaced.
+    An engine that shares its devices drops them where it wakes with new ones (`share_of_unchanged_wakes`),
+    unless only adapters are replaced.
 
     Args:
-        schedule: of the plan.
-        engine: the replica that generates.
-        config: of its model.
-        is_shared: whether it may use the weights of its trainer in place.
+        schedule: the plan's schedule.
+        engine: the replica that generates the trained stream.
+        config: the configuration of the engine's model.
+        is_shared: whether the engine may use its trainer's weights in place.
     """
-    groups = shared_groups(schedule, engine.name)
-    if not groups or (is_shared and config.compute_dtype == "fp32"):
+    if not shared_groups(schedule, engine.name) or (is_shared and config.compute_dtype == "fp32"):
         return 0.0
     if config.lora is not None and not traits(engine.backend).merges_adapters:
         return 1.0
-    writers = [node for node in schedule.nodes if engine.model in node.writes]
-    if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):
-        return 1.0
-    return 1 - 1 / schedule.settings.sync_every
+    is_changed = is_changed_beside(schedule, engine)
+    return share_of_unchanged_wakes(schedule, engine.name, is_changed_beside=is_changed)

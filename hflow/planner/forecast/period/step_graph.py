@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hflow.graph.edges import steps_ahead
 from hflow.graph.ir import Level
 from hflow.planner.forecast.period.cycle_ratio import Arc
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Schedule, ScheduledNode
@@ -324,7 +323,7 @@ def _link_sample_nodes(graph: TimedGraph, events: SteadyEvents, step: int, field
 def _link_syncs(graph: TimedGraph, events: SteadyEvents, replica: str) -> None:
     """Link the loading of version `step`: once it exists, before the batch that needs it."""
     source, every = events.stream.source, events.sync_every
-    num_ahead = steps_ahead(events.schedule.settings.max_staleness, every)
+    num_ahead = events.schedule.settings.steps_ahead
     for step in range(0, graph.num_unrolled, every):
         if replica in events.publishers:
             _link_publishing(graph, events, replica, step)
