@@ -19,15 +19,7 @@ from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
-from hflow.planner.plan.traits import (
-    BACKENDS,
-    backend_of_any_family,
-    context_backend,
-    engine_of_any_family,
-    expert_backend,
-    model_parallel_backend,
-    traits,
-)
+from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.types.kernels import head_size_problem, packed_kernel
 
@@ -111,7 +103,8 @@ def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
     others: dict[str, str] = {}
     for keys in backends.values():
         others |= {
-            key: engine_of_any_family() if key.endswith("engine") else backend_of_any_family() for key in keys
+            key: first_with("has_all_families", ENGINES if key.endswith("engine") else BACKENDS)
+            for key in keys
         }
     is_possible = bool(backends) and fits(others)
     for model, keys in backends.items():
@@ -157,10 +150,13 @@ def layout_reasons(
     layout, has = replica.layout, f"{replica.name} has layout {replica.layout}, but {replica.backend}"
     own = traits(replica.backend)
     if layout.context > 1 and not own.has_context_axis:
-        rank, backend = f"c{layout.context}", f"models.{replica.model}.backend={context_backend()}"
+        rank, backend = (
+            f"c{layout.context}",
+            f"models.{replica.model}.backend={first_with('has_context_axis')}",
+        )
         yield f"{has} has no context ranks. {_without(rank, is_chosen)}{_or_set(backend, is_chosen)}."
     if layout.expert > 1 and not own.has_expert_axis and runs_family(replica.backend, shape):
-        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={expert_backend()}"
+        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={first_with('has_expert_axis')}"
         other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
         yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
     if own.is_model_parallel:
@@ -177,9 +173,8 @@ def layout_reasons(
                 f"rank. Set workers=ray, or models.{replica.model}.layout=d1."
             )
     elif layout.world > layout.num_copies:
-        setting = (
-            f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
-        )
+        other = f"backend={first_with('is_model_parallel')}"
+        setting = f"gen.layout=d{layout.world}" if replica.role == "gen" else other
         yield f"{has} supports data parallelism only. Set models.{replica.model}.{setting}."
 
 

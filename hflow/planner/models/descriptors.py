@@ -2,7 +2,7 @@
 
 A descriptor holds everything that hflow must know about a backend outside the backend's own package: how it
 shards a model, how much memory it needs, what it can run, and which function builds it on a worker.
-Descriptors import neither torch nor ray, so planning needs neither. `planner.traits` has the registry.
+Descriptors import neither torch nor ray, so planning needs neither. `planner.plan.traits` has the registry.
 """
 
 from __future__ import annotations

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
-from hflow.planner.forecast.memory.parts import EngineLoad, engine_load
 from hflow.planner.forecast.memory.phases import (
     GENERATE,
     WAKE,
+    EngineNeeds,
     MemoryContext,
+    engine_needs,
+    largest_batch,
     resident_bytes,
+    size_caches,
     transient_bytes,
 )
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
-from hflow.planner.plan.workload import Workload, expected_max
 from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
@@ -66,8 +66,8 @@ class _Profile:
     """(`generate`, `wake` or `NODE`; whether it inferred since training) -> bytes in phases of others."""
     running: Mapping[tuple[str, bool], int]
     """The same for phases in which it runs, by their name, with the peak of the phase."""
-    engine: tuple[Rank, EngineLoad, int] | None
-    """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
+    engine: EngineNeeds | None
+    """The needs of a generation replica's fullest rank; None for other replicas."""
     host: int = 0
     """Bytes in host memory at all times: `kept_by_trainer` or `kept_by_engine`."""
     asleep: int = 0
@@ -128,19 +128,18 @@ class GroupMemory:
         """
         rows = [self._bytes_in(phases, option, _common_of(option, common)) for option in options]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
-        used, caches, batches = self.runtime + sum(row.generating for row in rows), 0, {}
-        for option in options:
-            engine = self._profile(option, _common_of(option, common)).engine
-            if engine is None:
-                continue
-            rank, load, step = engine
-            memory = engine_kind(rank.replica.backend).memory
-            used += step
-            cache = memory.cache_bytes(rank, load, capacity, used)
-            used, caches = used + cache, caches + cache
-            batch = memory.max_sequences(rank, cache, self._mean_lengths[option.name])
+        profiles = [self._profile(option, _common_of(option, common)) for option in options]
+        engines = [profile.engine for profile in profiles if profile.engine is not None]
+        used = self.runtime + sum(row.generating for row in rows)
+        sizes = size_caches(engines, capacity, used, {})
+        caches = sum(sizes.values())
+        used += sum(engine.step for engine in engines) + caches
+        batches = {}
+        for engine in engines:
+            name = engine.rank.replica.name
+            batch = largest_batch(self._plan, engine.rank, sizes[name], self._problem.workloads)
             if batch is not None:
-                batches[option.name] = batch
+                batches[name] = batch
         largest, fullest = self.runtime, ""
         base = self.runtime + (caches if on_cpu else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
@@ -149,7 +148,6 @@ class GroupMemory:
             if total > largest:
                 largest, fullest = total, phase
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
-        profiles = [self._profile(option, _common_of(option, common)) for option in options]
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
@@ -158,9 +156,8 @@ class GroupMemory:
         profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
-        if profile.engine is not None:
-            rank, load, step = profile.engine
-            added = step + engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, 0, 0)
+        if (engine := profile.engine) is not None:
+            added = engine.step + engine.memory.cache_bytes(engine.rank, engine.load, 0, 0)
         for phase, inferred in phases:
             key = option.name in inferred
             running = profile.running.get((phase, key))
@@ -172,16 +169,6 @@ class GroupMemory:
             row + (added if phase == GENERATE else 0) for row, (phase, _) in zip(rows, phases, strict=True)
         ]
         return _PhaseBytes(tuple(rows), generating, tuple(smallest or [added]))
-
-    @cached_property
-    def _mean_lengths(self) -> Mapping[str, float]:
-        """Engine -> mean tokens of a sequence of the stream that it generates first."""
-        means: dict[str, float] = {}
-        for stream in self._plan.schedule.streams:
-            lengths: Workload = self._problem.workloads[stream.name]
-            for replica in stream.replicas:
-                means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
-        return means
 
     @memo
     def _profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
@@ -206,9 +193,7 @@ class GroupMemory:
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
             if option.replica.role == "gen" and rank.stage == 0:
-                load = engine_load(context.plan, rank, self._problem.workloads)
-                memory = engine_kind(rank.replica.backend).memory
-                engine = rank, load, memory.decode_step(rank, load).total()
+                engine = engine_needs(context.plan, rank, self._problem.workloads)
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(

@@ -28,7 +28,7 @@ from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.traits import ENGINES, model_parallel_backend, traits
+from hflow.planner.plan.traits import ENGINES, first_with, traits
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore, too_large
 from hflow.planner.search.layouts import MAX_TENSOR_RANKS
@@ -466,7 +466,7 @@ def other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, An
             if engine is not None and usable and config.gen.engine != engine:
                 yield f"models.{model}.gen.engine", engine
         elif not traits(config.backend).is_model_parallel:
-            yield f"models.{model}.backend", model_parallel_backend()
+            yield f"models.{model}.backend", first_with("is_model_parallel")
 
 
 def _narrower_dtypes(request: PlanRequest, models: list[str]) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from hflow.graph.queries import root_stream
 from hflow.planner.forecast.memory import transfer
 from hflow.planner.forecast.memory.offload import Use, in_host_memory, on_device
 from hflow.planner.forecast.memory.parts import (
+    EngineLoad,
     ItemKey,
     Items,
     MicroBatch,
@@ -23,7 +24,7 @@ from hflow.planner.forecast.memory.parts import (
     largest_microbatch,
 )
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind, training_backend
+from hflow.planner.models.descriptors import EngineMemory, engine_kind, training_backend
 from hflow.planner.plan.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest, stream_workloads
@@ -153,7 +154,10 @@ def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]
             caches = _caches(context, ranks, inferred, context.nodes_of_workers.get(device, Items()))
             for rank in ranks:
                 name = rank.replica.name
-                if name in caches and (limit := _largest_batch(context, rank, caches[name])) is not None:
+                if name not in caches:
+                    continue
+                limit = largest_batch(plan, rank, caches[name], context.workloads)
+                if limit is not None:
                     found[name] = min(found.get(name, (caches[name], limit)), (caches[name], limit))
     return found
 
@@ -248,29 +252,68 @@ def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
 def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept: Items) -> dict[str, int]:
     """Return the bytes of the KV cache of each engine on a device where nodes keep some bytes.
 
-    Engines are sized one after the other, each by what all others, and its own step, leave free. The plan may
-    know that another device leaves less for the cache of a replica, which is equal on all of its devices.
+    The plan may know that another device leaves less for the cache of a replica, which is equal on all of its
+    devices.
+    """
+    plan = context.plan
+    engines = [engine_needs(plan, r, context.workloads) for r in ranks if r.replica.role == "gen"]
+    used = _resident(context, ranks, GENERATE, inferred, {}).total() + kept.total()
+    known = {engine.replica: engine.cache_bytes for engine in plan.engines}
+    return size_caches(engines, plan.cluster.memory_bytes, used, known)
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """What one rank of an engine needs beside its weights."""
+
+    rank: Rank
+    load: EngineLoad
+    step: int
+    """Bytes of a decode step."""
+
+    @property
+    def memory(self) -> EngineMemory:
+        """The memory formulas of the engine."""
+        return engine_kind(self.rank.replica.backend).memory
+
+
+def engine_needs(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineNeeds:
+    """Return the load of an engine's rank, with the bytes of a decode step under it."""
+    load = engine_load(plan, rank, workloads)
+    return EngineNeeds(rank, load, engine_kind(rank.replica.backend).memory.decode_step(rank, load).total())
+
+
+def size_caches(
+    engines: Iterable[EngineNeeds], capacity: int, used: int, limits: Mapping[str, int | None]
+) -> dict[str, int]:
+    """Return the bytes of the KV cache of each engine on a device.
+
+    Engines are sized one after the other, each by what all others, and its own step, leave free.
+
+    Args:
+        engines: the engines in the plan's order.
+        capacity: the device's memory.
+        used: bytes that everything but caches and decode steps takes while engines generate.
+        limits: engine -> most bytes of its cache; None: no limit.
     """
     caches: dict[str, int] = {}
-    known = {engine.replica: engine.cache_bytes for engine in context.plan.engines}
-    used = _resident(context, ranks, GENERATE, inferred, caches).total() + kept.total()
-    for rank in ranks:
-        if rank.replica.role == "gen":
-            load = engine_load(context.plan, rank, context.workloads)
-            memory = engine_kind(rank.replica.backend).memory
-            used += memory.decode_step(rank, load).total()
-            cache = memory.cache_bytes(rank, load, context.plan.cluster.memory_bytes, used)
-            least = known.get(rank.replica.name)
-            cache = cache if least is None else min(cache, least)
-            caches[rank.replica.name] = cache
-            used += cache
+    for engine in engines:
+        used += engine.step
+        cache = engine.memory.cache_bytes(engine.rank, engine.load, capacity, used)
+        limit = limits.get(engine.rank.replica.name)
+        cache = cache if limit is None else min(cache, limit)
+        caches[engine.rank.replica.name] = cache
+        used += cache
     return caches
 
 
-def _largest_batch(context: MemoryContext, rank: Rank, cache: int) -> int | None:
-    """Return the number of sequences of the trained stream's mean length that a cache holds."""
-    streams = [stream for stream in context.plan.schedule.streams if rank.replica.name in stream.replicas]
-    lengths = context.workloads[streams[0].name]
+def largest_batch(plan: Plan, rank: Rank, cache: int, workloads: Mapping[str, Workload]) -> int | None:
+    """Return the sequences of the mean length of an engine's first stream that a cache holds.
+
+    None if the cache grows as needed.
+    """
+    stream = next(stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas)
+    lengths = workloads[stream.name]
     memory = engine_kind(rank.replica.backend).memory
     return memory.max_sequences(rank, cache, lengths.prompt + expected_max(lengths, 1))
 
