@@ -98,7 +98,7 @@ def _samples_by_head(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list
 def _choose_sources(
     missing: list[_MissingFields], dst: int, num_sent: dict[int, int], cluster: ClusterSpec
 ) -> list[tuple[int, tuple[str, ...]]]:
-    """Return which worker sends which of a sample's missing fields, and add them to `num_sent`."""
+    """Return the sender of each of a sample's missing fields, and add these to `num_sent`."""
     pulled: dict[int, tuple[str, ...]] = {}
     for sources, fields in missing:
         if len(sources) == 1:

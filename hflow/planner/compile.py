@@ -1,7 +1,4 @@
-"""`compile_plan`: place a graph on a cluster. A pure function that needs neither torch nor ray.
-
-Build the forecast of a plan: lengths, memory, traffic, seconds and the period.
-"""
+"""`compile_plan`: place a graph on a cluster, with its forecast. A pure function; imports no torch or ray."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def compile_plan(
         candidates: placements that were compared, if the planner has chosen this one.
         with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
         searched: the request before the planner chose this one; limits need it.
-        simulate: as in `search`; gives the seconds of a step where the period leaves out waiting. On
+        simulate: a function that gives the seconds of a step where the period leaves out waiting. On
             CPUs this takes a moment only where the plan is shown or was compared with others.
 
     Raises:

@@ -1,8 +1,6 @@
-"""Check that the settings of a request fit its graph and each other.
+"""Checks that the settings of a request fit its graph and each other, and that each key is used by a node.
 
 Errors name the nearest change that fits.
-
-Keys of a configuration that no node of a graph uses.
 """
 
 from __future__ import annotations

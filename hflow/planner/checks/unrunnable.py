@@ -34,11 +34,11 @@ def unrunnable_reasons(
     chosen: Container[str] = (),
     fits: FitsFunction = lambda _: True,
 ) -> tuple[str, ...]:
-    """Return why a plan cannot run, each naming the node or replica and what to set instead.
+    """Return the reasons why a plan cannot run. Each names the node or replica, and what to set instead.
 
     Args:
         plan: a plan with replicas and weight routes.
-        request: what the plan is made of.
+        request: the request that the plan answers.
         chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
         fits: tries settings for models that a backend does not divide: no others do as much for memory.
     """
@@ -128,7 +128,7 @@ def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
-    """Return why the kernel for a replica's attention cannot compute its heads; None if it can."""
+    """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)

@@ -20,21 +20,21 @@ class PlanFigures:
     seconds_per_step: float | None
     samples_per_second: float | None
     days: float | None
-    """Of the whole run."""
+    """Days of the whole run."""
     peak_bytes: int | None
-    """Of the fullest device, in the phase that needs most."""
+    """Bytes of the fullest device, in the phase that needs most."""
     memory_bytes: int
     """Memory of a device."""
     dollars_per_hour: float | None
-    """Of all devices of the cluster."""
+    """Price of all devices of the cluster."""
     dollars_per_step: float | None
     dollars: float | None
-    """Of the whole run."""
+    """Dollars of the whole run."""
     is_lower_bound: bool = False
     """Whether seconds, days and dollars leave out waiting for late responses; samples per second are an upper
     bound then."""
     missing: tuple[str, ...] = ()
-    """Why figures are unknown, one line for each cause."""
+    """Reasons why figures are unknown, one line for each."""
 
 
 def leaves_waiting_out(plan: Plan) -> bool:

@@ -154,5 +154,5 @@ def _trained(
 
 
 def _num_engines(replica: Replica) -> int:
-    """Return how many copies of the model the ranks of a generation replica hold together."""
+    """Return the copies of the model that a generation replica's ranks hold together."""
     return replica.layout.world // replica.layout.num_shards

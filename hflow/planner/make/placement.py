@@ -1,7 +1,4 @@
-"""Placement: the device groups, replicas and layouts of a plan, and the workers that each node runs on.
-
-`NodePlacer`: the replicas, device groups and workers of every node.
-"""
+"""Placement: a plan's device groups, replicas and layouts, and the workers of each node (`NodePlacer`)."""
 
 from __future__ import annotations
 

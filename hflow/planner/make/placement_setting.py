@@ -111,7 +111,7 @@ def replace_layout(text: str, name: str, convert: Callable[[str], str]) -> str:
 
     Args:
         text: items, separated by blanks.
-        name: of a replica, as `actor.gen`.
+        name: a replica's name, such as `actor.gen`.
         convert: returns the new layout for the old one.
 
     Raises:

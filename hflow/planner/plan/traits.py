@@ -33,7 +33,7 @@ ENGINES = tuple(_ENGINES)
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """How a backend or engine runs a model, as far as it is one choice of a few."""
+    """The traits of a backend or engine in which it is one choice of a few."""
 
     sharded_over_data: Literal["nothing", "optimizer", "everything"]
     """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the

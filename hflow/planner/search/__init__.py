@@ -59,7 +59,7 @@ def search(
 
     Args:
         graph: a checked graph.
-        request: its `free` says what may be chosen besides layouts.
+        request: the request, whose `free` lists the keys that may be chosen besides layouts.
         simulate: decides between the best candidates where the analytic period is only an estimate; None: the
             estimate decides.
         budget: most candidates to look at. It counts candidates and not seconds, so that equal requests have

@@ -54,10 +54,10 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """What it takes to give an engine new weights."""
+    """The cost of giving an engine new weights."""
 
     seconds: Mapping[str, float]
-    """Of loading and of publishing them, as `steady_period` takes them."""
+    """Event of loading or of publishing them -> its seconds, in the form that `steady_period` takes."""
     route: WeightRoute
     host_bytes: int
     """In the memory of the machine that holds most of published versions."""
@@ -69,13 +69,13 @@ class Choice:
 
     partition: Partition
     devices: tuple[Devices, ...]
-    """Of each group of the partition."""
+    """The devices of each group of the partition."""
     groups: tuple[GroupChoice, ...]
     seconds: Mapping[str, float]
-    """As `steady_period` takes them."""
+    """Event -> seconds, in the form that `steady_period` takes."""
     period: float
     cycle: tuple[str, ...]
-    """What the slowest cycle consists of."""
+    """The parts of the slowest cycle."""
 
     @property
     def options(self) -> tuple[ReplicaOption, ...]:
@@ -121,7 +121,7 @@ class Evaluator:
 
     @memo
     def common_devices(self, blocks: Blocks) -> Mapping[str, CommonDevices]:
-        """Return how many of its trainer's devices the engine of each model has, given connected blocks."""
+        """Compare the devices of each model's trainer with those of its engine, given connected blocks."""
         places = {
             r.name: {i for i, block in enumerate(blocks) if r.name in block}
             for r in self.problem.base.replicas
@@ -140,9 +140,9 @@ class Evaluator:
         Those of a replica in several groups use devices of each, unless the user has set its layout.
 
         Args:
-            name: of the replica.
+            name: the replica's name.
             blocks: groups, with all of the replica's.
-            devices: of each group.
+            devices: the devices of each group.
             with_offload: also options with other values of `offload`.
         """
         options = self.table.options(name, self.costed(name, blocks, devices), with_offload=with_offload)
@@ -157,7 +157,7 @@ class Evaluator:
 
         Args:
             blocks: all groups.
-            devices: of each group.
+            devices: the devices of each group.
             cutoff: None is also returned if the nodes of a group take so many seconds in any case.
         """
         fastest = {}
@@ -186,7 +186,7 @@ class Evaluator:
 
         Args:
             blocks: connected ones.
-            options: of each replica in them.
+            options: replica -> its option.
         """
         if not self._agree(list(options.values())):
             return None
@@ -240,7 +240,7 @@ class Evaluator:
 
         Args:
             blocks: all groups.
-            devices: of each group.
+            devices: the devices of each group.
             groups: the options of each group.
             cutoff: seconds of a step.
         """
@@ -290,9 +290,9 @@ class Evaluator:
         """Return the devices for which a replica is costed: free ones count like others on as many machines.
 
         Args:
-            name: of the replica.
+            name: the replica's name.
             blocks: groups, with all of the replica's.
-            devices: of each group.
+            devices: the devices of each group.
         """
         own = joined_devices(_sets_of(name, blocks, devices))
         if any(name in block and self.fixed_devices(block) is not None for block in blocks):
@@ -300,7 +300,7 @@ class Evaluator:
         return comparable_devices(own, self.problem.cluster)
 
     def pace(self, choice: Choice) -> Pace | None:
-        """Return how fast the engines of a choice generate, or None without engines."""
+        """Return the pace of a choice's engines, or None without engines."""
         largest: dict[str, int] = {}
         for group in choice.groups:
             for name, number in group.fit.largest_batches.items():
@@ -327,12 +327,12 @@ class Evaluator:
         common: CommonDevices,
         places: tuple[Devices, Devices] | None,
     ) -> NewWeights:
-        """Return what it takes to give an engine new weights.
+        """Return the seconds, the route and the bytes of giving an engine new weights.
 
         Args:
             src: option of the trainer.
             gen: option of the engine.
-            common: how many devices they have in common.
+            common: the number of devices that both have in common.
             places: the devices of both; None: any of which these are as many.
         """
         problem = self.problem
@@ -435,7 +435,7 @@ class Evaluator:
 
         Args:
             blocks: connected ones.
-            devices: of each of them.
+            devices: the devices of each block.
         """
         tables = {name: self.options(name, blocks, devices) for name in _names(blocks)}
         fastest = {name: table[0] for name, table in tables.items()}
@@ -559,7 +559,7 @@ class Evaluator:
         }
 
     def _sizes(self, blocks: Blocks, option: ReplicaOption) -> dict[int, tuple[int, ...]]:
-        """Return what an option adds in each phase of each of its replica's blocks, by their index."""
+        """Return an option's bytes in each phase of each of its replica's blocks, by their index."""
         common = self.common_devices(blocks)
         return {
             i: self.memory.sizes(self.phases(block), option, common)
@@ -574,7 +574,7 @@ def _sets_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> list[D
 
 
 def _least_ranks(sets: Sequence[Devices]) -> int:
-    """Return how many ranks a replica needs at least to use a device of each of its groups."""
+    """Return the fewest ranks with which a replica uses a device of each of its groups."""
     if len(sets) == 1:
         return 1
     last = max(map(min, sets))
@@ -587,7 +587,7 @@ def _names(blocks: Blocks) -> tuple[str, ...]:
 
 
 def _compared(src: Set[int], gen: Set[int]) -> CommonDevices:
-    """Return how many devices a trainer and an engine have in common, given the groups of each."""
+    """Compare the devices of a trainer and an engine, given the groups of each."""
     if src == gen:
         return "all"
     return "some" if src & gen else "none"
@@ -600,7 +600,7 @@ def _bound(blocks: Blocks, options: Mapping[str, ReplicaOption]) -> Total:
 
 
 def _seconds(groups: Sequence[GroupChoice]) -> Total:
-    """Return what connected groups take."""
+    """Return the seconds of connected groups."""
     return max(group.total for group in groups), sum(group.total for group in groups)
 
 

@@ -42,7 +42,7 @@ MAX_SLOWER = 0.5
 
 @dataclass
 class Exploration:
-    """What a search has found.
+    """The choices that a search has found.
 
     Attributes:
         evaluator: tables of seconds and memory.

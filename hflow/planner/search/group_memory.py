@@ -60,12 +60,12 @@ Phases = tuple[tuple[str, frozenset[str]], ...]
 
 @dataclass(frozen=True)
 class _Profile:
-    """What a replica adds to a device, without its cache."""
+    """The bytes that a replica adds to a device, without its cache."""
 
     held: Mapping[tuple[str, bool], int]
     """(`generate`, `wake` or `NODE`; whether it inferred since training) -> bytes in phases of others."""
     running: Mapping[tuple[str, bool], int]
-    """The same for phases in which it runs, by their name, with the peak of the phase."""
+    """(phase in which it runs; whether it inferred since training) -> bytes, with the peak of the phase."""
     engine: EngineNeeds | None
     """The needs of a generation replica's fullest rank; None for other replicas."""
     host: int = 0
@@ -76,14 +76,14 @@ class _Profile:
 
 @dataclass(frozen=True)
 class _PhaseBytes:
-    """The same for the phases of one group."""
+    """The bytes that a replica adds to a device in the phases of one group."""
 
     phases: tuple[int, ...]
-    """In each phase, without caches and the steps of engines."""
+    """Bytes in each phase, without caches and the steps of engines."""
     generating: int
-    """While engines generate; 0 in a group without engines."""
+    """Bytes while engines generate; 0 in a group without engines."""
     smallest: tuple[int, ...]
-    """In each phase, with the step and the smallest cache of an engine; without phases these alone."""
+    """Bytes in each phase, with the step and the smallest cache of an engine; without phases these alone."""
 
 
 class GroupMemory:
@@ -122,7 +122,7 @@ class GroupMemory:
         """Return the memory of a device with one option of each replica of a group.
 
         Args:
-            phases: those of the group.
+            phases: the group's phases.
             options: one for each replica.
             common: model with an engine and a trainer -> how many devices these have in common.
         """
@@ -199,7 +199,7 @@ class GroupMemory:
     def _on_host(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> tuple[int, int]:
-        """Return what a rank keeps in host memory at all times, and what more while it sleeps."""
+        """Return a rank's bytes in host memory at all times, and its further ones while it sleeps."""
         config = option.config
         batches = config.tokens_per_microbatch, config.activation_checkpointing
         key = (
@@ -231,7 +231,7 @@ class GroupMemory:
         return self._returned_by_layout[key]
 
     def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
-        """Return what a node needs at its peak, which does not depend on what is offloaded."""
+        """Return the bytes of a node's peak, which does not depend on what is offloaded."""
         config = rank.config
         settings = config.tokens_per_microbatch, config.activation_checkpointing
         key = node, rank.replica, *settings, rank.stage, common
@@ -240,7 +240,7 @@ class GroupMemory:
         return self._peaks[key]
 
     def _context(self, option: ReplicaOption, common: CommonDevices) -> MemoryContext:
-        """Return what the memory of a rank depends on besides the rank itself."""
+        """Return the plan and the request on which the memory of an option's ranks depends."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
             settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
@@ -267,7 +267,7 @@ class GroupMemory:
     def _held(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> dict[tuple[str, bool], int]:
-        """Return what a rank holds in phases in which it does not run.
+        """Return a rank's bytes in phases in which it does not run.
 
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """

@@ -107,8 +107,8 @@ def assign_devices(
     come first; the others then fill the smallest gap that is large enough.
 
     Args:
-        sizes: of the groups.
-        devices: that are free, ascending.
+        sizes: the number of devices of each group.
+        devices: the free devices, ascending.
         cluster: says which devices share a machine.
 
     Returns:
@@ -192,8 +192,8 @@ def layouts_for(problem: SearchProblem, name: str, devices: Devices, *, is_large
 
     Args:
         problem: says what is set.
-        name: of the replica.
-        devices: of its group.
+        name: the replica's name.
+        devices: the devices of the replica's group.
         is_large: whether every other choice is enough.
     """
     if name in problem.layouts:

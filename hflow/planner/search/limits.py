@@ -49,11 +49,11 @@ Tried = tuple[Mapping[str, Any], float | None]
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from, and so what a plan with another setting would be made from."""
+    """The inputs that a plan was made from, from which plans with other settings can be made."""
 
     graph: Graph
     request: PlanRequest
-    """What the plan was compiled from, with its groups and layouts."""
+    """The request that the plan was compiled from, with its groups and layouts."""
     searched: PlanRequest | None = None
     """The request before the planner chose; it would choose again. None: it chose nothing."""
     simulate: PeriodFunction | None = None
@@ -96,11 +96,11 @@ class Basis:
 def throttles(
     basis: Basis, forecast: Forecast, *, is_placed: bool = True, can_run: bool = True
 ) -> tuple[Limit, ...]:
-    """Return what holds a plan back: settings, then devices that are idle for much of a step.
+    """Return the limits of a plan: settings, then devices that are idle for much of a step.
 
     Args:
-        basis: what the plan was made from.
-        forecast: of the plan.
+        basis: the graph and request that the plan was made from.
+        forecast: the plan's forecast.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
         can_run: whether the plan runs. Then only what runs as well is named.
     """

@@ -85,8 +85,8 @@ class OptionTable:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts.
 
         Args:
-            name: of the replica.
-            devices: those of its group.
+            name: the replica's name.
+            devices: the devices of the replica's group.
             with_too_large: also options of which the weights and the optimizer state alone do not fit.
             with_offload: also options with other values of `offload` than the configured one, if it is free.
         """
@@ -140,7 +140,7 @@ class OptionTable:
         return Costs(plan, request, self._problem.hardware, workload, ()).pace()
 
     def beside_engines(self, seconds: float) -> float:
-        """Return what a batch takes besides the seconds of its engines."""
+        """Return a batch's seconds besides those of its engines."""
         return _seconds(self._base_costs.beside_engines(seconds))
 
     @cached_property
@@ -217,13 +217,13 @@ class OptionTable:
         }
 
     def _executions(self, node: ScheduledNode) -> float:
-        """Return how often a node runs in a step; 0 if it runs after the last step only."""
+        """Return a node's executions in a step; 0 if it runs after the last step only."""
         if node.after + node.every >= self._base.schedule.num_steps and node.every > 1:
             return 0.0
         return self.events.num_executions(node) / node.every
 
     def _offloads(self, replica: Replica) -> tuple[Offload, ...]:
-        """Return what may be offloaded of a model."""
+        """Return the values of `offload` to try for a model."""
         configured = self._problem.request.model(replica.model).offload
         is_free = self._problem.is_free(f"models.{replica.model}.offload")
         if not is_free or replica.base_of or self._problem.cluster.device == "cpu":

@@ -46,7 +46,7 @@ class Partition:
         """Return the seconds of a step, and the nodes of the slowest cycle.
 
         Args:
-            seconds: as for `steady_period`.
+            seconds: event -> seconds, in the form that `steady_period` takes.
         """
         spent = self._spent(seconds)
         ratio = 0.0

@@ -44,7 +44,7 @@ class FixedGroup:
     """Replicas that share devices in any case."""
 
     devices: Devices | None
-    """That the user has named; None: the search chooses them."""
+    """The devices that the user has named; None: the search chooses them."""
     replicas: tuple[str, ...]
     """A replica in several groups uses the devices of all of them."""
 
@@ -53,7 +53,6 @@ class SearchProblem:
     """The replicas of a graph, and what is known of them before any choice.
 
     Attributes:
-        graph: a checked graph.
         request: the request with all that is not free.
         hardware: figures of the devices.
         margin: share of a device's memory that a plan leaves free.

@@ -144,7 +144,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
 
 
 def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> dict[int, int]:
-    """Return what each machine of the trainer puts into the object store of one version, by machine.
+    """Return the bytes of one version that each machine of the trainer puts into its object store.
 
     That is its ranks' part of what engines do not have on their own devices; empty if the model's sizes are
     unknown.

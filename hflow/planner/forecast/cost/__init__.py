@@ -31,7 +31,7 @@ def node_times(
 
     Args:
         plan: where everything runs.
-        request: what the plan was compiled from. Without hardware there are no estimates.
+        request: the request that the plan was compiled from. Without hardware there are no estimates.
         workload: root stream -> lengths of its samples.
         traffic: bytes that the inputs of nodes move.
     """

@@ -75,7 +75,7 @@ class Costs:
         """Return the costs of the same plan with another configuration of one replica's model.
 
         Args:
-            name: of the replica. Its model's dtype stays.
+            name: the replica's name. The dtype of its model stays.
             config: with as many running sequences as the cache of an engine holds.
         """
         replica, other = self._replica(name), copy(self)
@@ -92,7 +92,7 @@ class Costs:
         return None if parts is None else [*parts, *self.beside_engines(sum(part.seconds for part in parts))]
 
     def generation(self) -> Parts:
-        """Return what the engines take for one whole batch."""
+        """Return the time of the engines for one whole batch."""
         replicas = self._engines()
         if replicas is None:
             return None
@@ -106,7 +106,7 @@ class Costs:
         return parts
 
     def beside_engines(self, seconds: float) -> list[Part]:
-        """Return what a batch takes besides the seconds of its engines."""
+        """Return the time of a batch besides that of its engines."""
         hidden = seconds if self._is_beside else 0.0
         samples = len(self._lengths) * self._sample_seconds
         return [Part(EPISODES, max(0.0, samples - hidden), LATENCY), *self._source_body()]
@@ -122,7 +122,7 @@ class Costs:
         return self._hardware.device.type != "cpu"
 
     def _source_body(self) -> list[Part]:
-        """Return what the node type of the source states for one sample. Samples run at the same time."""
+        """Return the time that the source's node type states for one sample. Samples run at the same time."""
         spec = self._plan.graph.node(self._stream.source).spec
         return [self._stated_cost(spec, Level.SAMPLE)] if spec.cost else []
 
@@ -259,7 +259,7 @@ class Costs:
         return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
 
     def _num_firings(self, node: ScheduledNode) -> int:
-        """Return how often a node of samples or groups runs in a step, once for each of them."""
+        """Return the executions of a node of samples or groups in a step, one for each of them."""
         return len(self._lengths) // (1 if node.level is Level.SAMPLE else self._stream.group_size)
 
     def _stated_cost(self, spec: NodeSpec, level: Level) -> Part:

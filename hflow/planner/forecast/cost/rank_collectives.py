@@ -56,7 +56,7 @@ class Collectives(NamedTuple):
     kind: Kind
     ranks: Ranks
     num_bytes: float
-    """Of one: of the larger one of input and output."""
+    """Bytes of one collective: of the larger one of input and output."""
     times: float
     is_beside_products: bool = False
     """Whether a product of matrices is computed meanwhile, which hides it."""
@@ -86,7 +86,7 @@ def total_time(collectives: Iterable[Collectives], replica: ReplicaCosts) -> Lin
 
 
 class Passes(NamedTuple):
-    """How often each micro-batch passes the layers."""
+    """The passes of each micro-batch through the layers."""
 
     num: int
     """Micro-batches."""
@@ -111,8 +111,8 @@ def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: 
     Args:
         replica: the replica.
         work: one rank's part of the minibatch.
-        passes: of its micro-batches.
-        stage: of the rank.
+        passes: the passes of the rank's micro-batches.
+        stage: the rank's stage.
     """
     return [
         *tensor_collectives(replica, work, passes, stage),

@@ -51,7 +51,7 @@ def load_weights(
     Args:
         route: gives the bytes and the transport.
         replica: the replica that loads the weights.
-        ranks: how its workers are placed.
+        ranks: the placement of the engine's workers.
         network: the link over which weights cross machines.
         num_sources: ranks that send.
         merges: whether adapters are sent, which the engine adds to its weights.

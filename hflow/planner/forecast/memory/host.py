@@ -41,7 +41,7 @@ _FIXES = {
 
 
 def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
-    """Return what is in the memory of every machine; equal machines share a row.
+    """Return the items in the memory of every machine; equal machines share a row.
 
     That is what is offloaded, the copies of a checkpoint that is being written, what engines keep while they
     sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs it is the
@@ -74,7 +74,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
 
 
 def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank of an engine on a GPU keeps in host memory all the time."""
+    """Return the items that an engine's rank on a GPU keeps in host memory all the time."""
     items = Items()
     if rank.config.lora is not None and traits(rank.replica.backend).merges_adapters:
         items += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total, _BASE)
@@ -83,7 +83,7 @@ def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
 
 
 def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank of an engine on a GPU keeps in host memory while it sleeps.
+    """Return the items that an engine's rank on a GPU keeps in host memory while it sleeps.
 
     That is a copy of its weights, if it may wake with the same version (`share_of_unchanged_wakes`).
     """
@@ -93,7 +93,7 @@ def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
 
 
 def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank that trains or infers keeps in host memory.
+    """Return the items that a rank that trains or infers keeps in host memory.
 
     That is what is offloaded, its copies of a checkpoint, and the inputs of layers.
     """
@@ -112,7 +112,7 @@ def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:
 
 
 def _items_of(context: MemoryContext, ranks: Iterable[Rank]) -> Items:
-    """Return what the ranks on one device keep in host memory."""
+    """Return the items that the ranks on one device keep in host memory."""
     items, schedule = Items(), context.plan.schedule
     asleep = {name for _, replicas in schedule.shared for name in replicas}
     for rank in ranks:

@@ -1,6 +1,6 @@
-"""`MemoryContext`: a plan with its request, and the ranks on each device.
+"""The phases of each device group, and the items that its devices hold in each of them.
 
-The phases of each device group, and what its devices hold in each of them.
+`MemoryContext` is a plan with its request, and knows the ranks on each device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ranks = tuple[Rank, ...]
 
 @dataclass(frozen=True)
 class MemoryContext:
-    """What the memory of devices depends on."""
+    """The plan and the request that the memory of devices depends on."""
 
     plan: Plan
     request: PlanRequest
@@ -53,7 +53,7 @@ class MemoryContext:
         return dict(stream_workloads(self.plan, self.request))
 
     def route_to(self, rank: Rank) -> WeightRoute | None:
-        """Return how an engine receives its weights, or None where they never change."""
+        """Return an engine's weight route, or None where its weights never change."""
         return next((route for route in self.plan.weights if route.dst == rank.replica.name), None)
 
     def shares_weights(self, rank: Rank) -> bool:
@@ -78,7 +78,7 @@ class MemoryContext:
 
     @cached_property
     def nodes_of_workers(self) -> dict[int, Items]:
-        """What the nodes that run on each worker keep there, as their node types state it."""
+        """Worker -> the items that its nodes keep there, as their node types state it."""
         held: dict[int, Items] = {}
         for node in self.plan.graph.nodes:
             if not node.spec.memory:
@@ -168,10 +168,10 @@ def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, 
 
 
 def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
-    """Return what one rank holds on a device before a phase, without KV caches and the device's runtime.
+    """Return the bytes of one rank on a device before a phase, without KV caches and the device's runtime.
 
     Args:
-        context: the plan.
+        context: the plan and its request.
         rank: one of the ranks on the device.
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
@@ -181,7 +181,7 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
 
 
 def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
-    """Return what one rank needs at the peak of a phase, beyond what the device holds before it."""
+    """Return the bytes of one rank at the peak of a phase, beyond those on the device before it."""
     return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
 
 
@@ -264,7 +264,7 @@ def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """What one rank of an engine needs beside its weights."""
+    """The needs of one rank of an engine beside its weights."""
 
     rank: Rank
     load: EngineLoad
@@ -321,11 +321,11 @@ def largest_batch(plan: Plan, rank: Rank, cache: int, workloads: Mapping[str, Wo
 def _resident(
     context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str], caches: Mapping[str, int]
 ) -> Items:
-    """Return what a device holds before a phase begins.
+    """Return the items on a device before a phase begins.
 
     Args:
-        context: the plan.
-        ranks: those on the device.
+        context: the plan and its request.
+        ranks: the ranks on the device.
         phase: `generate`, `wake` or a node.
         inferred: replicas that have inferred since they trained.
         caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
@@ -353,7 +353,7 @@ def _resident(
 
 
 def _use(context: MemoryContext, rank: Rank, phase: str) -> Use:
-    """Return what a phase needs of a training or inference replica."""
+    """Return the part of a training or inference replica that a phase needs."""
     if phase == WAKE:
         return "weights" if context.routes_from(rank) else "nothing"
     placement = next((p for p in context.plan.placements if p.node == phase), None)
@@ -384,7 +384,7 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mappin
 
 
 def _transient(context: MemoryContext, ranks: Ranks, phase: str, caches: Mapping[str, int]) -> Items:
-    """Return what a phase needs on a device at its peak, beyond what is resident."""
+    """Return the items of a phase's peak on a device, beyond what is resident."""
     items = Items()
     for rank in ranks:
         if phase == GENERATE and rank.replica.role == "gen":

@@ -56,7 +56,7 @@ class Rank:
 
     @cached_property
     def trained_shape(self) -> ModelShape:
-        """What training changes of the model: its adapters, if it has any, else all of it."""
+        """The part of the model that training changes: its adapters, if it has any, else all of it."""
         return trained_shape(self.shape, self.config.lora)
 
     @cached_property

@@ -116,7 +116,7 @@ def _link_needs(
 
 
 def _reason(before: ScheduledNode, node: ScheduledNode, fields: Fields) -> str:
-    """Return why a node needs another one in the same step."""
+    """Return the reason why a node needs another one in the same step."""
     overwritten = [model for model in node.writes if model in before.reads]
     if (before.name, node.name) in fields:
         return fields[before.name, node.name]
@@ -137,7 +137,7 @@ MAX_UNROLLED_STEPS = 12
 
 
 class SteadyEvents:
-    """What repeats on the trained stream of a schedule.
+    """The events that repeat on the trained stream of a schedule.
 
     Other streams than the trained one are left out, as their seconds depend on datasets that the planner does
     not read. So is what runs at most once, such as a save at the end.
@@ -208,7 +208,7 @@ class SteadyEvents:
         return tuple((group, names) for group, names in (*placed, *ungrouped) if names)
 
     def num_executions(self, node: ScheduledNode) -> int:
-        """Return how often a node's seconds count in a step: per sample or group for a streaming model."""
+        """Return the factor of a node's seconds in a step: per sample or group for a streaming model."""
         if node.level is Level.BATCH or not node.groups:
             return 1
         return (self.stream.batch or 1) * (self.stream.group_size if node.level is Level.SAMPLE else 1)
