@@ -333,7 +333,7 @@ class Evaluator:
             src: option of the trainer.
             gen: option of the engine.
             common: the number of devices that both have in common.
-            places: the devices of both; None: any of which these are as many.
+            places: the devices of both; None: any devices, in the same numbers.
         """
         problem = self.problem
         trainer, engine = src.replica, gen.replica

@@ -86,7 +86,7 @@ def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...
 
 @lru_cache(maxsize=4096)
 def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
-    """Return the first devices of the cluster of which as many share each machine.
+    """Return the first devices of the cluster that share machines in the same numbers as some devices.
 
     Costs are computed for these, so that they are computed once for groups that differ in nothing else.
     """
@@ -186,7 +186,7 @@ MOST_IDLE = 0.25
 
 
 def layouts_for(problem: SearchProblem, name: str, devices: Devices, *, is_large: bool) -> list[Layout]:
-    """Return the layouts of a replica on some devices, of which it may leave a few unused.
+    """Return the layouts of a replica on some devices. It may leave a few of them unused.
 
     Layouts that `run` refuses are left out if others are not refused, unless the problem allows them.
 

@@ -38,7 +38,7 @@ every response slow."""
 FEW_RUNNING = (16, 8, 4, 2, 1)
 """Further choices for an engine whose cache grows as needed, so that fewer sequences make it smaller."""
 MAX_SAMPLES = 4096
-"""Samples of a batch of which the loads of ranks are computed."""
+"""Most samples of a batch from which the loads of ranks are computed."""
 MIN_DIFFERENCE = 1e-3
 """Relative difference of seconds below which more memory is not worth it."""
 
@@ -87,7 +87,7 @@ class OptionTable:
         Args:
             name: the replica's name.
             devices: the devices of the replica's group.
-            with_too_large: also options of which the weights and the optimizer state alone do not fit.
+            with_too_large: also options whose weights and optimizer state alone do not fit.
             with_offload: also options with other values of `offload` than the configured one, if it is free.
         """
         return self._sorted_options(name, devices, with_too_large, with_offload)

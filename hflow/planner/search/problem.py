@@ -282,7 +282,7 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> Iterator[FixedGrou
 
 
 def _merged(groups: Iterable[FixedGroup]) -> tuple[FixedGroup, ...]:
-    """Return groups of which no two have the same replicas: these have the devices of both."""
+    """Merge groups with the same replicas: the merged group has the devices of both."""
     devices: dict[tuple[str, ...], Devices | None] = {}
     for group in groups:
         before = devices.get(group.replicas)

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.config.schema import ScheduleConfig
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 
 
@@ -77,12 +76,11 @@ def next_evaluation(stream: ScheduledStream, last: int, num_steps: int) -> int |
 
 LOOK_AHEAD = 1
 """Batches beyond the current one that may be prepared where no trained weights are involved."""
-_LOOKING_AHEAD = ScheduleConfig(max_staleness=LOOK_AHEAD)
 
 
 def look_ahead_limit(steps_trained: int, batch: int) -> int:
-    """Return the `admission_limit` of a source that reads no trained weights, whose samples never age."""
-    return _LOOKING_AHEAD.admission_limit(steps_trained, batch)
+    """Return the admission limit of a source that reads no trained weights, whose samples never age."""
+    return (steps_trained + 1 + LOOK_AHEAD) * max(1, batch)
 
 
 def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> int:
@@ -91,7 +89,7 @@ def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> i
     Args:
         free_samples: `max_concurrent` minus the samples in flight.
         group_size: samples per group (G).
-        limit: from `admission_limit` or `look_ahead_limit`.
+        limit: result of `ScheduleConfig.admission_limit` or `look_ahead_limit`.
         admitted: groups accepted so far plus groups running.
     """
     return max(0, min(free_samples // group_size, limit - admitted))

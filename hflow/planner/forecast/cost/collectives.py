@@ -46,7 +46,7 @@ class RankPlacement:
 
     @classmethod
     def counted(cls, devices: Sequence[int], cluster: ClusterSpec, rack_size: int | None) -> RankPlacement:
-        """Return the result of `of` for the devices of a rack; None: there are no racks."""
+        """Return the placement of devices, given the size of a rack; None: there are no racks."""
         on = Counter([device // cluster.devices_per_node for device in devices])
         num_racks = len({device // rack_size for device in devices}) if rack_size else 1
         return cls(min(on.values()), len(on), num_racks)

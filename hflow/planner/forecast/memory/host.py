@@ -43,9 +43,9 @@ _FIXES = {
 def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     """Return the items in the memory of every machine; equal machines share a row.
 
-    That is what is offloaded, the copies of a checkpoint that is being written, what engines keep while they
-    sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs it is the
-    memory of the devices, which counts it. Left out are processes and data.
+    The items are offloaded state, the copies of a checkpoint that is being written, copies of engines that
+    sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs there are no
+    rows: the memory of the devices counts it all. Left out are processes and data.
     """
     hardware = request.hardware
     if plan.cluster.device == "cpu" or hardware is None:

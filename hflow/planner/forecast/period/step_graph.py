@@ -2,9 +2,8 @@
 
 Every arc is something that `RunState` enforces, so the steady state of the graph is that of a run. Within a
 step, a node waits for its batch, its needs and its group's order. Across steps, it waits for the weights that
-it reads and for the previous step on its group. `link_generation` adds generation and new weights.
-
-What generation waits for: turns on devices, new weights, and staleness.
+it reads and for the previous step on its group. Generation waits for turns on devices, new weights, and
+staleness.
 
 The devices of an engine repeat turns: the engine loads new weights if they are due, then generates one batch;
 on a shared group, the batch nodes of the group run next. Synchronous generation does exactly this. In an
