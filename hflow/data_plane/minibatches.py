@@ -41,7 +41,7 @@ def shards(
         cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
         groups: group id -> its remaining samples.
         tokens: sample -> tokens.
-        holders: where the rule's fields are; samples stay where most of their data is, if balance permits.
+        holders: the workers that have the rule's fields; samples stay where most data is, if balance permits.
         seed: the run's seed.
         step: the step that the batch belongs to.
 
@@ -56,7 +56,7 @@ def shards(
 def minibatch_units(
     lengths: Sequence[int], group_size: int, cut: BatchCut | None, *, by_group: bool, seed: int
 ) -> list[list[int]]:
-    """Return the tokens of what is assigned as a whole in each minibatch of step 0, the longest first.
+    """Return the tokens of each unit in each minibatch of step 0, the longest first.
 
     Args:
         lengths: tokens of each sample; `group_size` neighbours are a group.
@@ -126,7 +126,7 @@ def assign_units(
     Args:
         units: units with distinct ids.
         num_ranks: number of ranks.
-        holders: for each unit, the ranks that hold its data.
+        holders: the ranks that hold the data of each unit.
 
     Returns:
         For each rank the ids of its units, ascending.

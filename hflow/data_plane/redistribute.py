@@ -51,7 +51,7 @@ def redistribute(
     Args:
         rule: fields and heads of the consumer.
         assignment: the samples of each dp rank.
-        holders: where the fields are now; every sample of the assignment has a holder.
+        holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
     num_sent: dict[int, int] = defaultdict(int)

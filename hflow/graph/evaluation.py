@@ -41,7 +41,7 @@ def evaluation_spec(
         graph: the recipe's graph.
         scoring: nodes that give a number to each sample.
         streams: names of the root streams to evaluate; empty: those that are not trained, or else all.
-        sampling: also draw several samples of every prompt, in copies of the streams that generate.
+        sampling: settings to draw several samples of every prompt, in copies of the streams that generate.
 
     Raises:
         ConfigError: for an unknown stream, or if no node scores the samples.
@@ -129,7 +129,7 @@ def _explicit(graph: Graph, node: Node, records_experts: bool) -> NodeSpec:
 
     Args:
         graph: the whole recipe's graph.
-        node: one of its nodes.
+        node: a node of the recipe.
         records_experts: whether a node that is kept reads the experts that this one records.
     """
     spec, stream = node.spec, graph.stream(node.stream)

@@ -40,7 +40,7 @@ def unrunnable_reasons(
         plan: a plan with replicas and weight routes.
         request: the request that the plan answers.
         chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
-        fits: tries settings for models that a backend does not divide: no others do as much for memory.
+        fits: test of settings for models that a backend does not divide: no others do as much for memory.
     """
     return tuple(_reasons(plan, request, chosen, fits))
 
@@ -142,7 +142,7 @@ def layout_reasons(
     """Yield a reason where the backend cannot run a replica's layout.
 
     Args:
-        replica: one of a plan.
+        replica: a replica of a plan.
         workers: the setting `workers`.
         shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
         is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
@@ -238,7 +238,7 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
 
 
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
+    """Yield reasons why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
     if not node.spec.option("routing_replay", False):
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
@@ -274,7 +274,7 @@ def _length_reasons(spec: NodeSpec, request: PlanRequest) -> Iterator[str]:
 
 
 def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why two replicas of an update node differ, as an update works on equal shards of both."""
+    """Yield differences between an update node's two replicas, as an update works on equal shards of both."""
     where = f"{node.spec.name} ({node.spec.where})"
     target, source = (plan.replica(name) for name in plan.placement(node.name).replicas)
     if target.backend != source.backend:
@@ -318,7 +318,7 @@ def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:
-    """Yield what a generate node on a derived stream cannot do.
+    """Yield the limits that a generate node on a derived stream exceeds.
 
     It runs on the worker that has the sample it derives from, and only tokens of root streams have versions.
     """

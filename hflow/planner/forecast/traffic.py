@@ -135,7 +135,7 @@ def lower_bound_bytes(
         rule: fields and heads of the consumer.
         tokens: tokens of each sample to assign.
         nbytes: bytes of each field of each sample.
-        holders: where the fields are before.
+        holders: the workers that have the fields before.
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
@@ -411,7 +411,7 @@ def _routing_size(graph: Graph, stream: str, shapes: Mapping[str, ModelShape]) -
 
 
 def _returned_size(unit: Unit, scalar: str) -> FieldSize:
-    """Return the size of what a body returns; each sample of a group has its own copy of a group's value."""
+    """Return the size of a body's result; each sample of a group has its own copy of a group's value."""
     if unit is Unit.TEXT:
         return FieldSize(per_response_token=TEXT_BYTES)
     if unit in (Unit.MESSAGES, Unit.JSON):

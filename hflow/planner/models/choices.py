@@ -31,7 +31,7 @@ def choose_engines(
     that prefers the cluster's devices, is installed and can serve the model, else the default engine.
 
     Args:
-        replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
+        replicas: replicas with devices and layouts; undecided ones have the backend `UNDECIDED`.
         request: the configuration of models, and what this machine cannot run.
 
     Returns:

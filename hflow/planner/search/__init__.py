@@ -137,7 +137,7 @@ def decide_layouts(
 
     Args:
         graph: a checked graph.
-        request: with its placement resolved.
+        request: a request whose placement is resolved.
         structure: the plan of the request, with data ranks alone where layouts are open.
     """
     is_open = any(_is_open(replica, request) for replica in structure.replicas)

@@ -143,7 +143,7 @@ class Evaluator:
             name: the replica's name.
             blocks: groups, with all of the replica's.
             devices: the devices of each group.
-            with_offload: also options with other values of `offload`.
+            with_offload: whether to add options with other values of `offload`.
         """
         options = self.table.options(name, self.costed(name, blocks, devices), with_offload=with_offload)
         if name in self.problem.layouts or (least := _least_ranks(_sets_of(name, blocks, devices))) == 1:
@@ -310,7 +310,7 @@ class Evaluator:
     def _routed(
         self, blocks: Blocks, devices: Sequence[Devices], options: Sequence[ReplicaOption]
     ) -> Iterator[tuple[ReplicaOption, NewWeights]]:
-        """Yield each engine of a model that changes, with what it takes to give it new weights."""
+        """Yield each engine of a model that changes, with the cost of giving it new weights."""
         common = self.common_devices(blocks)
         for src, gen in _senders(options, self.problem.written):
             places = None

@@ -52,7 +52,7 @@ class Exploration:
             sequences at once, the best one included; empty unless they are kept.
         num_tried: candidates so far.
         budget: most candidates to try.
-        most_reasons: for which a run may refuse a division; None: divisions are not checked again.
+        most_reasons: most reasons of a run to refuse a division; None: divisions are not checked again.
     """
 
     evaluator: Evaluator

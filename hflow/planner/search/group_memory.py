@@ -123,7 +123,7 @@ class GroupMemory:
 
         Args:
             phases: the group's phases.
-            options: one for each replica.
+            options: an option of each replica.
             common: model with an engine and a trainer -> how many devices these have in common.
         """
         rows = [self._bytes_in(phases, option, _common_of(option, common)) for option in options]
@@ -327,7 +327,7 @@ def _sent_through_hosts(plan: Plan) -> Plan:
 
 
 def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:
-    """Return the most that the engine on a trainer's device may need of what the trainer's rank holds."""
+    """Return the most bytes of a trainer's rank that the engine on its device may need."""
     layout, shape = trainer.layout, problem.request.trained_shape(trainer.replica.model)
     assert shape is not None
     is_sharded = traits(trainer.replica.backend).sharded_over_data == "everything"

@@ -146,7 +146,7 @@ def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
 
 
 def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what a setting does to the plan, and another value. What the planner chose is no limit."""
+    """Yield the effect of a setting on the plan, and another value. The planner's own choice is no limit."""
     request = basis.request
     key, value = "schedule.max_concurrent", request.schedule.max_concurrent
     useful = _useful(basis, request.schedule.max_staleness)

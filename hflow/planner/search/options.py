@@ -87,8 +87,8 @@ class OptionTable:
         Args:
             name: the replica's name.
             devices: the devices of the replica's group.
-            with_too_large: also options whose weights and optimizer state alone do not fit.
-            with_offload: also options with other values of `offload` than the configured one, if it is free.
+            with_too_large: whether to add options whose weights and optimizer state alone do not fit.
+            with_offload: whether to add options with other values of `offload`, if it is free.
         """
         return self._sorted_options(name, devices, with_too_large, with_offload)
 
@@ -122,7 +122,7 @@ class OptionTable:
         return _seconds(self._costs_of(option.replica).wake_with_kept_weights(option.name))
 
     def pace(self, chosen: Sequence[tuple[ReplicaOption, int | None]]) -> Pace | None:
-        """Return the pace of the trained stream, given all options and what the caches of engines hold."""
+        """Return the pace of the trained stream, given options and the sequences that engines' caches hold."""
         request, base = self._problem.request, self._base
         engines = tuple(
             EngineChoice(option.name, option.replica.backend, "", None, largest)
@@ -305,7 +305,7 @@ class OptionTable:
     def option(
         self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
     ) -> ReplicaOption:
-        """Return an option with a given configuration, and what the cache of an engine holds."""
+        """Return an option with a given configuration, and the sequences that an engine's cache holds."""
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
             limited = self._with_running(replica.model, largest_batch)
@@ -368,7 +368,7 @@ class OptionTable:
 
     @memo
     def _units_of(self, node: str) -> tuple[list[list[int]], float]:
-        """Return the tokens of what a node assigns as a whole, by minibatch, and their share of the batch."""
+        """Return the tokens of each unit that a node assigns, by minibatch, and their share of the batch."""
         request, stream = self._problem.request, self.events.stream
         cut = dict(self._base.cuts).get(node)
         num_minibatches = cut.minibatches if cut else 1

@@ -84,7 +84,7 @@ class SearchProblem:
 
         Args:
             graph: a checked graph.
-            request: one with something free.
+            request: a request with something free.
             hardware: figures of the devices.
             margin: share of a device's memory that a plan leaves free.
             structure: the request's plan, where its placement is given and the plan is known.

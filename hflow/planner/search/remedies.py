@@ -189,7 +189,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
 
     Args:
         graph: a checked graph.
-        request: one whose placement is free, for which nothing fits.
+        request: a request whose placement is free, for which nothing fits.
     """
     request, pins = pins_of(graph, request)
     attempts = _anywhere_attempts(graph, _released(request, pins))
@@ -239,11 +239,11 @@ def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) ->
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
-    """Return an error for what fits on no number of devices, with the smallest other kind on which it does.
+    """Return the error for a request that fits on no number of devices, and the smallest kind on which it does.
 
     Args:
         graph: a checked graph.
-        request: one whose placement is free.
+        request: a request whose placement is free.
     """
     text = NOTHING_FITS
     *_, largest = _anywhere_attempts(graph, request)

@@ -44,7 +44,7 @@ def by_seconds(
     Args:
         evaluator: made the choices.
         ranked: the best choice of each division, the fastest first, by their analytic periods.
-        simulate: gives the seconds where analytic periods are estimates; None: the estimates are returned.
+        simulate: the source of seconds where analytic periods are estimates; None: estimates are returned.
         most: choices of `ranked` to simulate; the others are left out then.
         alternatives: further choices of divisions.
     """

@@ -36,7 +36,7 @@ def slices_to_send(
     """Return the slices that a worker sends, by receivers; they are in the order of the tensors.
 
     Args:
-        route: with rows.
+        route: a route with rows.
         cluster: says which workers share a machine.
         worker: the sender.
         to_itself: whether it also sends what it needs itself, for an engine in a process of its own. If the

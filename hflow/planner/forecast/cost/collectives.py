@@ -190,7 +190,7 @@ def axis_lines(
     Args:
         layout: the replica's layout.
         role: the replica's role.
-        workers: in the order of ranks.
+        workers: the workers in the order of ranks.
         axis: along which the lines are.
         alike: one line is enough of those whose first workers differ by a multiple of this; None: all lines.
     """
@@ -233,7 +233,7 @@ def _seconds_per_byte(link: Link, hardware: Hardware, rate: LinkRate) -> float:
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:
-    """Yield how many ranks, machines and racks exchange, where they are several, and over which link."""
+    """Yield the numbers of ranks, machines and racks that exchange, where they are several, and the link."""
     if ranks.per_machine > 1:
         yield ranks.per_machine, hardware.intra
     if ranks.machines > ranks.racks:

@@ -76,7 +76,7 @@ class Costs:
 
         Args:
             name: the replica's name. The dtype of its model stays.
-            config: with as many running sequences as the cache of an engine holds.
+            config: a configuration with as many running sequences as the cache of an engine holds.
         """
         replica, other = self._replica(name), copy(self)
         other._replicas = {name: replica and replica.with_config(config)}

@@ -54,7 +54,7 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
 
     Args:
-        rank: gives the model and dtype.
+        rank: a rank with the model and dtype.
         pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
             copies of q, k, v and the output, and the output without padding.
         num_mlp: number of these four that the MLP keeps.

@@ -139,7 +139,7 @@ def _published(context: MemoryContext) -> dict[int, Items]:
 
 
 def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterator[tuple[int, Items]]:
-    """Yield what one route has in the memory of machines.
+    """Yield the items of one route in the memory of machines.
 
     Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
     for its whole machine. Ray drops fetched copies when a store is full, so they take what is left of it. An
@@ -222,7 +222,7 @@ def _store_warning(rows: Iterable[HostMemory], store: float | None) -> Iterator[
 
 
 def _largest(row: HostMemory) -> str:
-    """Return the largest item of a machine, and what to change."""
+    """Return the largest item of a machine, and the fix."""
     name, size, _ = max(row.items, key=lambda item: item.num_bytes)
     fix = next((text for end, text in _FIXES.items() if name.endswith(end)), "Set a larger cluster")
     return f"{share_text(size, row.total)} {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"

@@ -93,10 +93,10 @@ def largest_microbatch(
     not split), and at most the rank's share of a minibatch.
 
     Args:
-        plan: gives the node's minibatches and the size of groups.
+        plan: the source of the node's minibatches and the size of groups.
         node: trains or infers.
         workload: lengths of the node's root stream.
-        config: gives the token budget.
+        config: the source of the token budget.
         data: dp ranks that share a minibatch.
     """
     stream = plan.schedule.streams[0]

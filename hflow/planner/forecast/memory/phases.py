@@ -172,7 +172,7 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
 
     Args:
         context: the plan and its request.
-        rank: one of the ranks on the device.
+        rank: a rank on the device.
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """

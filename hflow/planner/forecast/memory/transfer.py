@@ -51,7 +51,7 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
 
     Args:
         rank: a rank of a training replica.
-        routes: on which it sends its weights, each with the number of ranks that receive them.
+        routes: routes on which the rank sends its weights, each with the number of ranks that receive them.
         is_loading: whether engines load the weights in this phase.
     """
     share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)

@@ -64,7 +64,7 @@ def steady_period(
 
 
 def timed_graph(events: SteadyEvents, seconds: Mapping[str, float], fields: Fields) -> TimedGraph:
-    """Return the graph of everything that runs in the steady state, and what it waits for."""
+    """Return the graph of the steady state: everything that runs, and everything that it waits for."""
     graph = TimedGraph(events.num_unrolled)
     for step in range(graph.num_unrolled):
         add_generation(graph, events, seconds, step)

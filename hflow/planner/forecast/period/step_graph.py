@@ -218,7 +218,7 @@ class SteadyEvents:
         return tuple((name, tuple(node.name for node in nodes)) for name, nodes in queues)
 
     def after_writers(self, replica: str) -> Iterator[tuple[str, int]]:
-        """Yield what each group that publishes an engine's weights runs next, and how many steps later."""
+        """Yield the next node of each group that publishes an engine's weights, and its lag in steps."""
         orders, written = dict(self.orders()), self.writers_of(self.models_of(replica))
         for group in self.publishers[replica]:
             order = orders.get(group, ())
