@@ -122,7 +122,7 @@ class OptionTable:
         return _seconds(self._costs_of(option.replica).wake_with_kept_weights(option.name))
 
     def pace(self, chosen: Sequence[tuple[ReplicaOption, int | None]]) -> Pace | None:
-        """Return the pace of the trained stream, given options and the sequences that engines' caches hold."""
+        """Return the pace of the trained stream, given options and the sequences in engines' caches."""
         request, base = self._problem.request, self._base
         engines = tuple(
             EngineChoice(option.name, option.replica.backend, "", None, largest)

@@ -239,7 +239,7 @@ def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) ->
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
-    """Return the error for a request that fits on no number of devices, and the smallest kind on which it does.
+    """Return the error for a request that fits on no number of devices, and a kind on which it does.
 
     Args:
         graph: a checked graph.
