@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -262,6 +263,49 @@ class ScheduleConfig:
     null: only admission limits them."""
     max_refused_per_step: Int = Field(default=1000, ge=0)
     """Groups that may be refused since the last batch was formed; with more, the run is saved and stops."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether generation may start a batch before the engines have the newest weights."""
+        return self.max_staleness > 0 or self.sync_every > 1
+
+    @property
+    def steps_ahead(self) -> int:
+        """Batches that generation may start ahead: eta s, rounded up."""
+        return math.ceil(_rounded(self.max_staleness * self.sync_every))
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether generation may start a part of a batch early, but not all of it."""
+        return self.steps_ahead != _rounded(self.max_staleness * self.sync_every)
+
+    @property
+    def certified_lag(self) -> int:
+        """The largest lag of a token whose group is never overtaken: L = ceil((eta + 1) s) - 1.
+
+        A group admitted at the n-th sync is among the first `(eta + n + 1) * s * B`. Taken in the order of
+        admission it trains at step `ceil((eta + n + 1) * s) - 1` at the latest, with weights of step `n * s`.
+        """
+        return self.sync_every + self.steps_ahead - 1
+
+    def admission_limit(self, version: int, batch: int) -> int:
+        """Return the groups that may be accepted or running in total under the weights of `version`.
+
+        A fraction of eta is rounded down to whole groups.
+
+        Args:
+            version: steps completed in the weights that the engines hold.
+            batch: groups per step (B).
+        """
+        groups_per_sync = self.sync_every * max(1, batch)
+        num_syncs = version // self.sync_every
+        num_ahead = math.floor(_rounded(self.max_staleness * groups_per_sync))
+        return (num_syncs + 1) * groups_per_sync + num_ahead
+
+
+def _rounded(product: float) -> float:
+    """Remove the rounding error of a product of decimals, so that 0.7 * 10 is not more than 7."""
+    return round(product, 6)
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -38,10 +38,10 @@ def shards(
 
     Args:
         rule: heads, fields and policy of the node.
-        cut: how a train node cuts its batch; None for other nodes, which process it as a whole.
+        cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
         groups: group id -> its remaining samples.
         tokens: sample -> tokens.
-        holders: where the rule's fields are; samples stay where most of their data is, if balance permits.
+        holders: the workers that have the rule's fields; samples stay where most data is, if balance permits.
         seed: the run's seed.
         step: the step that the batch belongs to.
 
@@ -56,12 +56,12 @@ def shards(
 def minibatch_units(
     lengths: Sequence[int], group_size: int, cut: BatchCut | None, *, by_group: bool, seed: int
 ) -> list[list[int]]:
-    """Return the tokens of what is assigned as a whole in each minibatch of step 0, the longest first.
+    """Return the tokens of each unit in each minibatch of step 0, the longest first.
 
     Args:
         lengths: tokens of each sample; `group_size` neighbours are a group.
         group_size: samples of a group.
-        cut: how a train node cuts its batch; None for other nodes.
+        cut: a train node's cut of its batch; None for other nodes.
         by_group: whether a group stays on one rank.
         seed: the run's seed.
     """
@@ -108,7 +108,7 @@ def cut_minibatches(
 
 @dataclass(frozen=True)
 class AssignmentUnit:
-    """What is assigned to a rank as a whole: a sample, or a group that must stay together."""
+    """A unit that is assigned to a rank as a whole: a sample, or a group that must stay together."""
 
     id: int
     tokens: int
@@ -126,7 +126,7 @@ def assign_units(
     Args:
         units: units with distinct ids.
         num_ranks: number of ranks.
-        holders: for each unit, the ranks that hold its data.
+        holders: the ranks that hold the data of each unit.
 
     Returns:
         For each rank the ids of its units, ascending.
@@ -286,7 +286,7 @@ def _first_exchange(
         tokens: tokens of each unit.
         lighter: (load, rank) of ranks other than the heaviest ones, the lightest first.
         heavy: a heaviest rank.
-        max_load: its load.
+        max_load: the heavy rank's load.
     """
     for load, rank in lighter:
         exchange = _best_exchange(members, tokens, heavy, rank, max_load - load)

@@ -51,7 +51,7 @@ def redistribute(
     Args:
         rule: fields and heads of the consumer.
         assignment: the samples of each dp rank.
-        holders: where the fields are now; every sample of the assignment has a holder.
+        holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
     num_sent: dict[int, int] = defaultdict(int)
@@ -98,7 +98,7 @@ def _samples_by_head(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list
 def _choose_sources(
     missing: list[_MissingFields], dst: int, num_sent: dict[int, int], cluster: ClusterSpec
 ) -> list[tuple[int, tuple[str, ...]]]:
-    """Return which worker sends which of a sample's missing fields, and add them to `num_sent`."""
+    """Return the sender of each of a sample's missing fields, and add these to `num_sent`."""
     pulled: dict[int, tuple[str, ...]] = {}
     for sources, fields in missing:
         if len(sources) == 1:

@@ -1,6 +1,6 @@
-"""`bind_node`: find the field that each parameter of a node reads.
+"""`build_graph`: convert a recipe's declarations to a checked graph. A pure function.
 
-`build_graph`: convert what a recipe declares to a checked graph. A pure function.
+`bind_node` finds the field that each parameter of a node reads.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str)
 
 
 def _reading_fix(node: NodeSpec, parameter: Parameter, field: Field) -> str:
-    """Return how to read a field: reduced to a smaller unit, or as the object that it is."""
+    """Return the reading of a field: reduced to a smaller unit, or as the object that it is."""
     if parameter.unit is Unit.TEXT and field.unit is Unit.MESSAGES:
         return (
             ". Use nodes.chat_gen, which encodes messages with the model's chat template, or annotate the "

@@ -96,7 +96,7 @@ _KINDS: Mapping[str, tuple[tuple[Level, ...], int | None]] = {
 
 
 def _better_base(spec: NodeSpec) -> str:
-    """Return why a kind that runs like compute cannot do what it declares, and from what to derive it."""
+    """Return the reason why a kind that runs like compute cannot do what it declares, and the fix."""
     if spec.opens_stream:
         return "cannot open a stream. Derive its class from generate or encode"
     if spec.writes_weights:

@@ -46,7 +46,7 @@ _RESERVED |= {"interpolate", "linkStyle", "style", "subgraph"}
 
 @dataclass(frozen=True)
 class PlanOverlay:
-    """What a plan adds to the drawing of its graph."""
+    """The additions of a plan to the drawing of its graph."""
 
     saves: tuple[tuple[str, str], ...] = ()
     """Nodes that save a model: (name, model)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
@@ -56,26 +55,6 @@ def overwrite_edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> Iterato
                 continue
             for model in _shared(writer.spec.writes_weights, reader.spec.reads_weights):
                 yield Edge(EdgeKind.OVERWRITE, reader.name, writer.name, model=model)
-
-
-def max_lag(edge: Edge, max_staleness: float, sync_every: int = 1) -> int:
-    """Return the largest number of steps between writing and reading the weights of an edge.
-
-    For generation it is `(max_staleness + 1) * sync_every`.
-    """
-    if not edge.at_most:
-        return edge.lag
-    return edge.lag * sync_every + steps_ahead(max_staleness, sync_every)
-
-
-def steps_ahead(max_staleness: float, sync_every: int) -> int:
-    """Return how many batches generation may start ahead: `max_staleness * sync_every`, rounded up."""
-    return math.ceil(round_product(max_staleness * sync_every))
-
-
-def round_product(product: float) -> float:
-    """Remove the rounding error of a product of decimals, so that 0.7 * 10 is not more than 7."""
-    return round(product, 6)
 
 
 def nodes_after_batch(graph: Graph) -> frozenset[str]:

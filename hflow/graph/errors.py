@@ -1,6 +1,6 @@
-"""Locations in the user's source, which error messages begin with.
+"""Messages about a recipe: `file:line: function(parameter): problem. Fix`.
 
-Messages about a recipe: `file:line: function(parameter): problem. Fix`.
+Locations are those in the user's source.
 """
 
 from __future__ import annotations

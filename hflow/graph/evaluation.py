@@ -38,10 +38,10 @@ def evaluation_spec(
 
     Args:
         spec: a recipe.
-        graph: its graph.
+        graph: the recipe's graph.
         scoring: nodes that give a number to each sample.
         streams: names of the root streams to evaluate; empty: those that are not trained, or else all.
-        sampling: also draw several samples of every prompt, in copies of the streams that generate.
+        sampling: settings to draw several samples of every prompt, in copies of the streams that generate.
 
     Raises:
         ConfigError: for an unknown stream, or if no node scores the samples.
@@ -128,8 +128,8 @@ def _explicit(graph: Graph, node: Node, records_experts: bool) -> NodeSpec:
     """Return a spec that names its dataset, or the stream that it works on, with the cadence of one run.
 
     Args:
-        graph: of the whole recipe.
-        node: one of its nodes.
+        graph: the whole recipe's graph.
+        node: a node of the recipe.
         records_experts: whether a node that is kept reads the experts that this one records.
     """
     spec, stream = node.spec, graph.stream(node.stream)

@@ -67,7 +67,7 @@ def column_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
 
 
 def _source_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
-    """Return what a stream has from its source: dataset columns and the fields of the trajectory."""
+    """Return the fields that come from a stream's source: dataset columns and the trajectory's fields."""
     columns = column_fields(spec, stream)
     units = dict(TRAJECTORY_FIELDS)
     if records_experts(spec, stream.source):

@@ -46,7 +46,7 @@ class Level(enum.StrEnum):
 
 
 class EdgeKind(enum.StrEnum):
-    """What an edge stands for.
+    """The meaning of an edge.
 
     `data`: fields; `weights`: a model's new weights; `overwrite`: read before the weights are overwritten;
     `order`: two nodes of a device group, one after the other.
@@ -177,7 +177,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """What a recipe declares."""
+    """The declarations of a recipe."""
 
     name: str
     dataset: str

@@ -1,7 +1,4 @@
-"""Questions about a graph that several packages ask.
-
-The one number per sample that a node reports to the controller.
-"""
+"""Questions about a graph that several packages ask, such as a node's one number per sample."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`compile_plan`: place a graph on a cluster. A pure function that needs neither torch nor ray.
-
-Build the forecast of a plan: lengths, memory, traffic, seconds and the period.
-"""
+"""`compile_plan`: place a graph on a cluster, with its forecast. A pure function; imports no torch or ray."""
 
 from __future__ import annotations
 
@@ -58,9 +55,9 @@ def compile_plan(
         graph: a checked graph.
         request: the cluster, where each model runs, and the settings of the run.
         candidates: placements that were compared, if the planner has chosen this one.
-        with_limits: also find the settings that make a step longer than necessary (`Forecast.limits`).
+        with_limits: whether to find the settings that make a step longer than necessary (`Forecast.limits`).
         searched: the request before the planner chose this one; limits need it.
-        simulate: as in `search`; gives the seconds of a step where the period leaves out waiting. On
+        simulate: a function that gives the seconds of a step where the period leaves out waiting. On
             CPUs this takes a moment only where the plan is shown or was compared with others.
 
     Raises:
@@ -102,7 +99,7 @@ def compile_plan(
 
 
 def _simulated(plan: Plan, forecast: Forecast, simulate: PeriodFunction) -> Forecast:
-    """Return the forecast of a plan with what the state machine takes, if its period leaves out waiting."""
+    """Return a plan's forecast with the state machine's seconds, if its period leaves out waiting."""
     period, pace = forecast.period, forecast.pace
     if period is None or pace is None or not period.seconds or not leaves_waiting_out(plan):
         return forecast

@@ -5,11 +5,13 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from hflow.config.schema import ScheduleConfig
 from hflow.dsl import apply_overrides, load_recipe
 from hflow.graph.build import build_graph
-from hflow.graph.edges import max_lag, nodes_after_batch, same_step_order
+from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
 from hflow.graph.render import render_text, stages
+from hflow.planner.plan.staleness import max_lag
 from hflow.types import Unit
 
 GOOD = Path(__file__).parents[1] / "graphs" / "good"
@@ -71,9 +73,10 @@ def test_readers_run_before_the_node_that_overwrites_their_weights():
 @pytest.mark.parametrize(("staleness", "sync_every", "lag"), [(0, 1, 1), (2, 1, 3), (1, 4, 8)])
 def test_largest_lag_of_generation(staleness: int, sync_every: int, lag: int):
     weights = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_gen", lag=1, model="actor", at_most=True)
-    assert max_lag(weights, staleness, sync_every) == lag
+    settings = ScheduleConfig(max_staleness=staleness, sync_every=sync_every)
+    assert max_lag(weights, settings) == lag
     exact = Edge(EdgeKind.WEIGHTS, "actor_train", "actor_inf", lag=1, model="actor")
-    assert max_lag(exact, staleness, sync_every) == 1
+    assert max_lag(exact, settings) == 1
 
 
 def test_streams_of_the_tool_agent():

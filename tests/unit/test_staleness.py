@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hflow.planner.plan.staleness import admission_limit, certified_lag
+from hflow.config.schema import ScheduleConfig
 from hflow.runtime.state.rules import capacity, is_stale, look_ahead_limit
 
 
@@ -13,43 +13,46 @@ from hflow.runtime.state.rules import capacity, is_stale, look_ahead_limit
     [(0, 1, 0), (1, 1, 1), (4, 1, 4), (0, 3, 2), (2, 3, 8), (0.5, 1, 1), (0.5, 4, 5), (0.1, 10, 10)],
 )
 def test_certified_lag(max_staleness: float, sync_every: int, lag: int):
-    assert certified_lag(max_staleness, sync_every) == lag
+    assert ScheduleConfig(max_staleness=max_staleness, sync_every=sync_every).certified_lag == lag
 
 
 def test_synchronous_admission_is_one_batch_a_version():
-    assert [admission_limit(version, 8, 0) for version in range(4)] == [8, 16, 24, 32]
+    schedule = ScheduleConfig()
+    assert [schedule.admission_limit(version, 8) for version in range(4)] == [8, 16, 24, 32]
 
 
 def test_staleness_admits_batches_ahead():
-    assert admission_limit(version=3, batch=8, max_staleness=2) == (2 + 3 + 1) * 8
+    assert ScheduleConfig(max_staleness=2).admission_limit(version=3, batch=8) == (2 + 3 + 1) * 8
 
 
 def test_sync_every_reads_syncs_for_versions_and_scales_the_batch():
-    limits = [admission_limit(version, 8, 1, sync_every=2) for version in range(5)]
-    assert limits == [32, 32, 48, 48, 64]
+    schedule = ScheduleConfig(max_staleness=1, sync_every=2)
+    assert [schedule.admission_limit(version, 8) for version in range(5)] == [32, 32, 48, 48, 64]
 
 
 def test_a_fraction_admits_that_share_of_a_sync():
-    assert [admission_limit(version, 8, 0.5) for version in range(3)] == [12, 20, 28]
-    assert admission_limit(4, 8, 0.5, sync_every=4) == 64 + 16
+    schedule = ScheduleConfig(max_staleness=0.5)
+    assert [schedule.admission_limit(version, 8) for version in range(3)] == [12, 20, 28]
+    assert ScheduleConfig(max_staleness=0.5, sync_every=4).admission_limit(4, 8) == 64 + 16
 
 
 def test_a_fraction_counts_whole_groups_only():
-    assert admission_limit(0, 4, 0.3) == 5
-    assert admission_limit(0, 100, 0.29) == 129  # which in binary is a little below 29
+    assert ScheduleConfig(max_staleness=0.3).admission_limit(0, 4) == 5
+    # 0.29 * 100 is a little below 29 in binary
+    assert ScheduleConfig(max_staleness=0.29).admission_limit(0, 100) == 129
 
 
 def test_an_empty_batch_counts_as_one():
-    assert admission_limit(0, 0, 0) == 1
+    assert ScheduleConfig().admission_limit(0, 0) == 1
 
 
 @pytest.mark.parametrize("max_staleness", [0, 0.25, 0.5, 1, 1.75, 2, 3])
 @pytest.mark.parametrize("sync_every", range(1, 4))
 def test_the_last_group_admitted_trains_within_the_certified_lag(max_staleness: float, sync_every: int):
-    batch = 4
+    batch, schedule = 4, ScheduleConfig(max_staleness=max_staleness, sync_every=sync_every)
     for version in range(0, 12, sync_every):
-        last = admission_limit(version, batch, max_staleness, sync_every) - 1
-        assert last // batch - version == certified_lag(max_staleness, sync_every)
+        last = schedule.admission_limit(version, batch) - 1
+        assert last // batch - version == schedule.certified_lag
 
 
 def test_unversioned_sources_look_one_batch_ahead():
@@ -72,7 +75,7 @@ def test_capacity(free_samples: int, group_size: int, limit: int, admitted: int,
 
 
 def test_a_refusal_gives_its_place_back():
-    limit = admission_limit(0, 4, 0)
+    limit = ScheduleConfig().admission_limit(0, 4)
     assert capacity(99, 1, limit, admitted=4) == 0
     assert capacity(99, 1, limit, admitted=3) == 1
 

@@ -29,7 +29,7 @@ from hflow.graph.model import Model
 from hflow.launch.checkpoints.merged import is_adapter
 from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.plan.model_shape import ModelShape
-from hflow.planner.plan.traits import backend_of_any_family, traits
+from hflow.planner.plan.traits import first_with, traits
 
 SIZES = (
     "hidden_size",
@@ -278,7 +278,7 @@ def _check_family(config: RunConfig, name: str, location: str, architecture: Map
     if families is not None and isinstance(family, str) and family not in (*families, *ONLY_PLANNED):
         raise ConfigError(
             f"{location}: the {backend} backend does not build model_type {family!r} (it builds "
-            f"{', '.join(families)}); set models.{name}.backend={backend_of_any_family()}"
+            f"{', '.join(families)}); set models.{name}.backend={first_with('has_all_families')}"
         )
 
 

@@ -39,7 +39,7 @@ from hflow.planner.make.replicas import GEN_SUFFIX
 from hflow.planner.models.descriptors import EngineKind, engine_kind, factories
 from hflow.planner.plan.cluster import ClusterSpec, device_of
 from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.traits import BACKENDS, ENGINES, model_parallel_backend
+from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
 from hflow.report.text.summary import RunSummary
 from hflow.report.text.twin import MetricPair, TwinResult, WeightPair
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -261,7 +261,8 @@ def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
 
 def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:
     """Return a configuration on Ray workers: all models in this layout, and engines on all workers."""
-    return _on_cluster(config, graph, layout.world, model_parallel_backend(), layout, workers="ray")
+    backend = first_with("is_model_parallel")
+    return _on_cluster(config, graph, layout.world, backend, layout, workers="ray")
 
 
 def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:

@@ -1,8 +1,6 @@
-"""Check that the settings of a request fit its graph and each other.
+"""Checks that the settings of a request fit its graph and each other, and that each key is used by a node.
 
 Errors name the nearest change that fits.
-
-Keys of a configuration that no node of a graph uses.
 """
 
 from __future__ import annotations
@@ -26,13 +24,7 @@ from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.model_shape import trained_shape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
-from hflow.planner.plan.traits import (
-    adapter_backend,
-    compiling_backend,
-    kernel_backend,
-    model_parallel_backend,
-    traits,
-)
+from hflow.planner.plan.traits import first_with, traits
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -58,12 +50,13 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             raise PlanError(
                 f"models.{name}.sequence_parallel is {str(config.sequence_parallel).lower()}, but the "
                 f"{config.backend} backend has no tensor ranks that could share tokens; remove it, or set "
-                f"models.{name}.backend={model_parallel_backend()}"
+                f"models.{name}.backend={first_with('is_model_parallel')}"
             )
         if config.kernels != AUTO_KERNELS and not traits(config.backend).chooses_kernels:
             raise PlanError(
                 f"models.{name}.kernels is {config.kernels}, but the {config.backend} backend computes with "
-                f"the modules of transformers; remove it, or set models.{name}.backend={kernel_backend()}"
+                f"the modules of transformers; remove it, or set "
+                f"models.{name}.backend={first_with('chooses_kernels')}"
             )
         shape = request.shapes.get(name)
         if config.sequence_parallel is False and shape is not None and shape.experts is not None:
@@ -87,7 +80,7 @@ def _check_compile(name: str, config: ModelConfig) -> None:
     """Raise if the backend cannot compile."""
     if config.compile and not traits(config.backend).compiles_layers:
         raise PlanError(
-            f"models.{name}.compile compiles layers of the {compiling_backend()} backend, but "
+            f"models.{name}.compile compiles layers of the {first_with('compiles_layers')} backend, but "
             f"models.{name}.backend is {config.backend}; remove one of them"
         )
 
@@ -115,7 +108,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     if not traits(config.backend).has_adapters:
         raise PlanError(
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
-            f"models.{name}.backend={adapter_backend()}, or remove {key}"
+            f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
     for node in graph.nodes:
         if node.spec.verb == "update" and name in node.spec.reads_weights:

@@ -19,15 +19,7 @@ from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
-from hflow.planner.plan.traits import (
-    BACKENDS,
-    backend_of_any_family,
-    context_backend,
-    engine_of_any_family,
-    expert_backend,
-    model_parallel_backend,
-    traits,
-)
+from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.types.kernels import head_size_problem, packed_kernel
 
@@ -42,13 +34,13 @@ def unrunnable_reasons(
     chosen: Container[str] = (),
     fits: FitsFunction = lambda _: True,
 ) -> tuple[str, ...]:
-    """Return why a plan cannot run, each naming the node or replica and what to set instead.
+    """Return the reasons why a plan cannot run. Each names the node or replica, and what to set instead.
 
     Args:
         plan: a plan with replicas and weight routes.
-        request: what the plan is made of.
+        request: the request that the plan answers.
         chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
-        fits: tries settings for models that a backend does not divide: no others do as much for memory.
+        fits: test of settings for models that a backend does not divide: no others do as much for memory.
     """
     return tuple(_reasons(plan, request, chosen, fits))
 
@@ -111,7 +103,8 @@ def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
     others: dict[str, str] = {}
     for keys in backends.values():
         others |= {
-            key: engine_of_any_family() if key.endswith("engine") else backend_of_any_family() for key in keys
+            key: first_with("has_all_families", ENGINES if key.endswith("engine") else BACKENDS)
+            for key in keys
         }
     is_possible = bool(backends) and fits(others)
     for model, keys in backends.items():
@@ -135,7 +128,7 @@ def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
-    """Return why the kernel for a replica's attention cannot compute its heads; None if it can."""
+    """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
@@ -149,7 +142,7 @@ def layout_reasons(
     """Yield a reason where the backend cannot run a replica's layout.
 
     Args:
-        replica: one of a plan.
+        replica: a replica of a plan.
         workers: the setting `workers`.
         shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
         is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
@@ -157,10 +150,13 @@ def layout_reasons(
     layout, has = replica.layout, f"{replica.name} has layout {replica.layout}, but {replica.backend}"
     own = traits(replica.backend)
     if layout.context > 1 and not own.has_context_axis:
-        rank, backend = f"c{layout.context}", f"models.{replica.model}.backend={context_backend()}"
+        rank, backend = (
+            f"c{layout.context}",
+            f"models.{replica.model}.backend={first_with('has_context_axis')}",
+        )
         yield f"{has} has no context ranks. {_without(rank, is_chosen)}{_or_set(backend, is_chosen)}."
     if layout.expert > 1 and not own.has_expert_axis and runs_family(replica.backend, shape):
-        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={expert_backend()}"
+        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={first_with('has_expert_axis')}"
         other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
         yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
     if own.is_model_parallel:
@@ -177,9 +173,8 @@ def layout_reasons(
                 f"rank. Set workers=ray, or models.{replica.model}.layout=d1."
             )
     elif layout.world > layout.num_copies:
-        setting = (
-            f"gen.layout=d{layout.world}" if replica.role == "gen" else f"backend={model_parallel_backend()}"
-        )
+        other = f"backend={first_with('is_model_parallel')}"
+        setting = f"gen.layout=d{layout.world}" if replica.role == "gen" else other
         yield f"{has} supports data parallelism only. Set models.{replica.model}.{setting}."
 
 
@@ -243,7 +238,7 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
 
 
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
+    """Yield reasons why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
     if not node.spec.option("routing_replay", False):
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
@@ -279,7 +274,7 @@ def _length_reasons(spec: NodeSpec, request: PlanRequest) -> Iterator[str]:
 
 
 def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why two replicas of an update node differ, as an update works on equal shards of both."""
+    """Yield differences between an update node's two replicas, as an update works on equal shards of both."""
     where = f"{node.spec.name} ({node.spec.where})"
     target, source = (plan.replica(name) for name in plan.placement(node.name).replicas)
     if target.backend != source.backend:
@@ -323,7 +318,7 @@ def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def _derived_stream_reasons(node: Node, plan: Plan) -> Iterator[str]:
-    """Yield what a generate node on a derived stream cannot do.
+    """Yield the limits that a generate node on a derived stream exceeds.
 
     It runs on the worker that has the sample it derives from, and only tokens of root streams have versions.
     """

@@ -39,12 +39,12 @@ class Change:
     topic: str
     """`recipe`, `node`, `replica`, `weights` ..."""
     subject: str
-    """What differs, such as `actor@train` or `actor_train.clip`."""
+    """The place of the difference, such as `actor@train` or `actor_train.clip`."""
     before: str | None
     """None if only the other plan has it."""
     after: str | None
     effect: Effect
-    """What it means for resuming the first plan's checkpoint with the second plan."""
+    """The effect on resuming the first plan's checkpoint with the second plan."""
 
     @property
     def is_estimated(self) -> bool:
@@ -80,7 +80,7 @@ class PlanDiff:
 
     @property
     def verdict(self) -> str:
-        """What a resume has to do, in one line."""
+        """The work of a resume, in one line."""
         if not self.changes:
             return "the plans are the same"
         worst = [change for change in self.changes if change.effect is self.effect]

@@ -16,7 +16,7 @@ from hflow.planner.diff.values import Rows, trained_models
 
 
 class Effect(enum.StrEnum):
-    """What it means to resume the checkpoint of one plan with another plan. The most severe is last."""
+    """The effect of resuming the checkpoint of one plan with another plan. The most severe is last."""
 
     SAME = "same"
     """Nothing to do, and the same results."""
@@ -30,7 +30,7 @@ class Effect(enum.StrEnum):
 
 @dataclass(frozen=True)
 class TrainedNames:
-    """What is trained in either of two plans, so that their checkpoints depend on it."""
+    """The names of what either of two plans trains, on which their checkpoints depend."""
 
     models: frozenset[str]
     """Models that are trained."""
@@ -45,7 +45,7 @@ class TrainedNames:
 
 
 def trained_names(before: Rows, after: Rows) -> TrainedNames:
-    """Return what is trained in either plan."""
+    """Return the names of what either plan trains."""
     streams = [s for rows in (before, after) for s in rows["graph"]["streams"] if s["trained"]]
     models = trained_models(before) | trained_models(after)
     settings = [setting for rows in (before, after) for setting in rows["settings"]]
@@ -108,7 +108,7 @@ class Difference:
 
 
 def effect_of(difference: Difference, trained: TrainedNames) -> Effect:
-    """Return what a difference means, given what the plans train."""
+    """Return the effect of a difference, given the models that the plans train."""
     return (
         _FIXED[difference.topic]
         if difference.topic in _FIXED

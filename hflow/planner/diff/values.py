@@ -1,11 +1,7 @@
-"""Values of a plan's JSON rows as short texts, and where two values first differ.
+"""The values of a plan's JSON rows that a comparison shows, as short texts, and the place where two differ.
 
-Names in the JSON rows of a plan.
-
-The values of a plan that a comparison shows: what it computes, where and when, and what it estimates.
-
-What follows from other rows, such as the schedule's copy of the graph, is left out, as it would repeat their
-differences.
+They are what a plan computes, where and when, and what it estimates. Rows that follow from others, such as
+the schedule's copy of the graph, are left out, as they would repeat their differences.
 """
 
 from __future__ import annotations
@@ -178,7 +174,7 @@ def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[
 
     Args:
         rows: the plan.
-        unmatched: what only one plan has, which is left out.
+        unmatched: rows that only one plan has, which are left out.
         with_rows: whether both plans have a forecast. If not, the only value is whether this one has.
     """
     forecast = rows["forecast"]

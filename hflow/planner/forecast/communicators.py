@@ -17,10 +17,10 @@ def rank_groups(
     Groups with the same ranks are one. Without model parallelism there is one, of all ranks.
 
     Args:
-        layout: of the replica.
-        traits: of its backend.
-        shape: of its model; None if the planner does not know its sizes.
-        rank: of the replica.
+        layout: the replica's layout.
+        traits: the traits of the replica's backend.
+        shape: the model's shape; None if the planner does not know its sizes.
+        rank: the rank's index in the replica.
     """
     if not traits.is_model_parallel:
         return _several([range(layout.world)])

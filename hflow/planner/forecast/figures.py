@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from hflow.planner.forecast.memory import unknown_models
 from hflow.planner.plan.rows import Plan
-from hflow.planner.plan.staleness import splits_batch
 
 SECONDS_PER_HOUR = 3600
 SECONDS_PER_DAY = 24 * SECONDS_PER_HOUR
@@ -21,21 +20,21 @@ class PlanFigures:
     seconds_per_step: float | None
     samples_per_second: float | None
     days: float | None
-    """Of the whole run."""
+    """Days of the whole run."""
     peak_bytes: int | None
-    """Of the fullest device, in the phase that needs most."""
+    """Bytes of the fullest device, in the phase that needs most."""
     memory_bytes: int
     """Memory of a device."""
     dollars_per_hour: float | None
-    """Of all devices of the cluster."""
+    """Price of all devices of the cluster."""
     dollars_per_step: float | None
     dollars: float | None
-    """Of the whole run."""
+    """Dollars of the whole run."""
     is_lower_bound: bool = False
     """Whether seconds, days and dollars leave out waiting for late responses; samples per second are an upper
     bound then."""
     missing: tuple[str, ...] = ()
-    """Why figures are unknown, one line for each cause."""
+    """Reasons why figures are unknown, one line for each."""
 
 
 def leaves_waiting_out(plan: Plan) -> bool:
@@ -47,8 +46,9 @@ def leaves_waiting_out(plan: Plan) -> bool:
     stream = plan.schedule.streams[0]
     lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
     settings = plan.schedule.settings
-    runs_ahead = bool(stream.models) and (settings.max_staleness > 0 or settings.sync_every > 1)
-    return runs_ahead and lengths is not None and (lengths.response_cv > 0 or splits_batch(plan.schedule))
+    if not stream.models or not settings.runs_ahead or lengths is None:
+        return False
+    return lengths.response_cv > 0 or settings.splits_batch
 
 
 def step_seconds(plan: Plan) -> tuple[float | None, bool]:

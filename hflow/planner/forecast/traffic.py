@@ -1,15 +1,12 @@
-"""Estimate the bytes that redistribution moves in one step.
+"""The estimate of the bytes that redistribution moves in one step.
 
 A batch with sampled lengths goes through the code of the run itself: `GroupPlacer` chooses the worker of each
-group, `shards` and `redistribute` plan what each node's inputs move, and `DataLocations` records who holds
-what. Only the engines are simulated. On a large cluster one machine in several represents all (`thinned`).
+group, `shards` and `redistribute` plan the moves of each node's inputs, and `DataLocations` records the
+workers that hold each sample. Only the engines are simulated.
 
-The bytes of a field's values when they move between stores, by unit and type.
-
-`thinned`: one machine in several, with its part of the batch, represents a large cluster.
-
-The estimate of a step's traffic costs a little time for every sample. On thousands of machines it would take
-longer than all other planning, though all machines are alike.
+The estimate costs a little time for every sample. On thousands of machines it would take longer than all
+other planning, though all machines are alike. So on a large cluster one machine in several, with its
+part of the batch, represents all (`thinned`).
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
     Every node is assumed to run in the step, whatever its `every` and `after`, and no sample is refused.
 
     Args:
-        plan: its rules, cuts and placements.
+        plan: a plan with rules, cuts and placements.
         request: the run's seed, and limits of the engines.
         workload: lengths of the trained stream's samples.
     """
@@ -138,7 +135,7 @@ def lower_bound_bytes(
         rule: fields and heads of the consumer.
         tokens: tokens of each sample to assign.
         nbytes: bytes of each field of each sample.
-        holders: where the fields are before.
+        holders: the workers that have the fields before.
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
@@ -388,8 +385,8 @@ def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> Fie
     """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has.
 
     Args:
-        graph: of the recipe.
-        name: of the field.
+        graph: the recipe's graph.
+        name: the field's name.
         shapes: model -> its sizes, as far as they are known.
     """
     stream_name, _, field = name.partition("/")
@@ -414,7 +411,7 @@ def _routing_size(graph: Graph, stream: str, shapes: Mapping[str, ModelShape]) -
 
 
 def _returned_size(unit: Unit, scalar: str) -> FieldSize:
-    """Return the size of what a body returns; each sample of a group has its own copy of a group's value."""
+    """Return the size of a body's result; each sample of a group has its own copy of a group's value."""
     if unit is Unit.TEXT:
         return FieldSize(per_response_token=TEXT_BYTES)
     if unit in (Unit.MESSAGES, Unit.JSON):
@@ -442,7 +439,7 @@ class Thinned:
     factors: dict[str, float]
     """Node -> by how much to multiply the bytes of one of its dp-heads, where that is not 1."""
     source_factor: float = 1
-    """The same for the workers that generate."""
+    """The factor of the bytes of the workers that generate."""
 
 
 def thinned(plan: Plan, request: PlanRequest) -> Thinned:
@@ -475,7 +472,7 @@ def thinned(plan: Plan, request: PlanRequest) -> Thinned:
 
 
 def _scale(num_samples: int, num_machines: int) -> int:
-    """Return how many machines one represents: if possible a divisor, so that dp-heads keep their load."""
+    """Return the machines that one represents: if possible a divisor, so that dp-heads keep their load."""
     most = min(num_samples // MIN_SAMPLES, num_machines // MIN_MACHINES)
     divisors = [scale for scale in range(most // 4 + 1, most + 1) if num_machines % scale == 0]
     return max(1, divisors[-1] if divisors else most)

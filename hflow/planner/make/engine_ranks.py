@@ -46,8 +46,8 @@ def order_engine_ranks(
 
     Args:
         graph: says which models train and which generate together.
-        replicas: with ranks in the order of devices, and layouts that divide their models.
-        request: gives the sizes of models, and the machines.
+        replicas: replicas with ranks in the order of devices, and layouts that divide their models.
+        request: the source of the models' sizes and the machines.
     """
     orders: dict[str, tuple[int, ...]] = {}
     for engines in _used_together(graph, replicas):
@@ -154,5 +154,5 @@ def _trained(
 
 
 def _num_engines(replica: Replica) -> int:
-    """Return how many copies of the model the ranks of a generation replica hold together."""
+    """Return the copies of the model that a generation replica's ranks hold together."""
     return replica.layout.world // replica.layout.num_shards

@@ -1,7 +1,4 @@
-"""Placement: the device groups, replicas and layouts of a plan, and the workers that each node runs on.
-
-`NodePlacer`: the replicas, device groups and workers of every node.
-"""
+"""Placement: a plan's device groups, replicas and layouts, and the workers of each node (`NodePlacer`)."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
 
 
 def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest) -> tuple[Replica, ...]:
-    """Return the replicas, with what trainers have in adapters, and the frozen replicas that share weights.
+    """Return the replicas, with trainers' adapters, and the frozen replicas that share weights.
 
     A frozen model that starts as a trained one is the trained model without its adapters. It needs no copy
     if its replica has the backend, layout, workers and precision of the trainer.

@@ -111,7 +111,7 @@ def replace_layout(text: str, name: str, convert: Callable[[str], str]) -> str:
 
     Args:
         text: items, separated by blanks.
-        name: of a replica, as `actor.gen`.
+        name: a replica's name, such as `actor.gen`.
         convert: returns the new layout for the old one.
 
     Raises:
@@ -238,9 +238,9 @@ def _first_names(devices: Mapping[str, Devices]) -> dict[Devices, str]:
 
 
 def device_sets(devices: Mapping[str, Devices], cluster: ClusterSpec) -> dict[str, Devices]:
-    """Return the fewest disjoint sets of which the devices of every name consist, by the name of their group.
+    """Partition the devices into groups, by name: devices with the same replicas form one group.
 
-    It is that of the names on the set, without those that have all devices of another name on it: with
+    A group is named after its replicas. Left out are those that have all devices of another one of them: with
     actor=0-3, critic=2-5 and actor.gen=all of six devices, the group `actor` has devices 0 and 1,
     `actor+critic` has 2 and 3, and `critic` has 4 and 5. All devices of the cluster are called `all`.
     """

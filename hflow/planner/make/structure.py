@@ -1,10 +1,7 @@
-"""The data rules of a plan: what each batch node reads, and how train nodes cut their batch.
+"""The parts of a plan before it is known which bytes go where: data rules, cuts, groups, nodes, the schedule.
 
-`plan_structure`: what a plan consists of before it is known which bytes go where.
-
-This is the part that depends on which replicas share devices: groups, nodes, their order, the schedule. The
-search makes one for each way of dividing the replicas into groups; `compile_plan` adds the rest for the one
-that is executed.
+They depend on which replicas share devices. The search makes them (`plan_structure`) for each way of dividing
+the replicas into groups; `compile_plan` adds the rest for the one that is executed.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def save_rule(placement: Placement, stream: str) -> EdgeRule:
 
 
 def batch_cuts(graph: Graph) -> tuple[tuple[str, BatchCut], ...]:
-    """Return how each train node cuts its batch."""
+    """Return the cut of each train node's batch."""
     return tuple((node.name, _cut(node)) for node in graph.nodes if node.spec.verb == "train")
 
 

@@ -31,7 +31,7 @@ def choose_engines(
     that prefers the cluster's devices, is installed and can serve the model, else the default engine.
 
     Args:
-        replicas: with devices and layouts; undecided ones have the backend `UNDECIDED`.
+        replicas: replicas with devices and layouts; undecided ones have the backend `UNDECIDED`.
         request: the configuration of models, and what this machine cannot run.
 
     Returns:
@@ -49,7 +49,7 @@ def choose_engines(
 
 
 def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
-    """Return what the engine of a replica has to serve."""
+    """Return the model that a replica's engine has to serve."""
     name = replica.model
     return ServedModel(
         replica, request.model(name), request.cluster, request.shapes.get(name), request.families.get(name)
@@ -72,7 +72,7 @@ def _engine_choice(replica: Replica, request: PlanRequest) -> EngineChoice:
 
 
 def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str | None:
-    """Return why an engine cannot be the default of a replica."""
+    """Return the reasons why an engine cannot be a replica's default."""
     return next(_objections(kind, replica, request), None)
 
 

@@ -2,7 +2,7 @@
 
 A descriptor holds everything that hflow must know about a backend outside the backend's own package: how it
 shards a model, how much memory it needs, what it can run, and which function builds it on a worker.
-Descriptors import neither torch nor ray, so planning needs neither. `planner.traits` has the registry.
+Descriptors import neither torch nor ray, so planning needs neither. `planner.plan.traits` has the registry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrainingMemory(Protocol):
     """Memory formulas of a training backend; usually a module. All return bytes of one rank."""
 
     def model_state(self, rank: Rank) -> Items:
-        """Return what the rank keeps between phases: weights, optimizer state, gradients."""
+        """Return the items that the rank keeps between phases: weights, optimizer state, gradients."""
 
     def train_step(self, rank: Rank, batch: MicroBatch) -> Items:
         """Return the peak of a train node beyond the model state."""
@@ -41,7 +41,7 @@ class TrainingMemory(Protocol):
         """Return the peak of an infer node beyond the model state."""
 
     def kept_after_infer(self, rank: Rank) -> Items:
-        """Return what an infer node leaves allocated until the replica trains."""
+        """Return the items that an infer node leaves allocated until the replica trains."""
 
 
 class EngineMemory(Protocol):
@@ -61,7 +61,7 @@ class EngineMemory(Protocol):
         """Return the peak of a step beyond weights and cache."""
 
     def process_state(self, rank: Rank, overhead: int) -> Items:
-        """Return what an engine with processes of its own keeps in all phases, beside weights and cache.
+        """Return the items that an engine's own processes keep in all phases, beside weights and cache.
 
         Args:
             rank: a rank of the engine.
@@ -69,7 +69,7 @@ class EngineMemory(Protocol):
         """
 
     def max_sequences(self, rank: Rank, cache: int, length: float) -> int | None:
-        """Return how many sequences of a length a cache of some bytes holds; None if it grows as needed."""
+        """Return the sequences of a length that a cache of some bytes holds; None if it grows as needed."""
 
 
 def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ def _no_variables(replica: Replica, device: str) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class InstallProblem:
-    """Why this machine cannot run a backend or an engine."""
+    """A reason why this machine cannot run a backend or an engine."""
 
     reason: str
     fix: str
@@ -94,11 +94,11 @@ def _no_conflict(device: str) -> InstallProblem | None:
 
 @dataclass(frozen=True)
 class Variation:
-    """Why the results of a backend or an engine differ between two runs that must be equal bit for bit."""
+    """A reason why results of a backend or an engine differ between runs that must be equal bit for bit."""
 
     reason: str
     setting: str
-    """What to set instead, below `models.NAME`."""
+    """The setting that avoids it, below `models.NAME`."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ApiServer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """What training backends and generation engines have in common."""
+    """The parts that training backends and generation engines have in common."""
 
     name: str
     traits: BackendTraits
@@ -192,21 +192,21 @@ class Descriptor:
     trial_runs: tuple[TrialRun, ...] = ()
     """Runs that try it on real devices."""
     purpose: str = ""
-    """What it is for, in a few words."""
+    """Its purpose, in a few words."""
     is_required: bool = False
     """Whether hflow cannot run without it."""
     find_conflict: Callable[[str], InstallProblem | None] = _no_conflict
-    """Return why the installed packages cannot run on a kind of device (`cpu`, `cuda`). It is called when all
-    packages are installed, and imports none of them."""
+    """Return the reason why the packages cannot run on a kind of device (`cpu`, `cuda`); None if they can. It
+    is called when all of them are installed, and imports none of them."""
     environment: Callable[[Replica, str], Mapping[str, str]] = _no_variables
     """Return the environment variables of a worker that hosts this replica on this kind of device."""
     deterministic_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of a worker that hosts it on CUDA, where runs must be equal bit for bit."""
     find_variation: Callable[[str], Variation | None] = _no_variation
-    """Return why its results on a kind of device differ between two such runs; None if they do not."""
+    """Return the reason why two such runs differ on a kind of device; None if they do not."""
 
     def find_problem(self, device: str) -> InstallProblem | None:
-        """Return why the packages of this machine cannot run it; None if they can.
+        """Return the reason why this machine's packages cannot run it; None if they can.
 
         Args:
             device: the kind of device to run on, `cpu` or `cuda`. The device itself is not needed.
@@ -220,7 +220,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a generation engine has to serve, as far as the plan knows it."""
+    """The model that a generation engine has to serve, as far as the plan knows it."""
 
     replica: Replica
     config: ModelConfig
@@ -262,19 +262,19 @@ class EngineKind(Descriptor):
     preferred_on: tuple[str, ...] = ()
     """Kinds of devices on which it is the default where it is installed and can serve the model."""
     check: Callable[[ServedModel], Iterable[str]] = _no_reasons
-    """Return why it cannot serve a model, each with what to set instead. It imports neither torch nor the
+    """Return the reasons why it cannot serve a model, each with a fix. It imports neither torch nor the
     engine's packages."""
     remark: Callable[[ServedModel], str | None] = _no_remark
-    """Return what the plan says about how it runs a model; None: nothing. It imports as little as `check`."""
+    """Return the plan's remark on how it runs a model; None: no remark. It imports as little as `check`."""
     find_unservable: Callable[[ModelShape, str], str | None] = _no_objection
     """Return the reason why it cannot serve a model of this shape on a kind of device; None if it can."""
     server: Callable[[EngineSetup, str, int, str | None], ApiServer] | None = None
     """Build the engine's own OpenAI-compatible server from (setup, host, port, API key). None: it has none,
     and `hflow serve` answers with hflow's endpoint."""
     recording_factory: Callable[..., Any] | None = None
-    """As `factory`, with a dictionary in front in which the engine records the tokens that it samples."""
+    """A `factory` that takes a dictionary first, in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None
-    """As `factory`, with such a dictionary in front, from which the engine takes its tokens."""
+    """A `factory` that takes such a dictionary first, from which the engine takes its tokens."""
 
 
 @cache

@@ -25,7 +25,7 @@ NonNegative = Annotated[StrictFloat, Field(ge=0, le=1e15)]
 
 @dataclass(frozen=True, config=CHECKED)
 class MatmulRate:
-    """How fast products of matrices are, by their shape.
+    """The speed of products of matrices, by their shape.
 
     A product of `[m, k]` and `[k, n]` takes `2 m k n / (peak * share * r(m) * s(k) * s(n)) + kernel_us`.
     `s(x) = x / (x + half_size)`: short sides of the weights leave units of a device unused.
@@ -51,9 +51,9 @@ class MatmulRate:
         """Return the seconds of one product of `[rows, inner]` and `[inner, columns]`.
 
         Args:
-            rows: of the first matrix, such as tokens.
+            rows: rows of the first matrix, such as tokens.
             inner: columns of the first matrix and rows of the second one.
-            columns: of the second matrix.
+            columns: columns of the second matrix.
             peak: FLOP/s of the data sheet.
         """
         flops = 2 * rows * inner * columns
@@ -78,7 +78,7 @@ class MemoryRate:
 
 @dataclass(frozen=True, config=CHECKED)
 class LinkRate:
-    """How fast collectives over one link are, by bytes and ranks.
+    """The speed of collectives over one link, by bytes and ranks.
 
     A ring moves its bytes at `share` of the link's bandwidth. Each collective takes `launch_us` besides the
     link's own latency, which grows with the ranks.
@@ -95,8 +95,8 @@ class HostTimes:
     """Time that the host of a backend or engine takes, in microseconds, and rates of its own kernels."""
 
     layer_us: NonNegative = 0.0
-    """To launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this ahead
-    of it, so that it is a minimum and is not added; on a CPU it is added. 0 with CUDA graphs."""
+    """Time to launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this
+    ahead of it, so that it is a minimum and is not added; on a CPU it is added. 0 with CUDA graphs."""
     gap_us: NonNegative = 0.0
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
     step_us: NonNegative = 0.0
@@ -110,8 +110,8 @@ class HostTimes:
     attention: Positive | None = None
     """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
     passes: NonNegative | None = None
-    """As `MemoryRate.passes`, where its kernels are fused in another way; None: that of `MemoryRate`, and 0
-    in decoding, where few tokens are computed."""
+    """Value in the place of `MemoryRate.passes`, where kernels are fused in another way; None: that one, and
+    0 in decoding, where few tokens are computed."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -131,14 +131,14 @@ class TransferRates:
 
 @dataclass(frozen=True, config=CHECKED)
 class Calibration:
-    """What programs reach on one kind of device."""
+    """The rates that programs reach on one kind of device."""
 
     name: str
     """The file's name, without its ending."""
     devices: tuple[str, ...]
     """Names of the devices that it holds for."""
     source: str
-    """What was measured, when and where, in a sentence."""
+    """The source of the measurements, with time and place, in a sentence."""
     matmul: FrozenMapping[str, MatmulRate]
     """By dtype. `fp32` and `bf16` are required."""
     attention: Positive
@@ -189,7 +189,7 @@ def check_device(calibration: Calibration, device: str, key: str) -> None:
     """Refuse a calibration of other hardware.
 
     Args:
-        calibration: what was asked for.
+        calibration: the requested calibration.
         device: name of the cluster's devices.
         key: the setting that names the calibration, for the message.
 

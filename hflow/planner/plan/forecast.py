@@ -15,7 +15,7 @@ from hflow.planner.plan.workload import Workload
 
 
 class MemoryCategory(StrEnum):
-    """What memory is used for. Reports give each category a colour and a letter, in this order."""
+    """A use of memory. Reports give each category a colour and a letter, in this order."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -47,9 +47,9 @@ class PhaseMemory:
     phase: str
     """`generate`, `wake` (an engine takes new weights), or the name of the batch node that runs."""
     resident: tuple[MemoryItem, ...]
-    """What the device holds in all phases, such as `actor@train weights`."""
+    """Items that the device holds in all phases, such as `actor@train weights`."""
     transient: tuple[MemoryItem, ...]
-    """What only this phase needs, at its peak, such as `activations`."""
+    """Items that only this phase needs, at its peak, such as `activations`."""
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ class HostMemory:
 
     machines: tuple[int, ...]
     items: tuple[MemoryItem, ...]
-    """What may be there at the same time."""
+    """Bytes that may be there at the same time."""
     capacity: int | None
     """Memory of a machine; None: unknown."""
 
@@ -82,7 +82,7 @@ class NodeTime:
     parts: tuple[tuple[str, float], ...]
     """Named seconds that add up to `seconds`, as (`forward`, 1.2), (`all-gather`, 0.1)."""
     limit: str
-    """What limits most of the seconds: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
+    """The limit of most of the seconds: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Pace:
     """Seconds of each response beside its tokens, which its node type states."""
 
     def speed(self, num_running: float) -> float:
-        """Return how many times faster a response is while fewer than all slots are used.
+        """Return the speed-up of a response while fewer than all slots are used.
 
         Between two numbers the larger one counts, so that the speed changes in few steps.
         """
@@ -174,7 +174,7 @@ class Slot:
     """Seconds after the period's start; may exceed the period."""
     seconds: float
     step: int = 0
-    """Which of the period's `num_steps` steps it belongs to."""
+    """The index of its step among the period's `num_steps` steps."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class SimulatedStep(NamedTuple):
 
     seconds: float
     idle: tuple[tuple[str, float], ...]
-    """As in `Period`."""
+    """Idle devices, as rows of `Period.idle`."""
 
 
 @dataclass(frozen=True)
@@ -253,17 +253,17 @@ class Forecast:
     period: Period | None
     traffic: tuple[EdgeTraffic, ...]
     missing: tuple[str, ...] = ()
-    """What could not be estimated and why, one line each."""
+    """The figures that could not be estimated, with the reason, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()
     """Replica whose layout the planner chose -> the reason for the choice."""
     candidates: tuple[Candidate, ...] = ()
-    """What the search for a placement compared, the chosen plan first; empty if nothing was searched."""
+    """The placements that the search compared, the chosen plan first; empty if nothing was searched."""
     limits: tuple[Limit, ...] = ()
-    """What makes a step longer than necessary. Empty unless `compile_plan` is called with `with_limits`."""
+    """Causes of a step longer than necessary. Empty unless `compile_plan` is called with `with_limits`."""
     pace: Pace | None = None
     """Pace of the trained stream; None if it is not generated, or the sizes of its models are unknown."""
     host: tuple[HostMemory, ...] = ()
-    """What is in the memory of machines; empty on CPUs, where it is the memory of the devices."""
+    """The items in the memory of machines; empty on CPUs, where it is the memory of the devices."""
 
     def peak(self, device: int) -> PhaseMemory | None:
         """Return the phase in which a device holds most; None for a device without phases."""

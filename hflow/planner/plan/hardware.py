@@ -36,7 +36,7 @@ class Device:
 
     name: str
     type: Literal["cpu", "cuda"]
-    """Its name in torch."""
+    """The device's name in torch."""
     memory_gib: Positive
     tflops: FrozenMapping[str, Positive]
     """Dense TFLOP/s by dtype: `fp32`, `bf16`, and where the device has them `fp8` and `fp4`."""
@@ -105,18 +105,18 @@ class Hardware:
     host: Link
     """Between a device and the memory of its machine."""
     calibration: Calibration
-    """What programs reach on them."""
+    """The rates that programs reach on device and links."""
     rack: Link | None = None
     """Between machines of one rack; None if the device has no `rack`."""
 
     def link_rate(self, link: Link) -> LinkRate:
-        """Return what programs reach on one of the cluster's links."""
+        """Return the rate that programs reach on one of the cluster's links."""
         if link == self.intra:
             return self.calibration.intra
         return self.calibration.host_copy if link == self.host else self.calibration.inter
 
     def exchange_rate(self, link: Link) -> LinkRate:
-        """Return what programs reach on a link where every rank sends to many others at once."""
+        """Return the rate that programs reach on a link where every rank sends to many others at once."""
         return (
             self.calibration.exchange or self.link_rate(link) if link == self.inter else self.link_rate(link)
         )

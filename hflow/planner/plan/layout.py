@@ -152,7 +152,7 @@ class Layout:
         return d * self.context + c
 
     def expert_index(self, d: int, c: int) -> int:
-        """Return which part of each layer's experts a rank has."""
+        """Return a rank's part of each layer's experts."""
         return self.copy_index(d, c) % self.expert
 
     def head(self, order: RankOrder, d: int) -> int:

@@ -222,12 +222,12 @@ def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
 
 @lru_cache
 def expert_layers(shape: ModelShape, first: int, last: int) -> int:
-    """Return how many of the layers `[first, last)` have experts."""
+    """Return the number of layers in `[first, last)` that have experts."""
     return sum(shape.has_experts(layer) for layer in range(first, last))
 
 
 def routing_format(shape: ModelShape) -> RoutingFormat | None:
-    """Return how the experts of a token are stored; None for a model without experts."""
+    """Return the form in which a token's experts are stored; None for a model without experts."""
     experts = shape.experts
     if experts is None:
         return None

@@ -75,7 +75,7 @@ class PlanRequest:
     """Warnings about the configuration: allowed, but probably not intended."""
 
     def trained_shape(self, name: str) -> ModelShape | None:
-        """Return the sizes of what training changes of a model: its adapters, if it has any."""
+        """Return the sizes of a model's trained part: its adapters, if it has any."""
         shape = self.shapes.get(name)
         return None if shape is None else trained_shape(shape, self.model(name).lora)
 

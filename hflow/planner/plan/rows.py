@@ -138,7 +138,7 @@ class RoutingRow:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How a train node cuts its batch into minibatches, before these are split over ranks."""
+    """The cut of a train node's batch into minibatches, before these are split over ranks."""
 
     minibatches: int
     epochs: int
@@ -184,7 +184,7 @@ class RouteRow:
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How the weights of one replica reach another replica of the same model."""
+    """The way of weights from one replica to another replica of the same model."""
 
     model: str
     src: str
@@ -204,11 +204,11 @@ class WeightRoute:
     held_bytes: int = 0
     """Bytes of the destination that its workers already hold."""
     transport: str = ""
-    """Of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
+    """The transport of a `pull` route: a name of `GenConfig.transport` other than `auto`."""
     why: str = ""
     """The reason for the transport."""
     delta: bool = False
-    """Of a `pull` route: whether only what has changed since the last version is sent."""
+    """Whether a `pull` route sends only what has changed since the last version."""
     saved_bytes: int = 0
     """How much larger `moved_bytes` were if the destination's ranks were in the order of its devices; 0 if
     they are."""
@@ -343,8 +343,8 @@ class Plan:
     """Kernels of layers, where there is a choice, with the reasons for them. Not part of the digest, as
     `attention`."""
     unrunnable: tuple[str, ...] = ()
-    """Why the plan cannot run, each with what to set instead; empty if nothing in the plan prevents it. Not
-    part of the digest."""
+    """Reasons why the plan cannot run, each with a fix; empty if nothing in the plan prevents it. Not part of
+    the digest."""
     hardware: Hardware | None = None
     """Figures that the forecast uses. Not part of the digest, as no decision of a run depends on them."""
     forecast: Forecast | None = None

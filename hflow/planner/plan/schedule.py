@@ -11,6 +11,7 @@ from hflow.graph.queries import num_firings
 from hflow.planner.plan.rows import (
     OrderEdge,
     Plan,
+    Replica,
     Schedule,
     ScheduledNode,
 )
@@ -19,6 +20,31 @@ from hflow.planner.plan.rows import (
 def shared_groups(schedule: Schedule, replica: str) -> tuple[str, ...]:
     """Return the groups of a generation replica if it shares devices with batch nodes, or none."""
     return tuple(group for group, names in schedule.shared if replica in names)
+
+
+def is_changed_beside(schedule: Schedule, engine: Replica) -> bool:
+    """Return whether nodes change an engine's model, each of them on some of the engine's devices."""
+    groups = set(shared_groups(schedule, engine.name))
+    writers = [node for node in schedule.nodes if engine.model in node.writes]
+    return bool(writers) and all(not groups.isdisjoint(node.groups) for node in writers)
+
+
+def share_of_unchanged_wakes(schedule: Schedule, engine: str, *, is_changed_beside: bool) -> float:
+    """Return the fraction of steps in which an engine that sleeps may wake with the version that it had.
+
+    An engine that generates the trained stream, beside the nodes that change its model, gets new weights at
+    each sync. Any other engine may wake with the same version each time. This is known before a run; during
+    one, `runtime/state/weight_updates.py` decides each time whether an engine keeps its weights.
+
+    Args:
+        schedule: the plan's schedule.
+        engine: a generation replica that shares devices.
+        is_changed_beside: the result of the function with this name, or an assumption.
+    """
+    serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
+    if not serves_trained_stream or not is_changed_beside:
+        return 1.0
+    return 1 - 1 / schedule.settings.sync_every
 
 
 def streaming_groups(schedule: Schedule) -> tuple[str, ...]:

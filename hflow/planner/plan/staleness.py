@@ -1,44 +1,21 @@
-"""How old a trained token can be: the certificate of a schedule, and the age rule that it rests on.
+"""The largest lag of a trained token, and the age rule that ensures it.
 
 The lag of a token is the step that trains it minus the version of the weights that generated it.
 """
 
 from __future__ import annotations
 
-import math
-
-from hflow.graph.edges import round_product, steps_ahead
-from hflow.graph.ir import Level
+from hflow.config.schema import ScheduleConfig
+from hflow.graph.ir import Edge, Level
 from hflow.planner.plan.rows import Schedule
 
 
-def admission_limit(version: int, batch: int, max_staleness: float, sync_every: int = 1) -> int:
-    """Return how many groups may have been accepted or be running in total under the weights of `version`.
+def max_lag(edge: Edge, settings: ScheduleConfig) -> int:
+    """Return the largest number of steps between writing and reading the weights of an edge.
 
-    Args:
-        version: steps completed in the weights that the engines hold.
-        batch: groups per step (B).
-        max_staleness: eta; if it is a fraction, the result is rounded down to whole groups.
-        sync_every: steps between two weight syncs of the engines (s).
+    For generation it is `(max_staleness + 1) * sync_every`.
     """
-    groups_per_sync = sync_every * max(1, batch)
-    num_syncs = version // sync_every
-    return (num_syncs + 1) * groups_per_sync + math.floor(round_product(max_staleness * groups_per_sync))
-
-
-def certified_lag(max_staleness: float, sync_every: int) -> int:
-    """Return the largest lag of a token whose group is never overtaken: L = ceil((eta + 1) s) - 1.
-
-    A group admitted at the n-th sync is among the first `(eta + n + 1) * s * B`. Taken in the order of
-    admission it trains at step `ceil((eta + n + 1) * s) - 1` at the latest, with weights of step `n * s`.
-    """
-    return sync_every + steps_ahead(max_staleness, sync_every) - 1
-
-
-def splits_batch(schedule: Schedule) -> bool:
-    """Return whether generation may start a part of a batch early, but not all of it."""
-    eta, sync_every = schedule.settings.max_staleness, schedule.settings.sync_every
-    return steps_ahead(eta, sync_every) != round_product(eta * sync_every)
+    return edge.lag * settings.sync_every + settings.steps_ahead if edge.at_most else edge.lag
 
 
 def age_limit(schedule: Schedule) -> int | None:
@@ -48,7 +25,7 @@ def age_limit(schedule: Schedule) -> int | None:
         return None
     if settings.drop_older_than is not None:
         return settings.drop_older_than
-    return certified_lag(settings.max_staleness, settings.sync_every)
+    return settings.certified_lag
 
 
 def staleness_bound(schedule: Schedule) -> int | None:
@@ -66,9 +43,8 @@ def staleness_bound(schedule: Schedule) -> int | None:
     written = {model for node in schedule.nodes for model in node.writes}
     if written.isdisjoint(trained.models):
         return 0
-    settings = schedule.settings
-    in_order = certified_lag(settings.max_staleness, settings.sync_every)
-    limits = [age_limit(schedule), in_order if _keeps_order(schedule) else None]
+    in_order = schedule.settings.certified_lag if _keeps_order(schedule) else None
+    limits = [age_limit(schedule), in_order]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -7,7 +7,7 @@ To add one, write `descriptor.py` in `training/NAME` or `engines/NAME`, and add 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -33,7 +33,7 @@ ENGINES = tuple(_ENGINES)
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """How a backend or engine runs a model, as far as it is one choice of a few."""
+    """The traits of a backend or engine in which it is one choice of a few."""
 
     sharded_over_data: Literal["nothing", "optimizer", "everything"]
     """What the data axis shards: nothing (every data rank holds its tensor and pipeline shard whole), the
@@ -80,6 +80,23 @@ class BackendTraits:
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""
 
+    @property
+    def has_all_families(self) -> bool:
+        """Whether it can build every causal language model of transformers."""
+        return self.families is None
+
+
+Trait = Literal[
+    "is_model_parallel",
+    "has_context_axis",
+    "has_expert_axis",
+    "has_adapters",
+    "chooses_kernels",
+    "compiles_layers",
+    "has_all_families",
+]
+"""A trait that a message tells the user to choose a backend for."""
+
 
 def load_backend(name: str) -> Any:
     """Return the `descriptors.Backend` of a training backend.
@@ -110,44 +127,9 @@ def traits(name: str) -> BackendTraits:
     return found
 
 
-def model_parallel_backend() -> str:
-    """Return the name of the first training backend with a tensor and a pipeline axis."""
-    return next(name for name in BACKENDS if traits(name).is_model_parallel)
-
-
-def context_backend() -> str:
-    """Return the name of the first training backend with a context axis."""
-    return next(name for name in BACKENDS if traits(name).has_context_axis)
-
-
-def expert_backend() -> str:
-    """Return the name of the first training backend with an expert axis."""
-    return next(name for name in BACKENDS if traits(name).has_expert_axis)
-
-
-def adapter_backend() -> str:
-    """Return the name of the first training backend that trains low-rank adapters."""
-    return next(name for name in BACKENDS if traits(name).has_adapters)
-
-
-def kernel_backend() -> str:
-    """Return the name of the first training backend whose layers different kernels can compute."""
-    return next(name for name in BACKENDS if traits(name).chooses_kernels)
-
-
-def compiling_backend() -> str:
-    """Return the name of the first training backend that compiles layers."""
-    return next(name for name in BACKENDS if traits(name).compiles_layers)
-
-
-def backend_of_any_family() -> str:
-    """Return the name of the first training backend that builds every language model of transformers."""
-    return next(name for name in BACKENDS if traits(name).families is None)
-
-
-def engine_of_any_family() -> str:
-    """Return the name of the first engine that generates with every language model of transformers."""
-    return next(name for name in ENGINES if traits(name).families is None)
+def first_with(trait: Trait, names: Iterable[str] = BACKENDS) -> str:
+    """Return the first training backend (or engine, given `ENGINES`) that has a trait, to suggest it."""
+    return next(name for name in names if getattr(traits(name), trait))
 
 
 def _module(registry: Mapping[str, str], what: str, name: str) -> str:

@@ -59,7 +59,7 @@ def search(
 
     Args:
         graph: a checked graph.
-        request: its `free` says what may be chosen besides layouts.
+        request: the request, whose `free` lists the keys that may be chosen besides layouts.
         simulate: decides between the best candidates where the analytic period is only an estimate; None: the
             estimate decides.
         budget: most candidates to look at. It counts candidates and not seconds, so that equal requests have
@@ -137,7 +137,7 @@ def decide_layouts(
 
     Args:
         graph: a checked graph.
-        request: with its placement resolved.
+        request: a request whose placement is resolved.
         structure: the plan of the request, with data ranks alone where layouts are open.
     """
     is_open = any(_is_open(replica, request) for replica in structure.replicas)

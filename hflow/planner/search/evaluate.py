@@ -14,7 +14,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 
-from hflow.planner.forecast.cost.nodes import Costs
+from hflow.base.errors import PlanError
+from hflow.planner.checks.unrunnable import unrunnable_reasons
+from hflow.planner.forecast.cost.nodes import Costs, share_of_kept_weights
 from hflow.planner.forecast.memory.host import published_by
 from hflow.planner.forecast.memory.phases import MemoryContext, group_phases
 from hflow.planner.make.replicas import Devices
@@ -24,6 +26,7 @@ from hflow.planner.plan.rows import Replica, WeightRoute, joined_devices
 from hflow.planner.plan.traits import traits
 from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
 from hflow.planner.search.layouts import comparable_devices
+from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
@@ -51,10 +54,10 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """What it takes to give an engine new weights."""
+    """The cost of giving an engine new weights."""
 
     seconds: Mapping[str, float]
-    """Of loading and of publishing them, as `steady_period` takes them."""
+    """Event of loading or of publishing them -> its seconds, in the form that `steady_period` takes."""
     route: WeightRoute
     host_bytes: int
     """In the memory of the machine that holds most of published versions."""
@@ -66,13 +69,13 @@ class Choice:
 
     partition: Partition
     devices: tuple[Devices, ...]
-    """Of each group of the partition."""
+    """The devices of each group of the partition."""
     groups: tuple[GroupChoice, ...]
     seconds: Mapping[str, float]
-    """As `steady_period` takes them."""
+    """Event -> seconds, in the form that `steady_period` takes."""
     period: float
     cycle: tuple[str, ...]
-    """What the slowest cycle consists of."""
+    """The parts of the slowest cycle."""
 
     @property
     def options(self) -> tuple[ReplicaOption, ...]:
@@ -91,44 +94,43 @@ class Evaluator:
         self.problem = problem
         self.table = OptionTable(problem)
         self.memory = GroupMemory(problem, self.table)
-        self._partitions: dict[Blocks, Partition] = {}
-        self._phases: dict[tuple[str, ...], Phases] = {}
-        self._common: dict[Blocks, Mapping[str, CommonDevices]] = {}
         self._groups: dict[
             tuple[Blocks, tuple[Devices, ...], tuple[int, ...]], tuple[GroupChoice, ...] | None
         ] = {}
-        self._routes: dict[
-            tuple[ReplicaOption, ReplicaOption, CommonDevices, tuple[Devices, Devices] | None], NewWeights
-        ] = {}
 
+    @memo
     def partition(self, blocks: Blocks) -> Partition:
         """Return the schedule of replicas that are divided like this."""
-        if blocks not in self._partitions:
-            self._partitions[blocks] = Partition(self.problem.structure(blocks), blocks)
-        return self._partitions[blocks]
+        return Partition(self.problem.structure(blocks), blocks)
 
+    @memo
+    def num_unrunnable(self, blocks: Blocks) -> int | None:
+        """Return the number of reasons to refuse to run a division; None if it cannot even be planned."""
+        try:
+            return len(unrunnable_reasons(self.partition(blocks).plan, self.problem.request))
+        except PlanError:
+            return None
+
+    @memo
     def phases(self, block: tuple[str, ...]) -> Phases:
         """Return the phases of a step on a group with exactly these replicas."""
-        if block not in self._phases:
-            rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
-            plan = self.problem.structure([block, rest] if rest else [block])
-            group = next(group for group in plan.groups if group.devices == (0,))
-            self._phases[block] = tuple(group_phases(MemoryContext(plan, self.problem.request), group))
-        return self._phases[block]
+        rest = tuple(r.name for r in self.problem.base.replicas if r.name not in block)
+        plan = self.problem.structure([block, rest] if rest else [block])
+        group = next(group for group in plan.groups if group.devices == (0,))
+        return tuple(group_phases(MemoryContext(plan, self.problem.request), group))
 
+    @memo
     def common_devices(self, blocks: Blocks) -> Mapping[str, CommonDevices]:
-        """Return how many of its trainer's devices the engine of each model has, given connected blocks."""
-        if blocks not in self._common:
-            places = {
-                r.name: {i for i, block in enumerate(blocks) if r.name in block}
-                for r in self.problem.base.replicas
-            }
-            self._common[blocks] = {
-                src.model: _compared(places[src.name], places[gen.name])
-                for src, gen in permutations(self.problem.base.replicas, 2)
-                if src.model == gen.model and gen.role == "gen" and src.role != "gen"
-            }
-        return self._common[blocks]
+        """Compare the devices of each model's trainer with those of its engine, given connected blocks."""
+        places = {
+            r.name: {i for i, block in enumerate(blocks) if r.name in block}
+            for r in self.problem.base.replicas
+        }
+        return {
+            src.model: _compared(places[src.name], places[gen.name])
+            for src, gen in permutations(self.problem.base.replicas, 2)
+            if src.model == gen.model and gen.role == "gen" and src.role != "gen"
+        }
 
     def options(
         self, name: str, blocks: Blocks, devices: Sequence[Devices], *, with_offload: bool = False
@@ -138,10 +140,10 @@ class Evaluator:
         Those of a replica in several groups use devices of each, unless the user has set its layout.
 
         Args:
-            name: of the replica.
+            name: the replica's name.
             blocks: groups, with all of the replica's.
-            devices: of each group.
-            with_offload: also options with other values of `offload`.
+            devices: the devices of each group.
+            with_offload: whether to add options with other values of `offload`.
         """
         options = self.table.options(name, self.costed(name, blocks, devices), with_offload=with_offload)
         if name in self.problem.layouts or (least := _least_ranks(_sets_of(name, blocks, devices))) == 1:
@@ -155,7 +157,7 @@ class Evaluator:
 
         Args:
             blocks: all groups.
-            devices: of each group.
+            devices: the devices of each group.
             cutoff: None is also returned if the nodes of a group take so many seconds in any case.
         """
         fastest = {}
@@ -184,7 +186,7 @@ class Evaluator:
 
         Args:
             blocks: connected ones.
-            options: of each replica in them.
+            options: replica -> its option.
         """
         if not self._agree(list(options.values())):
             return None
@@ -238,7 +240,7 @@ class Evaluator:
 
         Args:
             blocks: all groups.
-            devices: of each group.
+            devices: the devices of each group.
             groups: the options of each group.
             cutoff: seconds of a step.
         """
@@ -268,10 +270,16 @@ class Evaluator:
                 in_place.add(gen.name)
         for name in stream.replicas:
             gen = option_of[name]
-            if share := partition.share_of_kept_weights(name, gen.config, is_shared=name in in_place):
+            if share := self._share_of_kept_weights(partition, name, name in in_place):
                 source += share * self.table.waking(gen)
         seconds[stream.source] = source + self.table.beside_engines(source)
         return seconds
+
+    @memo
+    def _share_of_kept_weights(self, partition: Partition, engine: str, is_shared: bool) -> float:
+        replica = partition.plan.replica(engine)
+        config = self.problem.request.model(replica.model)  # a search changes nothing that this depends on
+        return share_of_kept_weights(partition.plan.schedule, replica, config, is_shared=is_shared)
 
     def fixed_devices(self, block: tuple[str, ...]) -> Devices | None:
         """Return the devices of the named group that a block contains, or None if it contains none."""
@@ -282,9 +290,9 @@ class Evaluator:
         """Return the devices for which a replica is costed: free ones count like others on as many machines.
 
         Args:
-            name: of the replica.
+            name: the replica's name.
             blocks: groups, with all of the replica's.
-            devices: of each group.
+            devices: the devices of each group.
         """
         own = joined_devices(_sets_of(name, blocks, devices))
         if any(name in block and self.fixed_devices(block) is not None for block in blocks):
@@ -292,7 +300,7 @@ class Evaluator:
         return comparable_devices(own, self.problem.cluster)
 
     def pace(self, choice: Choice) -> Pace | None:
-        """Return how fast the engines of a choice generate, or None without engines."""
+        """Return the pace of a choice's engines, or None without engines."""
         largest: dict[str, int] = {}
         for group in choice.groups:
             for name, number in group.fit.largest_batches.items():
@@ -302,7 +310,7 @@ class Evaluator:
     def _routed(
         self, blocks: Blocks, devices: Sequence[Devices], options: Sequence[ReplicaOption]
     ) -> Iterator[tuple[ReplicaOption, NewWeights]]:
-        """Yield each engine of a model that changes, with what it takes to give it new weights."""
+        """Yield each engine of a model that changes, with the cost of giving it new weights."""
         common = self.common_devices(blocks)
         for src, gen in _senders(options, self.problem.written):
             places = None
@@ -311,33 +319,22 @@ class Evaluator:
                 places = joined_devices(of_src), joined_devices(of_gen)
             yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
 
+    @memo
     def _new_weights(
-        self,
-        src: ReplicaOption,
-        gen: ReplicaOption,
-        common: CommonDevices,
-        places: tuple[Devices, Devices] | None = None,
-    ) -> NewWeights:
-        """Return what it takes to give an engine new weights.
-
-        Args:
-            src: option of the trainer.
-            gen: option of the engine.
-            common: how many devices they have in common.
-            places: the devices of both; None: any of which these are as many.
-        """
-        key = src, gen, common, places
-        if key not in self._routes:
-            self._routes[key] = self._cost_route(src, gen, common, places)
-        return self._routes[key]
-
-    def _cost_route(
         self,
         src: ReplicaOption,
         gen: ReplicaOption,
         common: CommonDevices,
         places: tuple[Devices, Devices] | None,
     ) -> NewWeights:
+        """Return the seconds, the route and the bytes of giving an engine new weights.
+
+        Args:
+            src: option of the trainer.
+            gen: option of the engine.
+            common: the number of devices that both have in common.
+            places: the devices of both; None: any devices, in the same numbers.
+        """
         problem = self.problem
         trainer, engine = src.replica, gen.replica
         if places is not None:
@@ -373,7 +370,7 @@ class Evaluator:
         per_machine = self.problem.cluster.devices_per_node
         num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
         return sum(
-            self._new_weights(src, gen, "all").host_bytes / num_devices
+            self._new_weights(src, gen, "all", None).host_bytes / num_devices
             for src, gen in _senders(options, self.problem.written)
             if common[gen.replica.model] == "all"
         )
@@ -438,7 +435,7 @@ class Evaluator:
 
         Args:
             blocks: connected ones.
-            devices: of each of them.
+            devices: the devices of each block.
         """
         tables = {name: self.options(name, blocks, devices) for name in _names(blocks)}
         fastest = {name: table[0] for name, table in tables.items()}
@@ -562,7 +559,7 @@ class Evaluator:
         }
 
     def _sizes(self, blocks: Blocks, option: ReplicaOption) -> dict[int, tuple[int, ...]]:
-        """Return what an option adds in each phase of each of its replica's blocks, by their index."""
+        """Return an option's bytes in each phase of each of its replica's blocks, by their index."""
         common = self.common_devices(blocks)
         return {
             i: self.memory.sizes(self.phases(block), option, common)
@@ -577,7 +574,7 @@ def _sets_of(replica: str, blocks: Blocks, devices: Sequence[Devices]) -> list[D
 
 
 def _least_ranks(sets: Sequence[Devices]) -> int:
-    """Return how many ranks a replica needs at least to use a device of each of its groups."""
+    """Return the fewest ranks with which a replica uses a device of each of its groups."""
     if len(sets) == 1:
         return 1
     last = max(map(min, sets))
@@ -590,7 +587,7 @@ def _names(blocks: Blocks) -> tuple[str, ...]:
 
 
 def _compared(src: Set[int], gen: Set[int]) -> CommonDevices:
-    """Return how many devices a trainer and an engine have in common, given the groups of each."""
+    """Compare the devices of a trainer and an engine, given the groups of each."""
     if src == gen:
         return "all"
     return "some" if src & gen else "none"
@@ -603,7 +600,7 @@ def _bound(blocks: Blocks, options: Mapping[str, ReplicaOption]) -> Total:
 
 
 def _seconds(groups: Sequence[GroupChoice]) -> Total:
-    """Return what connected groups take."""
+    """Return the seconds of connected groups."""
     return max(group.total for group in groups), sum(group.total for group in groups)
 
 

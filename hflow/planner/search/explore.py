@@ -18,8 +18,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hflow.base.errors import PlanError
-from hflow.planner.checks.unrunnable import unrunnable_reasons
 from hflow.planner.make.replicas import Devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
 from hflow.planner.search.layouts import assign_devices, compositions, group_sizes, usable_devices
@@ -44,7 +42,7 @@ MAX_SLOWER = 0.5
 
 @dataclass
 class Exploration:
-    """What a search has found.
+    """The choices that a search has found.
 
     Attributes:
         evaluator: tables of seconds and memory.
@@ -54,7 +52,7 @@ class Exploration:
             sequences at once, the best one included; empty unless they are kept.
         num_tried: candidates so far.
         budget: most candidates to try.
-        most_reasons: for which a run may refuse a division; None: divisions are not checked again.
+        most_reasons: most reasons of a run to refuse a division; None: divisions are not checked again.
     """
 
     evaluator: Evaluator
@@ -64,7 +62,6 @@ class Exploration:
     alternatives: dict[Blocks, list[Choice]] = field(default_factory=dict)
     num_tried: int = 0
     most_reasons: int | None = None
-    _can_run: dict[Blocks, bool] = field(default_factory=dict)
 
     def ranked(self) -> list[Choice]:
         """Return the best choice of each division, the fastest first."""
@@ -101,10 +98,8 @@ class Exploration:
         """Return whether a run can execute a division for all that is known of it."""
         if self.most_reasons is None or blocks in self.best:
             return True
-        if blocks not in self._can_run:
-            num = _num_unrunnable(self.evaluator, blocks)
-            self._can_run[blocks] = num is not None and num <= self.most_reasons
-        return self._can_run[blocks]
+        num = self.evaluator.num_unrunnable(blocks)
+        return num is not None and num <= self.most_reasons
 
     def shortest_apart(self) -> float:
         """Return the shortest period without replicas in several groups."""
@@ -113,7 +108,7 @@ class Exploration:
 
 
 def _kind(choice: Choice) -> Hashable:
-    """Return what tells the alternatives of a division apart."""
+    """Return the key that identifies an alternative of a division."""
     engines = [option for option in choice.options if option.replica.role == "gen"]
     sizes = tuple(map(len, choice.devices))
     return sizes, tuple((option.layout, option.config.gen.max_running) for option in engines)
@@ -129,7 +124,7 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
         _try_sizes(found, blocks)
     for choice in found.ranked()[:NUM_IMPROVED]:
         _improve(found, choice)
-    found.most_reasons = _num_unrunnable(evaluator, plain[0]) if plain else None
+    found.most_reasons = evaluator.num_unrunnable(plain[0]) if plain else None
     spread = list(spread_divisions(evaluator))
     for blocks in spread:
         _try_sizes(found, blocks)
@@ -163,7 +158,7 @@ def divisions(evaluator: Evaluator) -> list[Blocks]:
     problem = evaluator.problem
     reasons = {}
     for blocks in _divided(problem, problem.loose):
-        if (num := _num_unrunnable(evaluator, blocks)) is not None:
+        if (num := evaluator.num_unrunnable(blocks)) is not None:
             reasons[blocks] = num
     fewest = min(reasons.values(), default=0)
     return [blocks for blocks, num in reasons.items() if num == fewest]
@@ -199,14 +194,6 @@ def _in_order(problem: SearchProblem, blocks: Iterable[Iterable[str]]) -> Blocks
     position = {r.name: i for i, r in enumerate(problem.base.replicas)}
     rows = sorted(sorted(position[name] for name in block) for block in blocks)
     return tuple(tuple(problem.base.replicas[i].name for i in row) for row in rows)
-
-
-def _num_unrunnable(evaluator: Evaluator, blocks: Blocks) -> int | None:
-    """Return for how many reasons a run would refuse a division; None if it cannot even be planned."""
-    try:
-        return len(unrunnable_reasons(evaluator.partition(blocks).plan, evaluator.problem.request))
-    except PlanError:
-        return None
 
 
 def _try_sizes(found: Exploration, blocks: Blocks) -> None:

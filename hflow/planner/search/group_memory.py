@@ -9,30 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
-from hflow.planner.forecast.memory.host import (
-    kept_asleep,
-    kept_by_engine,
-    kept_by_trainer,
-    may_wake_unchanged,
-)
-from hflow.planner.forecast.memory.parts import EngineLoad, engine_load
+from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
 from hflow.planner.forecast.memory.phases import (
     GENERATE,
     WAKE,
+    EngineNeeds,
     MemoryContext,
+    engine_needs,
+    largest_batch,
     resident_bytes,
+    size_caches,
     transient_bytes,
 )
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
-from hflow.planner.plan.workload import Workload, expected_max
+from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.weight_routes import near_transport
@@ -63,14 +60,14 @@ Phases = tuple[tuple[str, frozenset[str]], ...]
 
 @dataclass(frozen=True)
 class _Profile:
-    """What a replica adds to a device, without its cache."""
+    """The bytes that a replica adds to a device, without its cache."""
 
     held: Mapping[tuple[str, bool], int]
     """(`generate`, `wake` or `NODE`; whether it inferred since training) -> bytes in phases of others."""
     running: Mapping[tuple[str, bool], int]
-    """The same for phases in which it runs, by their name, with the peak of the phase."""
-    engine: tuple[Rank, EngineLoad, int] | None
-    """Of a generation replica: its fullest rank, its load, and the bytes of a decode step."""
+    """(phase in which it runs; whether it inferred since training) -> bytes, with the peak of the phase."""
+    engine: EngineNeeds | None
+    """The needs of a generation replica's fullest rank; None for other replicas."""
     host: int = 0
     """Bytes in host memory at all times: `kept_by_trainer` or `kept_by_engine`."""
     asleep: int = 0
@@ -79,14 +76,14 @@ class _Profile:
 
 @dataclass(frozen=True)
 class _PhaseBytes:
-    """The same for the phases of one group."""
+    """The bytes that a replica adds to a device in the phases of one group."""
 
     phases: tuple[int, ...]
-    """In each phase, without caches and the steps of engines."""
+    """Bytes in each phase, without caches and the steps of engines."""
     generating: int
-    """While engines generate; 0 in a group without engines."""
+    """Bytes while engines generate; 0 in a group without engines."""
     smallest: tuple[int, ...]
-    """In each phase, with the step and the smallest cache of an engine; without phases these alone."""
+    """Bytes in each phase, with the step and the smallest cache of an engine; without phases these alone."""
 
 
 class GroupMemory:
@@ -96,8 +93,6 @@ class GroupMemory:
         self._problem = problem
         self._table = table
         self._plan = problem.base
-        self._profiles: dict[tuple[ReplicaOption, CommonDevices], _Profile] = {}
-        self._phase_bytes: dict[tuple[Phases, ReplicaOption, CommonDevices], _PhaseBytes] = {}
         self._contexts: dict[tuple[str, CommonDevices, bool], MemoryContext] = {}
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
@@ -127,25 +122,24 @@ class GroupMemory:
         """Return the memory of a device with one option of each replica of a group.
 
         Args:
-            phases: those of the group.
-            options: one for each replica.
+            phases: the group's phases.
+            options: an option of each replica.
             common: model with an engine and a trainer -> how many devices these have in common.
         """
         rows = [self._bytes_in(phases, option, _common_of(option, common)) for option in options]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
-        used, caches, batches = self.runtime + sum(row.generating for row in rows), 0, {}
-        for option in options:
-            engine = self._profile(option, _common_of(option, common)).engine
-            if engine is None:
-                continue
-            rank, load, step = engine
-            memory = engine_kind(rank.replica.backend).memory
-            used += step
-            cache = memory.cache_bytes(rank, load, capacity, used)
-            used, caches = used + cache, caches + cache
-            batch = memory.max_sequences(rank, cache, self._mean_lengths[option.name])
+        profiles = [self._profile(option, _common_of(option, common)) for option in options]
+        engines = [profile.engine for profile in profiles if profile.engine is not None]
+        used = self.runtime + sum(row.generating for row in rows)
+        sizes = size_caches(engines, capacity, used, {})
+        caches = sum(sizes.values())
+        used += sum(engine.step for engine in engines) + caches
+        batches = {}
+        for engine in engines:
+            name = engine.rank.replica.name
+            batch = largest_batch(self._plan, engine.rank, sizes[name], self._problem.workloads)
             if batch is not None:
-                batches[option.name] = batch
+                batches[name] = batch
         largest, fullest = self.runtime, ""
         base = self.runtime + (caches if on_cpu else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
@@ -154,23 +148,16 @@ class GroupMemory:
             if total > largest:
                 largest, fullest = total, phase
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
-        profiles = [self._profile(option, _common_of(option, common)) for option in options]
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
+    @memo
     def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
-        key = phases, option, common
-        if key not in self._phase_bytes:
-            self._phase_bytes[key] = self._sum_phases(phases, option, common)
-        return self._phase_bytes[key]
-
-    def _sum_phases(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
         profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
-        if profile.engine is not None:
-            rank, load, step = profile.engine
-            added = step + engine_kind(rank.replica.backend).memory.cache_bytes(rank, load, 0, 0)
+        if (engine := profile.engine) is not None:
+            added = engine.step + engine.memory.cache_bytes(engine.rank, engine.load, 0, 0)
         for phase, inferred in phases:
             key = option.name in inferred
             running = profile.running.get((phase, key))
@@ -183,23 +170,8 @@ class GroupMemory:
         ]
         return _PhaseBytes(tuple(rows), generating, tuple(smallest or [added]))
 
-    @cached_property
-    def _mean_lengths(self) -> Mapping[str, float]:
-        """Engine -> mean tokens of a sequence of the stream that it generates first."""
-        means: dict[str, float] = {}
-        for stream in self._plan.schedule.streams:
-            lengths: Workload = self._problem.workloads[stream.name]
-            for replica in stream.replicas:
-                means.setdefault(replica, lengths.prompt + expected_max(lengths, 1))
-        return means
-
+    @memo
     def _profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
-        key = option, common
-        if key not in self._profiles:
-            self._profiles[key] = self._make_profile(option, common)
-        return self._profiles[key]
-
-    def _make_profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
         if option.replica.model not in self._problem.request.shapes:
             kinds = {(kind, inferred): 0 for kind in (GENERATE, WAKE, NODE) for inferred in (False, True)}
             return _Profile(kinds, {}, None)
@@ -221,15 +193,13 @@ class GroupMemory:
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
             if option.replica.role == "gen" and rank.stage == 0:
-                load = engine_load(context.plan, rank, self._problem.workloads)
-                memory = engine_kind(rank.replica.backend).memory
-                engine = rank, load, memory.decode_step(rank, load).total()
+                engine = engine_needs(context.plan, rank, self._problem.workloads)
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> tuple[int, int]:
-        """Return what a rank keeps in host memory at all times, and what more while it sleeps."""
+        """Return a rank's bytes in host memory at all times, and its further ones while it sleeps."""
         config = option.config
         batches = config.tokens_per_microbatch, config.activation_checkpointing
         key = (
@@ -241,7 +211,9 @@ class GroupMemory:
             if option.replica.role == "gen":
                 through_host = replace(context, plan=_sent_through_hosts(context.plan))
                 always = kept_by_engine(through_host, rank).total()
-                if self._may_wake_unchanged(option, common):
+                schedule, model = self._plan.schedule, option.replica.model
+                is_changed = common != "none" and any(model in node.writes for node in schedule.nodes)
+                if share_of_unchanged_wakes(schedule, option.name, is_changed_beside=is_changed):
                     asleep = kept_asleep(context, rank).total()
             else:
                 always = kept_by_trainer(context, rank).total()
@@ -258,13 +230,8 @@ class GroupMemory:
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
 
-    def _may_wake_unchanged(self, option: ReplicaOption, common: CommonDevices) -> bool:
-        schedule = self._plan.schedule
-        is_changed = any(option.replica.model in node.writes for node in schedule.nodes)
-        return may_wake_unchanged(schedule, option.name, is_changed_here=is_changed and common != "none")
-
     def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
-        """Return what a node needs at its peak, which does not depend on what is offloaded."""
+        """Return the bytes of a node's peak, which does not depend on what is offloaded."""
         config = rank.config
         settings = config.tokens_per_microbatch, config.activation_checkpointing
         key = node, rank.replica, *settings, rank.stage, common
@@ -273,7 +240,7 @@ class GroupMemory:
         return self._peaks[key]
 
     def _context(self, option: ReplicaOption, common: CommonDevices) -> MemoryContext:
-        """Return what the memory of a rank depends on besides the rank itself."""
+        """Return the plan and the request on which the memory of an option's ranks depends."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
             settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
@@ -300,7 +267,7 @@ class GroupMemory:
     def _held(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
     ) -> dict[tuple[str, bool], int]:
-        """Return what a rank holds in phases in which it does not run.
+        """Return a rank's bytes in phases in which it does not run.
 
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """
@@ -360,7 +327,7 @@ def _sent_through_hosts(plan: Plan) -> Plan:
 
 
 def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:
-    """Return the most that the engine on a trainer's device may need of what the trainer's rank holds."""
+    """Return the most bytes of a trainer's rank that the engine on its device may need."""
     layout, shape = trainer.layout, problem.request.trained_shape(trainer.replica.model)
     assert shape is not None
     is_sharded = traits(trainer.replica.backend).sharded_over_data == "everything"

@@ -86,7 +86,7 @@ def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...
 
 @lru_cache(maxsize=4096)
 def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
-    """Return the first devices of the cluster of which as many share each machine.
+    """Return the first devices of the cluster that share machines in the same numbers as some devices.
 
     Costs are computed for these, so that they are computed once for groups that differ in nothing else.
     """
@@ -107,8 +107,8 @@ def assign_devices(
     come first; the others then fill the smallest gap that is large enough.
 
     Args:
-        sizes: of the groups.
-        devices: that are free, ascending.
+        sizes: the number of devices of each group.
+        devices: the free devices, ascending.
         cluster: says which devices share a machine.
 
     Returns:
@@ -186,14 +186,14 @@ MOST_IDLE = 0.25
 
 
 def layouts_for(problem: SearchProblem, name: str, devices: Devices, *, is_large: bool) -> list[Layout]:
-    """Return the layouts of a replica on some devices, of which it may leave a few unused.
+    """Return the layouts of a replica on some devices. It may leave a few of them unused.
 
     Layouts that `run` refuses are left out if others are not refused, unless the problem allows them.
 
     Args:
         problem: says what is set.
-        name: of the replica.
-        devices: of its group.
+        name: the replica's name.
+        devices: the devices of the replica's group.
         is_large: whether every other choice is enough.
     """
     if name in problem.layouts:

@@ -21,7 +21,6 @@ from hflow.planner.make.replicas import replica_roles
 from hflow.planner.plan.forecast import Forecast, Limit, Remedy
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import EngineChoice
-from hflow.planner.plan.staleness import admission_limit
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
@@ -50,11 +49,11 @@ Tried = tuple[Mapping[str, Any], float | None]
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from, and so what a plan with another setting would be made from."""
+    """The inputs that a plan was made from, from which plans with other settings can be made."""
 
     graph: Graph
     request: PlanRequest
-    """What the plan was compiled from, with its groups and layouts."""
+    """The request that the plan was compiled from, with its groups and layouts."""
     searched: PlanRequest | None = None
     """The request before the planner chose; it would choose again. None: it chose nothing."""
     simulate: PeriodFunction | None = None
@@ -97,11 +96,11 @@ class Basis:
 def throttles(
     basis: Basis, forecast: Forecast, *, is_placed: bool = True, can_run: bool = True
 ) -> tuple[Limit, ...]:
-    """Return what holds a plan back: settings, then devices that are idle for much of a step.
+    """Return the limits of a plan: settings, then devices that are idle for much of a step.
 
     Args:
-        basis: what the plan was made from.
-        forecast: of the plan.
+        basis: the graph and request that the plan was made from.
+        forecast: the plan's forecast.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
         can_run: whether the plan runs. Then only what runs as well is named.
     """
@@ -147,7 +146,7 @@ def _remedies(tried: Iterable[Tried], before: float) -> Iterator[Remedy]:
 
 
 def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what a setting does to the plan, and another value. What the planner chose is no limit."""
+    """Yield the effect of a setting on the plan, and another value. The planner's own choice is no limit."""
     request = basis.request
     key, value = "schedule.max_concurrent", request.schedule.max_concurrent
     useful = _useful(basis, request.schedule.max_staleness)
@@ -209,10 +208,10 @@ def _model_of(key: str) -> str:
 
 
 def _useful(basis: Basis, max_staleness: float) -> int:
-    """Return how many samples can be in flight at most."""
-    request = basis.request
-    group = max((stream.group for stream in basis.graph.streams if stream.trained), default=1)
-    return group * admission_limit(0, request.batch, max_staleness, request.schedule.sync_every)
+    """Return the most samples that can be in flight with a `max_staleness`."""
+    group_size = max((stream.group for stream in basis.graph.streams if stream.trained), default=1)
+    schedule = replace(basis.request.schedule, max_staleness=max_staleness)
+    return group_size * schedule.admission_limit(0, basis.request.batch)
 
 
 def _staler(basis: Basis, before: float) -> Iterator[Tried]:

@@ -25,6 +25,7 @@ from hflow.planner.plan.rows import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import sample_lengths
 from hflow.planner.search.layouts import layouts_for
+from hflow.planner.search.memo import memo
 from hflow.planner.search.problem import SearchProblem
 
 MANY_DEVICES = 32
@@ -37,7 +38,7 @@ every response slow."""
 FEW_RUNNING = (16, 8, 4, 2, 1)
 """Further choices for an engine whose cache grows as needed, so that fewer sequences make it smaller."""
 MAX_SAMPLES = 4096
-"""Samples of a batch of which the loads of ranks are computed."""
+"""Most samples of a batch from which the loads of ranks are computed."""
 MIN_DIFFERENCE = 1e-3
 """Relative difference of seconds below which more memory is not worth it."""
 
@@ -76,14 +77,6 @@ class OptionTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         self._base = replace(problem.base, cluster=problem.cluster)
-        self._tables: dict[tuple[str, Devices, bool, bool], tuple[ReplicaOption, ...]] = {}
-        self._changed: dict[tuple[str, int, bool, Offload], ModelConfig] = {}
-        self._with_cache: dict[tuple[ReplicaOption, int], ReplicaOption] = {}
-        self._offloading: dict[tuple[Replica, Offload], dict[ScheduledNode, float]] = {}
-        self._waking: dict[ReplicaOption, float] = {}
-        self._costs: dict[Replica, Costs] = {}
-        self._imbalance: dict[tuple[str, int], float] = {}
-        self._units: dict[str, tuple[list[list[int]], float]] = {}
         self.events = SteadyEvents(problem.base.schedule)
 
     def options(
@@ -92,45 +85,44 @@ class OptionTable:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts.
 
         Args:
-            name: of the replica.
-            devices: those of its group.
-            with_too_large: also options of which the weights and the optimizer state alone do not fit.
-            with_offload: also options with other values of `offload` than the configured one, if it is free.
+            name: the replica's name.
+            devices: the devices of the replica's group.
+            with_too_large: whether to add options whose weights and optimizer state alone do not fit.
+            with_offload: whether to add options with other values of `offload`, if it is free.
         """
-        key = name, devices, with_too_large, with_offload
-        if key not in self._tables:
-            if with_offload:
-                plain = self.options(name, devices, with_too_large=with_too_large)
-                made = [other for option in plain for other in self._offloaded(option)]
-            else:
-                made = [
-                    option
-                    for replica in self._replicas(name, devices)
-                    if with_too_large or self._has_room(replica)
-                    for configs in self._configs(replica)
-                    for option in self._faster(replica, configs)
-                ]
-            self._tables[key] = tuple(sorted(made, key=_order))
-        return self._tables[key]
+        return self._sorted_options(name, devices, with_too_large, with_offload)
 
+    @memo
+    def _sorted_options(
+        self, name: str, devices: Devices, with_too_large: bool, with_offload: bool
+    ) -> tuple[ReplicaOption, ...]:
+        if with_offload:
+            plain = self._sorted_options(name, devices, with_too_large, False)
+            made = [other for option in plain for other in self._offloaded(option)]
+        else:
+            made = [
+                option
+                for replica in self._replicas(name, devices)
+                if with_too_large or self._has_room(replica)
+                for configs in self._configs(replica)
+                for option in self._faster(replica, configs)
+            ]
+        return tuple(sorted(made, key=_order))
+
+    @memo
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
         """Return an engine's option with as many sequences at once as its cache holds."""
         if largest_batch is None or largest_batch >= option.config.gen.max_running:
             return option
-        key = option, largest_batch
-        if key not in self._with_cache:
-            self._with_cache[key] = self.option(option.replica, option.config, largest_batch)
-        return self._with_cache[key]
+        return self.option(option.replica, option.config, largest_batch)
 
+    @memo
     def waking(self, option: ReplicaOption) -> float:
         """Return the seconds in which an engine that kept its weights takes them back."""
-        if option not in self._waking:
-            costs = self._costs_of(option.replica)
-            self._waking[option] = _seconds(costs.wake_with_kept_weights(option.name))
-        return self._waking[option]
+        return _seconds(self._costs_of(option.replica).wake_with_kept_weights(option.name))
 
     def pace(self, chosen: Sequence[tuple[ReplicaOption, int | None]]) -> Pace | None:
-        """Return the pace of the trained stream, given all options and what the caches of engines hold."""
+        """Return the pace of the trained stream, given options and the sequences in engines' caches."""
         request, base = self._problem.request, self._base
         engines = tuple(
             EngineChoice(option.name, option.replica.backend, "", None, largest)
@@ -148,7 +140,7 @@ class OptionTable:
         return Costs(plan, request, self._problem.hardware, workload, ()).pace()
 
     def beside_engines(self, seconds: float) -> float:
-        """Return what a batch takes besides the seconds of its engines."""
+        """Return a batch's seconds besides those of its engines."""
         return _seconds(self._base_costs.beside_engines(seconds))
 
     @cached_property
@@ -208,60 +200,51 @@ class OptionTable:
                 replica.model, config.tokens_per_microbatch, config.activation_checkpointing, offload
             )
             seconds, total = dict(option.seconds), option.total
-            for node, added in self._offload_seconds(replica, config.offload, changed).items():
+            for node, added in self._offload_seconds(replica, offload).items():
                 seconds[node.name] += added
                 total += added * self._executions(node)
             yield ReplicaOption(replica, changed, seconds, total)
 
-    def _offload_seconds(
-        self, replica: Replica, before: Offload, config: ModelConfig
-    ) -> Mapping[ScheduledNode, float]:
-        """Return how much longer each node of a replica takes with the `offload` of a configuration."""
-        key = replica, config.offload
-        if key not in self._offloading:
-            costs, nodes = self._costs_of(replica), self._nodes_of.get(replica.name, ())
-            old, new = (
-                costs.with_config(replica.name, replace(config, offload=value))
-                for value in (before, config.offload)
-            )
-            self._offloading[key] = {
-                node: _seconds(new.offloading(node)) - _seconds(old.offloading(node)) for node in nodes
-            }
-        return self._offloading[key]
+    @memo
+    def _offload_seconds(self, replica: Replica, offload: Offload) -> Mapping[ScheduledNode, float]:
+        """Return the seconds that an `offload` adds to each node of a replica, beyond the configured one."""
+        old = self._costs_of(replica)
+        config = replace(self._problem.request.model(replica.model), offload=offload)
+        new = old.with_config(replica.name, config)
+        return {
+            node: _seconds(new.offloading(node)) - _seconds(old.offloading(node))
+            for node in self._nodes_of.get(replica.name, ())
+        }
 
     def _executions(self, node: ScheduledNode) -> float:
-        """Return how often a node runs in a step; 0 if it runs after the last step only."""
+        """Return a node's executions in a step; 0 if it runs after the last step only."""
         if node.after + node.every >= self._base.schedule.num_steps and node.every > 1:
             return 0.0
         return self.events.num_executions(node) / node.every
 
     def _offloads(self, replica: Replica) -> tuple[Offload, ...]:
-        """Return what may be offloaded of a model."""
+        """Return the values of `offload` to try for a model."""
         configured = self._problem.request.model(replica.model).offload
         is_free = self._problem.is_free(f"models.{replica.model}.offload")
         if not is_free or replica.base_of or self._problem.cluster.device == "cpu":
             return (configured,)
         return ("none", "optimizer", "all") if replica.role == "train" else ("none", "all")
 
+    @memo
     def _with_running(self, model: str, number: int) -> ModelConfig:
         """Return a model's configuration with `gen.max_running`."""
-        key: tuple[str, int, bool, Offload] = f"{model} gen", number, False, "none"
-        if key not in self._changed:
-            config = self._problem.request.model(model)
-            self._changed[key] = replace(config, gen=replace(config.gen, max_running=number))
-        return self._changed[key]
+        config = self._problem.request.model(model)
+        return replace(config, gen=replace(config.gen, max_running=number))
 
+    @memo
     def _with_tokens(self, model: str, number: int, recomputes: bool, offload: Offload) -> ModelConfig:
         """Return a model's configuration with micro-batches, `activation_checkpointing` and `offload`."""
-        key = model, number, recomputes, offload
-        if key not in self._changed:
-            self._changed[key] = replace(
-                self._problem.request.model(model),
-                tokens_per_microbatch=number,
-                activation_checkpointing=recomputes,
-                offload=offload,
-            )
-        return self._changed[key]
+        return replace(
+            self._problem.request.model(model),
+            tokens_per_microbatch=number,
+            activation_checkpointing=recomputes,
+            offload=offload,
+        )
 
     def _has_room(self, replica: Replica) -> bool:
         """Return whether a device holds a replica's weights and optimizer state."""
@@ -313,16 +296,16 @@ class OptionTable:
     @cached_property
     def in_flight(self) -> int:
         """Samples that may be in flight at once: with a free `max_concurrent`, all that staleness allows."""
-        request, stream = self._problem.request, self.events.stream
+        request, schedule = self._problem.request, self._problem.request.schedule
         if not self._problem.is_free("schedule.max_concurrent"):
-            return request.schedule.max_concurrent
-        ahead = (1 + request.schedule.max_staleness) * request.schedule.sync_every
-        return max(request.schedule.max_concurrent, int(ahead * request.batch) * stream.group_size)
+            return schedule.max_concurrent
+        useful = schedule.admission_limit(0, request.batch) * self.events.stream.group_size
+        return max(schedule.max_concurrent, useful)
 
     def option(
         self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
     ) -> ReplicaOption:
-        """Return an option with a given configuration, and what the cache of an engine holds."""
+        """Return an option with a given configuration, and the sequences that an engine's cache holds."""
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
             limited = self._with_running(replica.model, largest_batch)
@@ -336,21 +319,18 @@ class OptionTable:
             total += seconds[node.name] * self._executions(node)
         return ReplicaOption(replica, config, seconds, total)
 
+    @memo
     def _costs_of(self, replica: Replica) -> Costs:
         """Return the costs of a plan with one replica and the configured model."""
-        if replica not in self._costs:
-            stream = self.events.stream
-            stream = replace(stream, replicas=tuple(n for n in stream.replicas if n == replica.name))
-            schedule = replace(
-                self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=()
-            )
-            used = [replica]
-            if replica.base_of:  # its weights are those of the trainer, on the same ranks
-                trainer = replace(self._base.replica(replica.base_of), layout=replica.layout)
-                used.append(on_workers(trainer, replica.workers))
-            plan = replace(self._base, replicas=tuple(used), schedule=schedule)
-            self._costs[replica] = self._make_costs(plan, self._traffic(replica))
-        return self._costs[replica]
+        stream = self.events.stream
+        stream = replace(stream, replicas=tuple(n for n in stream.replicas if n == replica.name))
+        schedule = replace(self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=())
+        used = [replica]
+        if replica.base_of:  # its weights are those of the trainer, on the same ranks
+            trainer = replace(self._base.replica(replica.base_of), layout=replica.layout)
+            used.append(on_workers(trainer, replica.workers))
+        plan = replace(self._base, replicas=tuple(used), schedule=schedule)
+        return self._make_costs(plan, self._traffic(replica))
 
     def _make_costs(self, plan: Plan, traffic: tuple[EdgeTraffic, ...] = ()) -> Costs:
         request = self._problem.request
@@ -377,17 +357,18 @@ class OptionTable:
 
         Of a large batch on many ranks a part counts, on as many fewer ranks.
         """
-        if node not in self._units:
-            self._units[node] = self._units_of(node)
-        minibatches, share = self._units[node]
-        key = node, max(1, round(num_ranks * share))
-        if key not in self._imbalance:
-            loads = [heaviest_load(units, key[1]) for units in minibatches]
-            self._imbalance[key] = sum(loads) * key[1] / sum(map(sum, minibatches))
-        return self._imbalance[key]
+        _, share = self._units_of(node)
+        return self._sampled_imbalance(node, max(1, round(num_ranks * share)))
 
+    @memo
+    def _sampled_imbalance(self, node: str, num_ranks: int) -> float:
+        minibatches, _ = self._units_of(node)
+        loads = [heaviest_load(units, num_ranks) for units in minibatches]
+        return sum(loads) * num_ranks / sum(map(sum, minibatches))
+
+    @memo
     def _units_of(self, node: str) -> tuple[list[list[int]], float]:
-        """Return the tokens of what a node assigns as a whole, by minibatch, and their share of the batch."""
+        """Return the tokens of each unit that a node assigns, by minibatch, and their share of the batch."""
         request, stream = self._problem.request, self.events.stream
         cut = dict(self._base.cuts).get(node)
         num_minibatches = cut.minibatches if cut else 1

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, combinations
 
-from hflow.config.schema import ModelConfig
-from hflow.planner.forecast.cost.nodes import share_of_kept_weights
 from hflow.planner.forecast.period import timed_graph
 from hflow.planner.forecast.period.cycle_ratio import Arc, find_slower_cycle
 from hflow.planner.forecast.period.step_graph import SteadyEvents
@@ -37,7 +35,6 @@ class Partition:
             for vertex in graph.vertices
         ]
         self._arcs = graph.arcs
-        self._kept: dict[tuple[str, bool], float] = {}
         self._cycles: dict[tuple[tuple[int, ...], int], None] = {}
 
     def bound(self, seconds: Mapping[str, float]) -> float:
@@ -49,7 +46,7 @@ class Partition:
         """Return the seconds of a step, and the nodes of the slowest cycle.
 
         Args:
-            seconds: as for `steady_period`.
+            seconds: event -> seconds, in the form that `steady_period` takes.
         """
         spent = self._spent(seconds)
         ratio = 0.0
@@ -65,20 +62,6 @@ class Partition:
             ratio = sum(spent[v] for v in slowest) / lag
             self._cycles[slowest, lag] = None
         return ratio, tuple(dict.fromkeys(self._names[v] for v in slowest if spent[v] > 0))
-
-    def share_of_kept_weights(self, engine: str, config: ModelConfig, *, is_shared: bool) -> float:
-        """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
-
-        Args:
-            engine: name of the replica that generates.
-            config: of its model. A search changes nothing in it that this depends on.
-            is_shared: whether it uses the weights of its trainer in place.
-        """
-        key = engine, is_shared
-        if key not in self._kept:
-            replica = self.plan.replica(engine)
-            self._kept[key] = share_of_kept_weights(self.plan.schedule, replica, config, is_shared=is_shared)
-        return self._kept[key]
 
     def _spent(self, seconds: Mapping[str, float]) -> list[float]:
         return [

@@ -44,7 +44,7 @@ class FixedGroup:
     """Replicas that share devices in any case."""
 
     devices: Devices | None
-    """That the user has named; None: the search chooses them."""
+    """The devices that the user has named; None: the search chooses them."""
     replicas: tuple[str, ...]
     """A replica in several groups uses the devices of all of them."""
 
@@ -53,7 +53,6 @@ class SearchProblem:
     """The replicas of a graph, and what is known of them before any choice.
 
     Attributes:
-        graph: a checked graph.
         request: the request with all that is not free.
         hardware: figures of the devices.
         margin: share of a device's memory that a plan leaves free.
@@ -85,7 +84,7 @@ class SearchProblem:
 
         Args:
             graph: a checked graph.
-            request: one with something free.
+            request: a request with something free.
             hardware: figures of the devices.
             margin: share of a device's memory that a plan leaves free.
             structure: the request's plan, where its placement is given and the plan is known.
@@ -283,7 +282,7 @@ def _configured_groups(graph: Graph, request: PlanRequest) -> Iterator[FixedGrou
 
 
 def _merged(groups: Iterable[FixedGroup]) -> tuple[FixedGroup, ...]:
-    """Return groups of which no two have the same replicas: these have the devices of both."""
+    """Merge groups with the same replicas: the merged group has the devices of both."""
     devices: dict[tuple[str, ...], Devices | None] = {}
     for group in groups:
         before = devices.get(group.replicas)

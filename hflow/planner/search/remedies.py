@@ -1,12 +1,11 @@
-"""`pins_of`: what the user has set and a search therefore keeps, each with the request without it.
+"""Advice for a request that does not fit into memory: the fewest changes with which it fits.
 
-Where no plan fits, these are tried one after the other, so that the error names those that are the cause.
+`pins_of` lists the settings of the user that a search keeps, each with the request without it. Where no plan
+fits, these are tried one after the other, so that the error names those that are the cause.
 
-`no_fit` and `nearest_fit`: what to change so that a plan fits into memory, found by searching.
-
-More and more is left open until something fits: settings that change no result, then layouts, the placement,
-backends, the precision, and last more devices. From the plan that is found, everything is taken back that is
-not needed, so the advice names the fewest changes.
+`no_fit` and `nearest_fit` search for the changes. More and more is left open until something fits: settings
+that change no result, then layouts, the placement, backends, the precision, and last more devices. From the
+plan that is found, everything is taken back that is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.traits import ENGINES, model_parallel_backend, traits
+from hflow.planner.plan.traits import ENGINES, first_with, traits
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore, too_large
 from hflow.planner.search.layouts import MAX_TENSOR_RANKS
@@ -47,7 +46,7 @@ class Pin:
     key: str
     """The key of the configuration."""
     text: str
-    """As the user has written it, such as `models.actor.layout=d8`."""
+    """The setting as the user has written it, such as `models.actor.layout=d8`."""
     release: Callable[[PlanRequest], PlanRequest]
     """Returns a request in which the search chooses it."""
 
@@ -175,7 +174,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class NoFit:
-    """Why nothing fits, and what to change."""
+    """The reason why nothing fits, and what to change."""
 
     text: str
     """It continues "no placement fits into memory"."""
@@ -184,13 +183,13 @@ class NoFit:
 
 
 def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
-    """Return why a search has found no plan, and what to change.
+    """Return an error for a search that has found no plan, with the fix.
 
     Of what the user has set, only what makes a plan impossible is named: with the rest, something fits.
 
     Args:
         graph: a checked graph.
-        request: one whose placement is free, for which nothing fits.
+        request: a request whose placement is free, for which nothing fits.
     """
     request, pins = pins_of(graph, request)
     attempts = _anywhere_attempts(graph, _released(request, pins))
@@ -221,11 +220,11 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
 
 
 def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) -> str:
-    """Return what to change so that a request fits and leaves the margin free, as sentences.
+    """Return changes with which a request fits and leaves the margin free, as sentences.
 
     Args:
         graph: a checked graph.
-        request: what does not fit, with its groups and layouts.
+        request: the request that does not fit, with groups and layouts.
         may_grow: try larger clusters too, which takes longest.
     """
     attempts = _attempts(graph, request)
@@ -240,11 +239,11 @@ def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) ->
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
-    """Return why nothing fits on any number of devices, and the smallest other kind on which it does.
+    """Return the error for a request that fits on no number of devices, and a kind on which it does.
 
     Args:
         graph: a checked graph.
-        request: one whose placement is free.
+        request: a request whose placement is free.
     """
     text = NOTHING_FITS
     *_, largest = _anywhere_attempts(graph, request)
@@ -268,7 +267,7 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
 
 
 def _cause(graph: Graph, request: PlanRequest) -> str | None:
-    """Return which replica does not even fit alone, and why."""
+    """Return the replica that does not even fit alone, with the reason."""
     assert request.hardware is not None
     try:
         evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
@@ -417,7 +416,7 @@ def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:
 
 
 def _replacement(pins: Sequence[Pin], evaluator: Evaluator, choice: Choice) -> str:
-    """Return what a choice has in the place of pins."""
+    """Return a choice's values in the place of pins."""
     if any(pin.kind == "placement" for pin in pins):
         return f"placement='{placement_of(choice)}'"
     chosen = settings_of(evaluator, choice)
@@ -466,7 +465,7 @@ def other_backends(graph: Graph, request: PlanRequest) -> Iterator[tuple[str, An
             if engine is not None and usable and config.gen.engine != engine:
                 yield f"models.{model}.gen.engine", engine
         elif not traits(config.backend).is_model_parallel:
-            yield f"models.{model}.backend", model_parallel_backend()
+            yield f"models.{model}.backend", first_with("is_model_parallel")
 
 
 def _narrower_dtypes(request: PlanRequest, models: list[str]) -> Iterator[tuple[str, Any]]:

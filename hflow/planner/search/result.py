@@ -1,7 +1,4 @@
-"""`SearchResult`: the chosen plan as settings, and the candidates that it was compared with.
-
-Why a candidate is slower than the plan that was chosen, in a few words.
-"""
+"""`SearchResult`: the chosen plan as settings, and the candidates with the reason why each one is slower."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Configured = TypeVar("Configured", PlanRequest, RunConfig)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search chose."""
+    """The choice of a search."""
 
     request: PlanRequest
     """The request with every choice made: nothing in it is free."""
@@ -41,7 +38,7 @@ class SearchResult:
     num_tried: int
     """Candidates that were looked at."""
     warnings: tuple[str, ...] = ()
-    """What the plan should warn about."""
+    """Warnings of the plan."""
 
     @property
     def seconds(self) -> float:
@@ -58,7 +55,7 @@ def make_result(
         evaluator: made the choices.
         choices: the best ones, the fastest first.
         num_tried: candidates that were looked at.
-        seconds: of a step with each choice.
+        seconds: seconds of a step with each choice.
     """
     best = choices[0]
     rows = tuple(
@@ -154,7 +151,7 @@ SMALL = 0.02
 
 
 def reason(evaluator: Evaluator, choice: Choice, best: Choice, seconds: Mapping[Choice, float]) -> str:
-    """Return how the replicas are divided, how much slower that is, and what the step waits for."""
+    """Describe a division of the replicas: its groups, how much slower it is, and its slowest cycle."""
     waits = waiting(evaluator, choice)
     if choice is best:
         return f"{division(choice)}: shortest, {waits}"
@@ -165,7 +162,7 @@ def reason(evaluator: Evaluator, choice: Choice, best: Choice, seconds: Mapping[
 
 
 def division(choice: Choice) -> str:
-    """Return which replicas share devices."""
+    """Return the replicas that share devices, as text."""
     blocks = [[placement_name(name) for name in block] for block in choice.partition.blocks]
     if len(blocks) == 1:
         return "all colocated"
@@ -175,7 +172,7 @@ def division(choice: Choice) -> str:
 
 
 def waiting(evaluator: Evaluator, choice: Choice) -> str:
-    """Return what the slowest cycle of a choice consists of."""
+    """Return the parts of a choice's slowest cycle."""
     source = evaluator.table.events.stream.source
     parts = {name: choice.seconds.get(name, 0.0) for name in choice.cycle}
     large = {name: value for name, value in parts.items() if value > SMALL * choice.period}

@@ -52,7 +52,7 @@ def with_bytes(
 
 
 def _held_models(src: Replica, dst: Replica, shape: ModelShape, machines: tuple[int, ...]) -> float:
-    """Return how much workers hold of what they need, all together, in copies of the model.
+    """Return the part of their needs that workers hold, all together, in copies of the model.
 
     The first of the common workers on the machines counts as the first one of both replicas.
     """
@@ -90,7 +90,7 @@ def _overlap(i: int, num: int, j: int, other_num: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _held_tensors(num_parts: int, num_shards: int, machines: tuple[int, ...]) -> float:
-    """Return how much workers hold of what they need, all together, in copies of one tensor.
+    """Return the part of their needs that workers hold, all together, in copies of one tensor.
 
     Worker `w` holds part `w % num_parts` of the tensor, and rank `r` needs shard `r % num_shards`.
 
@@ -110,11 +110,11 @@ def _held_tensors(num_parts: int, num_shards: int, machines: tuple[int, ...]) ->
 
 @lru_cache(maxsize=4096)
 def _held_on_machine(num_parts: int, num_shards: int, first: int, num: int) -> tuple[int, int]:
-    """Return what the workers of one machine hold of what they need.
+    """Return the part of their needs that one machine's workers hold.
 
     Args:
-        num_parts: as `_held_tensors`.
-        num_shards: as `_held_tensors`.
+        num_parts: the argument of `_held_tensors` with this name.
+        num_shards: the argument of `_held_tensors` with this name.
         first: index of the first worker.
         num: number of workers.
 

@@ -44,7 +44,7 @@ def by_seconds(
     Args:
         evaluator: made the choices.
         ranked: the best choice of each division, the fastest first, by their analytic periods.
-        simulate: gives the seconds where analytic periods are estimates; None: the estimates are returned.
+        simulate: the source of seconds where analytic periods are estimates; None: estimates are returned.
         most: choices of `ranked` to simulate; the others are left out then.
         alternatives: further choices of divisions.
     """
@@ -82,8 +82,7 @@ def by_seconds(
 
 def is_estimate(problem: SearchProblem) -> bool:
     """Return whether the analytic period is not exact; see `hflow.planner.forecast.period`."""
-    settings = problem.base.schedule.settings
-    return settings.max_staleness > 0 or settings.sync_every > 1
+    return problem.base.schedule.settings.runs_ahead
 
 
 def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction | None) -> float:

@@ -65,7 +65,7 @@ def add_rows(
 def held_bytes(
     src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
 ) -> dict[int, list[int]]:
-    """Return how much each worker of the source holds of what each rank of an engine needs.
+    """Return the part of each engine rank's needs that each worker of the source holds.
 
     The arguments are those of `add_rows`. It does not matter where the ranks of the destination are. Those
     with equal numbers modulo the shards of the model need the same, so they count as one.

@@ -44,7 +44,7 @@ def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int
 
 
 def mean_copies(shape: ModelShape, layout: Layout) -> float:
-    """Return how many ranks of a layout compute with an average parameter."""
+    """Return the ranks of a layout that compute with a parameter, on average."""
     experts = expert_parameters(shape) / num_parameters(shape)
     return (1 - experts) * layout.num_copies + experts * layout.num_expert_copies
 

@@ -106,7 +106,7 @@ def _with_transport(
 
 
 def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
-    """Return the transport of what an engine's own device holds; empty where it makes no difference."""
+    """Return the transport of slices on an engine's own device; empty where it makes no difference."""
     if route.transport not in _THROUGH_HOSTS:
         return ""
     has_own = route.held_bytes and traits(gen.backend).has_own_process
@@ -144,7 +144,7 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
 
 
 def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> dict[int, int]:
-    """Return what each machine of the trainer puts into the object store of one version, by machine.
+    """Return the bytes of one version that each machine of the trainer puts into its object store.
 
     That is its ranks' part of what engines do not have on their own devices; empty if the model's sizes are
     unknown.
@@ -158,7 +158,7 @@ def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRe
 
 
 def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield why a run cannot send weights as configured, each with what to set instead."""
+    """Yield reasons why a run cannot send weights as configured, each with a fix."""
     in_one_process = request.settings.get("workers") == "inproc"
     for route in plan.weights:
         src, gen = plan.replica(route.src), plan.replica(route.dst)

@@ -23,7 +23,7 @@ class WeightSlice:
     """A box of one tensor of a model."""
 
     position: int
-    """Of its tensor in the order in which the tensors of a model are sent."""
+    """The index of its tensor in the sequence in which a model's tensors are sent."""
     tensor: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -33,10 +33,10 @@ class WeightSlice:
 def slices_to_send(
     route: WeightRoute, cluster: ClusterSpec, worker: int, to_itself: bool = False
 ) -> dict[Receivers, list[WeightSlice]]:
-    """Return what a worker sends, by receivers; slices are in the order of the tensors.
+    """Return the slices that a worker sends, by receivers; they are in the order of the tensors.
 
     Args:
-        route: with rows.
+        route: a route with rows.
         cluster: says which workers share a machine.
         worker: the sender.
         to_itself: whether it also sends what it needs itself, for an engine in a process of its own. If the
@@ -62,7 +62,7 @@ def _apart(receivers: Receivers, worker: int) -> tuple[Receivers, Receivers]:
 
 
 def slices_to_keep(route: WeightRoute, worker: int) -> list[WeightSlice]:
-    """Return what a worker needs and already holds, in the order of the tensors."""
+    """Return the slices that a worker needs and already holds, in the order of the tensors."""
     return [
         weight_slice
         for index, _, weight_slice in _slices(route)

@@ -32,7 +32,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
-from hflow.planner.plan.staleness import admission_limit
 
 
 @dataclass(eq=False)
@@ -80,8 +79,8 @@ LOOK_AHEAD = 1
 
 
 def look_ahead_limit(steps_trained: int, batch: int) -> int:
-    """Return the `admission_limit` of a source that reads no trained weights, whose samples never age."""
-    return admission_limit(steps_trained, batch, LOOK_AHEAD)
+    """Return the admission limit of a source that reads no trained weights, whose samples never age."""
+    return (steps_trained + 1 + LOOK_AHEAD) * max(1, batch)
 
 
 def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> int:
@@ -90,7 +89,7 @@ def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> i
     Args:
         free_samples: `max_concurrent` minus the samples in flight.
         group_size: samples per group (G).
-        limit: from `admission_limit` or `look_ahead_limit`.
+        limit: result of `ScheduleConfig.admission_limit` or `look_ahead_limit`.
         admitted: groups accepted so far plus groups running.
     """
     return max(0, min(free_samples // group_size, limit - admitted))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hflow.planner.plan.rows import Schedule, ScheduledStream
-from hflow.planner.plan.staleness import admission_limit, staleness_bound
+from hflow.planner.plan.staleness import staleness_bound
 from hflow.runtime.events import Accept, FormBatch, Refusal, Refuse
 from hflow.runtime.state.groups import Emit, Group, Member
 from hflow.runtime.state.progress import RunProgress
@@ -147,8 +147,7 @@ class TrainedStream(StreamState):
             steps_trained: completed steps, if it does not.
         """
         if self.models:
-            settings = self._settings
-            limit = admission_limit(engine_version, self.batch, settings.max_staleness, settings.sync_every)
+            limit = self._settings.admission_limit(engine_version, self.batch)
             if self.age_limit is not None:
                 limit = min(limit, (engine_version + self.age_limit + 1) * self.batch)
         else:
@@ -192,7 +191,7 @@ class TrainedStream(StreamState):
     def _max_in_flight(self) -> int:
         """Return the number of groups that can be open at a time."""
         settings = self._settings
-        limit = admission_limit(0, self.batch, settings.max_staleness, settings.sync_every)
+        limit = settings.admission_limit(0, self.batch)
         return max(1, min(limit, settings.max_concurrent // self.dependencies.size))
 
     def _accepted(self) -> Iterable[Group]:

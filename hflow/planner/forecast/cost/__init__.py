@@ -30,8 +30,8 @@ def node_times(
     sizes.
 
     Args:
-        plan: where everything runs.
-        request: what the plan was compiled from. Without hardware there are no estimates.
+        plan: a plan in which everything has its devices.
+        request: the request that the plan was compiled from. Without hardware there are no estimates.
         workload: root stream -> lengths of its samples.
         traffic: bytes that the inputs of nodes move.
     """

@@ -27,7 +27,7 @@ from hflow.planner.plan.rows import Replica
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """How the ranks of a collective are placed on machines."""
+    """The placement of a collective's ranks on machines."""
 
     per_machine: int = 1
     machines: int = 1
@@ -46,7 +46,7 @@ class RankPlacement:
 
     @classmethod
     def counted(cls, devices: Sequence[int], cluster: ClusterSpec, rack_size: int | None) -> RankPlacement:
-        """Return what `of` returns, given the devices of a rack; None: there are no racks."""
+        """Return the placement of devices, given the size of a rack; None: there are no racks."""
         on = Counter([device // cluster.devices_per_node for device in devices])
         num_racks = len({device // rack_size for device in devices}) if rack_size else 1
         return cls(min(on.values()), len(on), num_racks)
@@ -114,9 +114,9 @@ def dispatch(num_bytes: float, copies: float, ranks: RankPlacement, hardware: Ha
     kernels for dispatch and combine (github.com/deepseek-ai/DeepEP).
 
     Args:
-        num_bytes: of one rank's tokens, each counted once.
+        num_bytes: bytes of one rank's tokens, each counted once.
         copies: experts that each token is for.
-        ranks: that have the experts.
+        ranks: the ranks that have the experts.
         hardware: devices and links.
     """
     time, units = LinkTime(), float(ranks.num)
@@ -188,9 +188,9 @@ def axis_lines(
     """Yield the workers of each line of ranks along an axis; none for size 1.
 
     Args:
-        layout: of the replica.
-        role: of the replica.
-        workers: in the order of ranks.
+        layout: the replica's layout.
+        role: the replica's role.
+        workers: the workers in the order of ranks.
         axis: along which the lines are.
         alike: one line is enough of those whose first workers differ by a multiple of this; None: all lines.
     """
@@ -233,7 +233,7 @@ def _seconds_per_byte(link: Link, hardware: Hardware, rate: LinkRate) -> float:
 
 
 def _levels(ranks: RankPlacement, hardware: Hardware) -> Iterator[tuple[float, Link]]:
-    """Yield how many ranks, machines and racks exchange, where they are several, and over which link."""
+    """Yield the numbers of ranks, machines and racks that exchange, where they are several, and the link."""
     if ranks.per_machine > 1:
         yield ranks.per_machine, hardware.intra
     if ranks.machines > ranks.racks:

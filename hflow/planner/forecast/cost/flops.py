@@ -19,7 +19,7 @@ MIN_SAVED_FRACTION = 0.1
 
 @dataclass(frozen=True)
 class Work:
-    """What a forward pass computes, summed over samples. A part of a batch may have fractions of samples."""
+    """The work of a forward pass, summed over samples. A part of a batch may have fractions of samples."""
 
     groups: float
     sequences: float
@@ -41,7 +41,7 @@ def work_of(lengths: Sequence[int], prompt: int, group_size: int, budget: int | 
 
     Args:
         lengths: tokens of each sample.
-        prompt: how many of them are its prompt.
+        prompt: the number of tokens that are the prompt.
         group_size: samples that share a prompt.
         budget: tokens of a micro-batch, for a backend that computes shared prompts once. It does if a whole
             group fits and `MIN_SAVED_FRACTION` is saved. None for other backends.
@@ -180,7 +180,7 @@ def stage_flops(shape: ModelShape, work: Work, num_stages: int, layer_passes: in
 
     Args:
         shape: the model.
-        work: of a forward pass.
+        work: a forward pass's work.
         num_stages: pipeline stages.
         layer_passes: cost of the layers in forward passes; 3 with the backward pass.
         head_passes: the same for the output matrix.

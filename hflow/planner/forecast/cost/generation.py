@@ -197,7 +197,7 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
 
     Args:
         replica: the engine's replica.
-        num_sequences: how many run.
+        num_sequences: the number of running sequences.
         context: tokens that all of them have together.
     """
     return DecodeStep(replica)(num_sequences, context)

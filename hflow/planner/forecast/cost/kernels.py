@@ -93,11 +93,11 @@ def pass_seconds(
 
     Args:
         replica: the replica.
-        work: of a rank.
+        work: a rank's work.
         num: micro-batches.
         layer_passes: cost of attention and other kernels in forward passes; 3 with the backward pass.
         product_passes: the same for the layers' matrices; 2 if their own gradients are left out.
-        head_passes: as `stage_flops`.
+        head_passes: the argument of `stage_flops` with this name.
     """
     shape, layout = replica.shape, replica.layout
     no_pairs = replace(work, squares=0.0)

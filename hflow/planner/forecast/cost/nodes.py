@@ -31,8 +31,7 @@ from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
-from hflow.planner.plan.schedule import shared_groups
-from hflow.planner.plan.staleness import certified_lag
+from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes, shared_groups
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 
@@ -68,7 +67,7 @@ class Costs:
             groups=request.batch,
             group_size=self._stream.group_size,
             max_concurrent=request.schedule.max_concurrent,
-            ahead=certified_lag(request.schedule.max_staleness, request.schedule.sync_every),
+            ahead=request.schedule.certified_lag,
             seed=request.seed,
         )
 
@@ -76,8 +75,8 @@ class Costs:
         """Return the costs of the same plan with another configuration of one replica's model.
 
         Args:
-            name: of the replica. Its model's dtype stays.
-            config: with as many running sequences as the cache of an engine holds.
+            name: the replica's name. The dtype of its model stays.
+            config: a configuration with as many running sequences as the cache of an engine holds.
         """
         replica, other = self._replica(name), copy(self)
         other._replicas = {name: replica and replica.with_config(config)}
@@ -93,7 +92,7 @@ class Costs:
         return None if parts is None else [*parts, *self.beside_engines(sum(part.seconds for part in parts))]
 
     def generation(self) -> Parts:
-        """Return what the engines take for one whole batch."""
+        """Return the time of the engines for one whole batch."""
         replicas = self._engines()
         if replicas is None:
             return None
@@ -107,7 +106,7 @@ class Costs:
         return parts
 
     def beside_engines(self, seconds: float) -> list[Part]:
-        """Return what a batch takes besides the seconds of its engines."""
+        """Return the time of a batch besides that of its engines."""
         hidden = seconds if self._is_beside else 0.0
         samples = len(self._lengths) * self._sample_seconds
         return [Part(EPISODES, max(0.0, samples - hidden), LATENCY), *self._source_body()]
@@ -123,7 +122,7 @@ class Costs:
         return self._hardware.device.type != "cpu"
 
     def _source_body(self) -> list[Part]:
-        """Return what the node type of the source states for one sample. Samples run at the same time."""
+        """Return the time that the source's node type states for one sample. Samples run at the same time."""
         spec = self._plan.graph.node(self._stream.source).spec
         return [self._stated_cost(spec, Level.SAMPLE)] if spec.cost else []
 
@@ -260,7 +259,7 @@ class Costs:
         return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
 
     def _num_firings(self, node: ScheduledNode) -> int:
-        """Return how often a node of samples or groups runs in a step, once for each of them."""
+        """Return the executions of a node of samples or groups in a step, one for each of them."""
         return len(self._lengths) // (1 if node.level is Level.SAMPLE else self._stream.group_size)
 
     def _stated_cost(self, spec: NodeSpec, level: Level) -> Part:
@@ -323,21 +322,18 @@ def share_of_kept_weights(
 ) -> float:
     """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
 
-    An engine that shares its devices drops them where nodes on these devices change them before it wakes
-    (`runtime/state/weight_updates.py`), unless only adapters are replaced.
+    An engine that shares its devices drops them where it wakes with new ones (`share_of_unchanged_wakes`),
+    unless only adapters are replaced.
 
     Args:
-        schedule: of the plan.
-        engine: the replica that generates.
-        config: of its model.
-        is_shared: whether it may use the weights of its trainer in place.
+        schedule: the plan's schedule.
+        engine: the replica that generates the trained stream.
+        config: the configuration of the engine's model.
+        is_shared: whether the engine may use its trainer's weights in place.
     """
-    groups = shared_groups(schedule, engine.name)
-    if not groups or (is_shared and config.compute_dtype == "fp32"):
+    if not shared_groups(schedule, engine.name) or (is_shared and config.compute_dtype == "fp32"):
         return 0.0
     if config.lora is not None and not traits(engine.backend).merges_adapters:
         return 1.0
-    writers = [node for node in schedule.nodes if engine.model in node.writes]
-    if not writers or any(set(groups).isdisjoint(node.groups) for node in writers):
-        return 1.0
-    return 1 - 1 / schedule.settings.sync_every
+    is_changed = is_changed_beside(schedule, engine)
+    return share_of_unchanged_wakes(schedule, engine.name, is_changed_beside=is_changed)

@@ -56,7 +56,7 @@ class Collectives(NamedTuple):
     kind: Kind
     ranks: Ranks
     num_bytes: float
-    """Of one: of the larger one of input and output."""
+    """Bytes of one collective: of the larger one of input and output."""
     times: float
     is_beside_products: bool = False
     """Whether a product of matrices is computed meanwhile, which hides it."""
@@ -86,7 +86,7 @@ def total_time(collectives: Iterable[Collectives], replica: ReplicaCosts) -> Lin
 
 
 class Passes(NamedTuple):
-    """How often each micro-batch passes the layers."""
+    """The passes of each micro-batch through the layers."""
 
     num: int
     """Micro-batches."""
@@ -111,8 +111,8 @@ def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: 
     Args:
         replica: the replica.
         work: one rank's part of the minibatch.
-        passes: of its micro-batches.
-        stage: of the rank.
+        passes: the passes of the rank's micro-batches.
+        stage: the rank's stage.
     """
     return [
         *tensor_collectives(replica, work, passes, stage),
@@ -132,7 +132,7 @@ def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: 
 def tensor_collectives(
     replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
 ) -> Iterator[Collectives]:
-    """Yield what tensor ranks exchange: twice in each layer and pass, and at the ends of the model.
+    """Yield the exchanges of tensor ranks: twice in each layer and pass, and at the ends of the model.
 
     Either sums of hidden states, or with sequence parallelism an all-gather in front of a pair of matrices
     and a reduce-scatter behind it. The backward pass then gathers inputs again, beside a product. Source:
@@ -170,7 +170,7 @@ def tensor_collectives(
 
 
 def _vocabulary_sums(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:
-    """Yield what the parts of a vocabulary exchange for each learned token: a maximum, and three sums."""
+    """Yield the exchanges of a vocabulary's parts for each learned token: a maximum, and three sums."""
     learned = work.learned / passes.num
     logits = learned * replica.shape.vocab / replica.layout.tensor
     num_chunks = max(1, math.ceil(logits / LOGITS_PER_CHUNK))
@@ -190,7 +190,7 @@ def stage_messages(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterato
 def context_collectives(
     replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
 ) -> Iterator[Collectives]:
-    """Yield what the ranks that divide each sequence exchange.
+    """Yield the exchanges of the ranks that divide each sequence.
 
     A forward pass gathers keys and values of the whole sequence, and a backward pass scatters the sums of
     their gradients. Source: Grattafiori et al. 2024, "The Llama 3 herd of models", section 3.3.2.
@@ -211,7 +211,7 @@ def context_collectives(
 def expert_collectives(
     replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0
 ) -> Iterator[Collectives]:
-    """Yield what ranks exchange where a token is sent once for each of its experts.
+    """Yield the exchanges of ranks where a token is sent once for each of its experts.
 
     Copies go to the ranks of their experts with the router's weights, and their results return. Tensor ranks,
     which divide each expert, gather all copies in between, and sum the results. A backward pass does the

@@ -121,12 +121,12 @@ class ReplicaCosts:
 
     @cached_property
     def matmul(self) -> MatmulRate:
-        """What products of matrices reach of that."""
+        """The rate that products of matrices reach of that."""
         return self.hardware.calibration.matmul_rate(self.dtype)
 
     @cached_property
     def captured_matmul(self) -> MatmulRate:
-        """The same if a CUDA graph launches them, so that a kernel takes no time besides."""
+        """The rate of matrix products that a CUDA graph launches, so that a kernel takes no time besides."""
         return replace(self.matmul, kernel_us=0.0)
 
     @cached_property

@@ -61,11 +61,11 @@ def roofline(
     """Return the seconds of work that computes while it reads and writes memory, and while the host launches.
 
     Args:
-        name: of the part.
+        name: the part's name.
         compute: seconds of its arithmetic.
         memory: seconds of its memory traffic.
         host: seconds that the host needs to launch the kernels.
-        sharpness: of the corner between arithmetic and memory (`MemoryRate.sharpness`).
+        sharpness: sharpness of the corner between arithmetic and memory (`MemoryRate.sharpness`).
         is_ahead: whether the host launches ahead of the device. A CPU is both, so that its times add up.
     """
     longest, device = max(compute, memory, host), max(compute, memory)

@@ -108,8 +108,8 @@ def _layer_passes(
     """Return the seconds of all micro-batches in the layers.
 
     Args:
-        name: of the computation.
         replica: the replica.
+        name: the computation's name.
         work: one rank's samples.
         num_passes: passes of a micro-batch through a layer: forward, backward, and forward again with
             recomputation. A backward pass costs as much as two forward passes, and where only adapters are
@@ -159,7 +159,7 @@ def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> f
 
     Args:
         num_stages: ranks of the pipeline.
-        num_microbatches: of one minibatch.
+        num_microbatches: micro-batches of one minibatch.
         virtual_stages: pieces of each stage that take turns.
     """
     return (num_stages - 1) / (num_microbatches * virtual_stages)
@@ -200,7 +200,7 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
 
     Args:
         replica: the replica.
-        pass_seconds: of all passes of one micro-batch.
+        pass_seconds: seconds of all passes of one micro-batch.
         num_passes: passes of a micro-batch through a layer.
     """
     if not is_sharded(replica, "optimizer"):

@@ -49,9 +49,9 @@ def load_weights(
     copy, and everything counts as changed, because the plan does not know what training will change.
 
     Args:
-        route: gives the bytes and the transport.
+        route: the source of the bytes and the transport.
         replica: the replica that loads the weights.
-        ranks: how its workers are placed.
+        ranks: the placement of the engine's workers.
         network: the link over which weights cross machines.
         num_sources: ranks that send.
         merges: whether adapters are sent, which the engine adds to its weights.
@@ -102,10 +102,10 @@ def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines
     collective communication operations in MPICH", 3.2: a pipelined ring).
 
     Args:
-        route: gives the bytes and the transport.
+        route: the source of the bytes and the transport.
         num_receivers: ranks that receive.
         copies: receivers on a machine that need the same slices.
-        machines: with receivers.
+        machines: the machines with receivers.
         sources: ranks that send.
     """
     received = route.node_bytes / num_receivers / copies
@@ -151,7 +151,7 @@ def _arrival(
 
 
 def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCosts) -> list[Part]:
-    """Return the seconds of publishing what one training rank sends, once for all engines that need it.
+    """Return the seconds of publishing one training rank's slices, once for all engines that need it.
 
     Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
     the memory of the host, and `store` from there into Ray's object store. With `delta` they are compared

@@ -27,7 +27,7 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
     Args:
         rank: computes it.
         batch: the micro-batch.
-        num_mlp: as in `kept_per_token`.
+        num_mlp: the argument of `kept_per_token` with this name.
     """
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
@@ -54,10 +54,10 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
 
     Args:
-        rank: gives the model and dtype.
+        rank: a rank with the model and dtype.
         pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
             copies of q, k, v and the output, and the output without padding.
-        num_mlp: how many of these four the MLP keeps.
+        num_mlp: number of these four that the MLP keeps.
     """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size, rank.key_value_size
@@ -81,8 +81,8 @@ def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> 
     Args:
         rank: computes them.
         batch: the micro-batch.
-        num_layers: how many, over all micro-batches in flight.
-        one: what is kept of a layer that is not recomputed.
+        num_layers: layers over all micro-batches in flight.
+        one: bytes that a layer keeps if it is not recomputed.
     """
     if not rank.config.activation_checkpointing:
         return num_layers * one
@@ -92,7 +92,7 @@ def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> 
 
 
 def num_in_flight(rank: Rank, batch: MicroBatch) -> int:
-    """Return how many micro-batches are between their forward and backward pass at once (1F1B)."""
+    """Return the micro-batches that are between their forward and backward pass at once (1F1B)."""
     return min(rank.replica.layout.pipe - rank.stage, batch.num)
 
 

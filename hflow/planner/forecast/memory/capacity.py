@@ -17,7 +17,7 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
     """Refuse a plan that does not fit.
 
     Args:
-        phases: what every device holds in every phase.
+        phases: the memory of every device in every phase.
         capacity: bytes of a device.
         advice: returns what to change, as sentences.
 
@@ -54,7 +54,7 @@ def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
 
 
 def share_text(num_bytes: int, total: int) -> str:
-    """Return how a sentence about the largest item of some memory begins."""
+    """Return the beginning of a sentence about the largest item of some memory."""
     return "Most of it is for" if 2 * num_bytes > total else "The largest part is for"
 
 

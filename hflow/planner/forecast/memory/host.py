@@ -15,8 +15,8 @@ from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.rows import Plan, Schedule, WeightRoute
-from hflow.planner.plan.schedule import shared_groups
+from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 
@@ -41,11 +41,11 @@ _FIXES = {
 
 
 def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
-    """Return what is in the memory of every machine; equal machines share a row.
+    """Return the items in the memory of every machine; equal machines share a row.
 
-    That is what is offloaded, the copies of a checkpoint that is being written, what engines keep while they
-    sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs it is the
-    memory of the devices, which counts it. Left out are processes and data.
+    The items are offloaded state, the copies of a checkpoint that is being written, copies of engines that
+    sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs there are no
+    rows: the memory of the devices counts it all. Left out are processes and data.
     """
     hardware = request.hardware
     if plan.cluster.device == "cpu" or hardware is None:
@@ -74,7 +74,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
 
 
 def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank of an engine on a GPU keeps in host memory all the time."""
+    """Return the items that an engine's rank on a GPU keeps in host memory all the time."""
     items = Items()
     if rank.config.lora is not None and traits(rank.replica.backend).merges_adapters:
         items += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total, _BASE)
@@ -83,39 +83,17 @@ def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
 
 
 def kept_asleep(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank of an engine on a GPU keeps in host memory while it sleeps.
+    """Return the items that an engine's rank on a GPU keeps in host memory while it sleeps.
 
-    That is a copy of its weights, if it may wake with the same version (`may_wake_unchanged`).
+    That is a copy of its weights, if it may wake with the same version (`share_of_unchanged_wakes`).
     """
     if context.shares_weights(rank):
         return Items()
     return item(MemoryCategory.WEIGHTS, engine_weights(rank), _ASLEEP)
 
 
-def may_wake_unchanged(schedule: Schedule, engine: str, *, is_changed_here: bool) -> bool:
-    """Return whether an engine that sleeps may wake with the version that it had.
-
-    It does not if it generates the trained stream, nodes on its devices alone change its model, and each step
-    brings a new version (`runtime/state/weight_updates.py`).
-
-    Args:
-        schedule: of the plan.
-        engine: a generation replica that shares devices.
-        is_changed_here: whether nodes change its model, all of them on some of its devices.
-    """
-    serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
-    return not serves_trained_stream or not is_changed_here or schedule.settings.sync_every > 1
-
-
-def _is_changed_beside(schedule: Schedule, engine: str, model: str) -> bool:
-    """Return whether nodes change a model, all of them on some of the devices of an engine."""
-    groups = set(shared_groups(schedule, engine))
-    writers = [node for node in schedule.nodes if model in node.writes]
-    return bool(writers) and all(not groups.isdisjoint(node.groups) for node in writers)
-
-
 def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:
-    """Return what a rank that trains or infers keeps in host memory.
+    """Return the items that a rank that trains or infers keeps in host memory.
 
     That is what is offloaded, its copies of a checkpoint, and the inputs of layers.
     """
@@ -134,17 +112,15 @@ def kept_by_trainer(context: MemoryContext, rank: Rank) -> Items:
 
 
 def _items_of(context: MemoryContext, ranks: Iterable[Rank]) -> Items:
-    """Return what the ranks on one device keep in host memory."""
-    items = Items()
-    asleep = {name for _, replicas in context.plan.schedule.shared for name in replicas}
+    """Return the items that the ranks on one device keep in host memory."""
+    items, schedule = Items(), context.plan.schedule
+    asleep = {name for _, replicas in schedule.shared for name in replicas}
     for rank in ranks:
         name = rank.replica.name
         if rank.replica.role == "gen":
             kept = kept_by_engine(context, rank)
-            schedule, model = context.plan.schedule, rank.replica.model
-            if name in asleep and may_wake_unchanged(
-                schedule, name, is_changed_here=_is_changed_beside(schedule, name, model)
-            ):
+            is_changed = is_changed_beside(schedule, rank.replica)
+            if name in asleep and share_of_unchanged_wakes(schedule, name, is_changed_beside=is_changed):
                 kept += kept_asleep(context, rank)
         else:
             kept = kept_by_trainer(context, rank)
@@ -163,7 +139,7 @@ def _published(context: MemoryContext) -> dict[int, Items]:
 
 
 def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterator[tuple[int, Items]]:
-    """Yield what one route has in the memory of machines.
+    """Yield the items of one route in the memory of machines.
 
     Senders put their shares there, and the first engine that needs a bucket of the object store fetches it
     for its whole machine. Ray drops fetched copies when a store is full, so they take what is left of it. An
@@ -246,7 +222,7 @@ def _store_warning(rows: Iterable[HostMemory], store: float | None) -> Iterator[
 
 
 def _largest(row: HostMemory) -> str:
-    """Return the largest item of a machine, and what to change."""
+    """Return the largest item of a machine, and the fix."""
     name, size, _ = max(row.items, key=lambda item: item.num_bytes)
     fix = next((text for end, text in _FIXES.items() if name.endswith(end)), "Set a larger cluster")
     return f"{share_text(size, row.total)} {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"

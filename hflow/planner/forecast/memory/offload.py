@@ -26,7 +26,7 @@ _USED: dict[Use, frozenset[MemoryCategory]] = {
 
 
 def on_device(rank: Rank, state: Items, use: Use) -> Items:
-    """Return what a device holds of a model's state in a phase that needs some of it."""
+    """Return the items of a model's state that are on a device in a phase that needs some of it."""
     away = _OFFLOADED[rank.config.offload] - _USED[use]
     return Items({key: size for key, size in state.items() if key.category not in away})
 
@@ -53,8 +53,8 @@ def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
     """Return the bytes that one use of a model copies between device and host.
 
     Args:
-        rank: of a training or inference replica.
-        use: what is needed.
+        rank: a rank of a training or inference replica.
+        use: the part of the state that is needed.
         changes: whether values change, so that they are copied back afterwards.
     """
     needed = sum(size for key, size in in_host_memory(rank).items() if key.category in _USED[use])

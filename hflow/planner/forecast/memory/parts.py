@@ -1,11 +1,8 @@
-"""`Items`: named bytes of memory that add up.
+"""The quantities that memory formulas share: named bytes, micro-batches, and the load of an engine.
 
-The largest micro-batch of a train or infer node, from the bounds of its batch.
-
-Bounds and not means are used, so that a plan that is accepted fits for the longest samples that the run
-allows. A prompt that a group shares counts for every sample, as the group may be split.
-
-The largest load of a generation engine, which its memory is planned for.
+`Items` are named bytes that add up. A micro-batch is the largest one of a train or infer node, by the bounds
+of its batch. Bounds and not means are used, so that a plan that is accepted fits for the longest samples that
+the run allows. A prompt that a group shares counts for every sample, as the group may be split.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from hflow.types import Unit
 
 
 class ItemKey(NamedTuple):
-    """What the bytes of an item are."""
+    """The name and category of an item's bytes."""
 
     name: str
     category: MemoryCategory
@@ -70,7 +67,7 @@ def largest(moments: Iterable[Items]) -> Items:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a dp rank computes at once."""
+    """The samples that a dp rank computes at once."""
 
     tokens: int
     """T, packed."""
@@ -96,10 +93,10 @@ def largest_microbatch(
     not split), and at most the rank's share of a minibatch.
 
     Args:
-        plan: gives the node's minibatches and the size of groups.
+        plan: the source of the node's minibatches and the size of groups.
         node: trains or infers.
         workload: lengths of the node's root stream.
-        config: gives the token budget.
+        config: the source of the token budget.
         data: dp ranks that share a minibatch.
     """
     stream = plan.schedule.streams[0]

@@ -1,6 +1,6 @@
-"""`MemoryContext`: a plan with its request, and the ranks on each device.
+"""The phases of each device group, and the items that its devices hold in each of them.
 
-The phases of each device group, and what its devices hold in each of them.
+`MemoryContext` is a plan with its request, and knows the ranks on each device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hflow.graph.queries import root_stream
 from hflow.planner.forecast.memory import transfer
 from hflow.planner.forecast.memory.offload import Use, in_host_memory, on_device
 from hflow.planner.forecast.memory.parts import (
+    EngineLoad,
     ItemKey,
     Items,
     MicroBatch,
@@ -23,7 +24,7 @@ from hflow.planner.forecast.memory.parts import (
     largest_microbatch,
 )
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind, training_backend
+from hflow.planner.models.descriptors import EngineMemory, engine_kind, training_backend
 from hflow.planner.plan.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest, stream_workloads
@@ -37,7 +38,7 @@ Ranks = tuple[Rank, ...]
 
 @dataclass(frozen=True)
 class MemoryContext:
-    """What the memory of devices depends on."""
+    """The plan and the request that the memory of devices depends on."""
 
     plan: Plan
     request: PlanRequest
@@ -52,7 +53,7 @@ class MemoryContext:
         return dict(stream_workloads(self.plan, self.request))
 
     def route_to(self, rank: Rank) -> WeightRoute | None:
-        """Return how an engine receives its weights, or None where they never change."""
+        """Return an engine's weight route, or None where its weights never change."""
         return next((route for route in self.plan.weights if route.dst == rank.replica.name), None)
 
     def shares_weights(self, rank: Rank) -> bool:
@@ -77,7 +78,7 @@ class MemoryContext:
 
     @cached_property
     def nodes_of_workers(self) -> dict[int, Items]:
-        """What the nodes that run on each worker keep there, as their node types state it."""
+        """Worker -> the items that its nodes keep there, as their node types state it."""
         held: dict[int, Items] = {}
         for node in self.plan.graph.nodes:
             if not node.spec.memory:
@@ -153,7 +154,10 @@ def engine_caches(plan: Plan, request: PlanRequest) -> dict[str, tuple[int, int]
             caches = _caches(context, ranks, inferred, context.nodes_of_workers.get(device, Items()))
             for rank in ranks:
                 name = rank.replica.name
-                if name in caches and (limit := _largest_batch(context, rank, caches[name])) is not None:
+                if name not in caches:
+                    continue
+                limit = largest_batch(plan, rank, caches[name], context.workloads)
+                if limit is not None:
                     found[name] = min(found.get(name, (caches[name], limit)), (caches[name], limit))
     return found
 
@@ -164,11 +168,11 @@ def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, 
 
 
 def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
-    """Return what one rank holds on a device before a phase, without KV caches and the device's runtime.
+    """Return the bytes of one rank on a device before a phase, without KV caches and the device's runtime.
 
     Args:
-        context: the plan.
-        rank: one of the ranks on the device.
+        context: the plan and its request.
+        rank: a rank on the device.
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
@@ -177,7 +181,7 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
 
 
 def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
-    """Return what one rank needs at the peak of a phase, beyond what the device holds before it."""
+    """Return the bytes of one rank at the peak of a phase, beyond those on the device before it."""
     return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
 
 
@@ -248,29 +252,68 @@ def _running_replica(context: MemoryContext, phase: str) -> tuple[str, ...]:
 def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept: Items) -> dict[str, int]:
     """Return the bytes of the KV cache of each engine on a device where nodes keep some bytes.
 
-    Engines are sized one after the other, each by what all others, and its own step, leave free. The plan may
-    know that another device leaves less for the cache of a replica, which is equal on all of its devices.
+    The plan may know that another device leaves less for the cache of a replica, which is equal on all of its
+    devices.
+    """
+    plan = context.plan
+    engines = [engine_needs(plan, r, context.workloads) for r in ranks if r.replica.role == "gen"]
+    used = _resident(context, ranks, GENERATE, inferred, {}).total() + kept.total()
+    known = {engine.replica: engine.cache_bytes for engine in plan.engines}
+    return size_caches(engines, plan.cluster.memory_bytes, used, known)
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """The needs of one rank of an engine beside its weights."""
+
+    rank: Rank
+    load: EngineLoad
+    step: int
+    """Bytes of a decode step."""
+
+    @property
+    def memory(self) -> EngineMemory:
+        """The memory formulas of the engine."""
+        return engine_kind(self.rank.replica.backend).memory
+
+
+def engine_needs(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineNeeds:
+    """Return the load of an engine's rank, with the bytes of a decode step under it."""
+    load = engine_load(plan, rank, workloads)
+    return EngineNeeds(rank, load, engine_kind(rank.replica.backend).memory.decode_step(rank, load).total())
+
+
+def size_caches(
+    engines: Iterable[EngineNeeds], capacity: int, used: int, limits: Mapping[str, int | None]
+) -> dict[str, int]:
+    """Return the bytes of the KV cache of each engine on a device.
+
+    Engines are sized one after the other, each by what all others, and its own step, leave free.
+
+    Args:
+        engines: the engines in the plan's order.
+        capacity: the device's memory.
+        used: bytes that everything but caches and decode steps takes while engines generate.
+        limits: engine -> most bytes of its cache; None: no limit.
     """
     caches: dict[str, int] = {}
-    known = {engine.replica: engine.cache_bytes for engine in context.plan.engines}
-    used = _resident(context, ranks, GENERATE, inferred, caches).total() + kept.total()
-    for rank in ranks:
-        if rank.replica.role == "gen":
-            load = engine_load(context.plan, rank, context.workloads)
-            memory = engine_kind(rank.replica.backend).memory
-            used += memory.decode_step(rank, load).total()
-            cache = memory.cache_bytes(rank, load, context.plan.cluster.memory_bytes, used)
-            least = known.get(rank.replica.name)
-            cache = cache if least is None else min(cache, least)
-            caches[rank.replica.name] = cache
-            used += cache
+    for engine in engines:
+        used += engine.step
+        cache = engine.memory.cache_bytes(engine.rank, engine.load, capacity, used)
+        limit = limits.get(engine.rank.replica.name)
+        cache = cache if limit is None else min(cache, limit)
+        caches[engine.rank.replica.name] = cache
+        used += cache
     return caches
 
 
-def _largest_batch(context: MemoryContext, rank: Rank, cache: int) -> int | None:
-    """Return the number of sequences of the trained stream's mean length that a cache holds."""
-    streams = [stream for stream in context.plan.schedule.streams if rank.replica.name in stream.replicas]
-    lengths = context.workloads[streams[0].name]
+def largest_batch(plan: Plan, rank: Rank, cache: int, workloads: Mapping[str, Workload]) -> int | None:
+    """Return the sequences of the mean length of an engine's first stream that a cache holds.
+
+    None if the cache grows as needed.
+    """
+    stream = next(stream for stream in plan.schedule.streams if rank.replica.name in stream.replicas)
+    lengths = workloads[stream.name]
     memory = engine_kind(rank.replica.backend).memory
     return memory.max_sequences(rank, cache, lengths.prompt + expected_max(lengths, 1))
 
@@ -278,11 +321,11 @@ def _largest_batch(context: MemoryContext, rank: Rank, cache: int) -> int | None
 def _resident(
     context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str], caches: Mapping[str, int]
 ) -> Items:
-    """Return what a device holds before a phase begins.
+    """Return the items on a device before a phase begins.
 
     Args:
-        context: the plan.
-        ranks: those on the device.
+        context: the plan and its request.
+        ranks: the ranks on the device.
         phase: `generate`, `wake` or a node.
         inferred: replicas that have inferred since they trained.
         caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
@@ -310,7 +353,7 @@ def _resident(
 
 
 def _use(context: MemoryContext, rank: Rank, phase: str) -> Use:
-    """Return what a phase needs of a training or inference replica."""
+    """Return the part of a training or inference replica that a phase needs."""
     if phase == WAKE:
         return "weights" if context.routes_from(rank) else "nothing"
     placement = next((p for p in context.plan.placements if p.node == phase), None)
@@ -341,7 +384,7 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mappin
 
 
 def _transient(context: MemoryContext, ranks: Ranks, phase: str, caches: Mapping[str, int]) -> Items:
-    """Return what a phase needs on a device at its peak, beyond what is resident."""
+    """Return the items of a phase's peak on a device, beyond what is resident."""
     items = Items()
     for rank in ranks:
         if phase == GENERATE and rank.replica.role == "gen":

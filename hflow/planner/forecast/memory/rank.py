@@ -56,7 +56,7 @@ class Rank:
 
     @cached_property
     def trained_shape(self) -> ModelShape:
-        """What training changes of the model: its adapters, if it has any, else all of it."""
+        """The part of the model that training changes: its adapters, if it has any, else all of it."""
         return trained_shape(self.shape, self.config.lora)
 
     @cached_property
@@ -80,10 +80,10 @@ class Rank:
         return self.replica.layout.num_copies
 
     def optimizer_share(self, per_element: int) -> int:
-        """Return the rank's part of something that the data axis divides while it does not divide weights.
+        """Return this rank's bytes of sharded optimizer state, where the data axis does not divide weights.
 
         Args:
-            per_element: bytes of it for each element of the rank's weights.
+            per_element: bytes of the state for each element of the rank's weights.
         """
         layout, experts = self.replica.layout, self.sizes.experts
         others = self.sizes.total - experts

@@ -32,7 +32,7 @@ STATE_BYTES = 3 * FP32_BYTES
 
 
 def send_weights(rank: Rank, route: WeightRoute) -> Items:
-    """Return what a training rank needs while engines receive its weights."""
+    """Return the items of a training rank while engines receive its weights."""
     if route.how == "shared" and rank.width == FP32_BYTES:
         return Items()
     if route.how != "pull":
@@ -41,7 +41,7 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
 
 
 def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_loading: bool) -> Items:
-    """Return what a training rank holds of versions that are published.
+    """Return the items of published versions on a training rank.
 
     `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
     this device needs of what is here until all engines of the replica have loaded theirs, before any of them
@@ -50,8 +50,8 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     changes may be waiting for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
-        rank: of a training replica.
-        routes: on which it sends its weights, each with the number of ranks that receive them.
+        rank: a rank of a training replica.
+        routes: routes on which the rank sends its weights, each with the number of ranks that receive them.
         is_loading: whether engines load the weights in this phase.
     """
     share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
@@ -73,7 +73,7 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
 
 
 def received_weights(rank: Rank, route: WeightRoute) -> Items:
-    """Return what an engine's rank keeps of the last version, to which `delta` applies changes.
+    """Return the items of the last version that an engine's rank keeps, to which `delta` applies changes.
 
     It is in the memory of the host, unless the transport leaves buckets on the device.
     """
@@ -96,7 +96,7 @@ def _received_last(rank: Rank, route: WeightRoute) -> Items:
 
 
 def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
-    """Return what an engine's rank needs while it receives weights: one tensor in host memory.
+    """Return the items of an engine's rank while it receives weights: one tensor in host memory.
 
     Until then, buckets are where their transport keeps them (`memory/host.py`).
     """
@@ -106,7 +106,7 @@ def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Ite
 
 
 def save_checkpoint(rank: Rank) -> Items:
-    """Return what a rank needs while what training changes is gathered and copied to the host.
+    """Return the items of a rank while trained weights are gathered and copied to the host.
 
     It is saved in the compute dtype; a model that only update nodes change, in fp32. On a CPU the copies
     count too.
@@ -154,7 +154,7 @@ def _file_share(rank: Rank, width: int) -> int:
 
 
 def num_writers(num_bytes: float, num_ranks: int) -> int:
-    """Return how many ranks write the files of a model of some bytes."""
+    """Return the number of ranks that write the files of a model of some bytes."""
     return min(num_ranks, max(1, math.ceil(num_bytes / MIN_FILE_BYTES)))
 
 
@@ -172,7 +172,7 @@ def _slice_buckets(rank: Rank) -> Items:
 
 
 def _changes(rank: Rank) -> Items:
-    """Return what it takes to find the changes of a bucket."""
+    """Return the items of finding the changes of a bucket."""
     num_entries = _largest_slice_bucket(rank) // rank.width
     return item(MemoryCategory.BUFFERS, COMPARE_BYTES * num_entries, "changes")
 

@@ -40,9 +40,9 @@ def steady_period(
     steps. Rarer nodes count in every step with their mean. The slots cover the unrolled steps.
 
     Args:
-        schedule: what runs.
-        seconds: of one execution of a node, of one whole batch of a source, of a replica that loads new
-            weights, and of `publish.REPLICA`. Missing names take no time.
+        schedule: the plan's schedule.
+        seconds: name -> seconds of one execution of a node, of one whole batch of a source, of a replica that
+            loads new weights, and of `publish.REPLICA`. Missing names take no time.
         fields: (producer, consumer) -> the fields between them, which name edges of the cycle.
 
     Returns:
@@ -64,7 +64,7 @@ def steady_period(
 
 
 def timed_graph(events: SteadyEvents, seconds: Mapping[str, float], fields: Fields) -> TimedGraph:
-    """Return the graph of everything that runs in the steady state, and what it waits for."""
+    """Return the graph of the steady state: everything that runs, and everything that it waits for."""
     graph = TimedGraph(events.num_unrolled)
     for step in range(graph.num_unrolled):
         add_generation(graph, events, seconds, step)
@@ -103,7 +103,7 @@ def cycle_rows(schedule: Schedule, graph: TimedGraph, state: SteadyState) -> tup
 
 
 def slots(graph: TimedGraph, state: SteadyState) -> tuple[Slot, ...]:
-    """Return what takes time, by its start. The first starts at 0."""
+    """Return the rows of what takes time, by their start. The first starts at 0."""
     bars = [
         Slot(vertex.name, lane, start + vertex.step * state.ratio, vertex.seconds, vertex.step)
         for vertex, start in zip(graph.vertices, state.starts, strict=True)

@@ -70,7 +70,7 @@ def steady_state(num_vertices: int, arcs: Sequence[Arc]) -> SteadyState | None:
 
 
 def find_slower_cycle(num_vertices: int, arcs: Sequence[Arc], ratio: float) -> list[Arc]:
-    """Return a cycle with a larger ratio than this, of which there may be others; empty if there is none."""
+    """Return a cycle with a larger ratio than this one, not always the largest; empty if there is none."""
     slack = ROUNDING * math.fsum(arc.seconds for arc in arcs)
     _, positive = _longest_paths(num_vertices, arcs, ratio, slack)
     return positive if positive and cycle_ratio(positive) > ratio else []
@@ -104,7 +104,7 @@ def _longest_paths(
 
 
 def _slowest_cycle(last: Sequence[Arc | None]) -> list[Arc]:
-    """Return the slowest cycle among the last arcs of paths, of which each vertex has at most one."""
+    """Return the slowest cycle among the last arcs of paths. Each vertex has at most one such arc."""
     slowest: list[Arc] = []
     seen: dict[int, int] = {}
     for start in range(len(last)):

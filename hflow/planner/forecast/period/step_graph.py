@@ -2,9 +2,8 @@
 
 Every arc is something that `RunState` enforces, so the steady state of the graph is that of a run. Within a
 step, a node waits for its batch, its needs and its group's order. Across steps, it waits for the weights that
-it reads and for the previous step on its group. `link_generation` adds generation and new weights.
-
-What generation waits for: turns on devices, new weights, and staleness.
+it reads and for the previous step on its group. Generation waits for turns on devices, new weights, and
+staleness.
 
 The devices of an engine repeat turns: the engine loads new weights if they are due, then generates one batch;
 on a shared group, the batch nodes of the group run next. Synchronous generation does exactly this. In an
@@ -31,7 +30,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hflow.graph.edges import steps_ahead
 from hflow.graph.ir import Level
 from hflow.planner.forecast.period.cycle_ratio import Arc
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Schedule, ScheduledNode
@@ -117,7 +115,7 @@ def _link_needs(
 
 
 def _reason(before: ScheduledNode, node: ScheduledNode, fields: Fields) -> str:
-    """Return why a node needs another one in the same step."""
+    """Return the reason why a node needs another one in the same step."""
     overwritten = [model for model in node.writes if model in before.reads]
     if (before.name, node.name) in fields:
         return fields[before.name, node.name]
@@ -138,7 +136,7 @@ MAX_UNROLLED_STEPS = 12
 
 
 class SteadyEvents:
-    """What repeats on the trained stream of a schedule.
+    """The events that repeat on the trained stream of a schedule.
 
     Other streams than the trained one are left out, as their seconds depend on datasets that the planner does
     not read. So is what runs at most once, such as a save at the end.
@@ -209,7 +207,7 @@ class SteadyEvents:
         return tuple((group, names) for group, names in (*placed, *ungrouped) if names)
 
     def num_executions(self, node: ScheduledNode) -> int:
-        """Return how often a node's seconds count in a step: per sample or group for a streaming model."""
+        """Return the factor of a node's seconds in a step: per sample or group for a streaming model."""
         if node.level is Level.BATCH or not node.groups:
             return 1
         return (self.stream.batch or 1) * (self.stream.group_size if node.level is Level.SAMPLE else 1)
@@ -220,7 +218,7 @@ class SteadyEvents:
         return tuple((name, tuple(node.name for node in nodes)) for name, nodes in queues)
 
     def after_writers(self, replica: str) -> Iterator[tuple[str, int]]:
-        """Yield what each group that publishes an engine's weights runs next, and how many steps later."""
+        """Yield the next node of each group that publishes an engine's weights, and its lag in steps."""
         orders, written = dict(self.orders()), self.writers_of(self.models_of(replica))
         for group in self.publishers[replica]:
             order = orders.get(group, ())
@@ -324,7 +322,7 @@ def _link_sample_nodes(graph: TimedGraph, events: SteadyEvents, step: int, field
 def _link_syncs(graph: TimedGraph, events: SteadyEvents, replica: str) -> None:
     """Link the loading of version `step`: once it exists, before the batch that needs it."""
     source, every = events.stream.source, events.sync_every
-    num_ahead = steps_ahead(events.schedule.settings.max_staleness, every)
+    num_ahead = events.schedule.settings.steps_ahead
     for step in range(0, graph.num_unrolled, every):
         if replica in events.publishers:
             _link_publishing(graph, events, replica, step)

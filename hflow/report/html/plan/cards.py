@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind, Level, Node
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan
 from hflow.planner.plan.schedule import order_edges
+from hflow.planner.plan.staleness import max_lag
 
 SAMPLES = ("samples",)
 """Label of a data edge that names no fields."""
@@ -56,7 +56,7 @@ def arrows(plan: Plan) -> tuple[Arrow, ...]:
 def _of_graph(plan: Plan) -> Iterator[Arrow]:
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
+        lag = max_lag(edge, schedule.settings)
         key = f"{edge.kind} {edge.src} {edge.model or edge.fields}"
         yield Arrow("", edge.kind, edge.src, edge.dst, _label(edge), lag, edge.at_most, key)
 

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Plan, RoutingRow, Schedule, ScheduledStream
-from hflow.planner.plan.staleness import certified_lag, splits_batch
 from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.text.section import GAP, Section, add_row, dim, lines, number, table, text
 
@@ -205,7 +204,7 @@ def staleness_sentence(plan: Plan) -> str:
 def _why(schedule: Schedule, bound: int) -> str:
     """Explain what the bound follows from."""
     eta, sync = schedule.settings.max_staleness, schedule.settings.sync_every
-    if bound != certified_lag(eta, sync):
+    if bound != schedule.settings.certified_lag:
         return f"drop_older_than is {bound}"
-    rounded = ", rounded up," if splits_batch(schedule) else ""
+    rounded = ", rounded up," if schedule.settings.splits_batch else ""
     return f"(max_staleness {eta} + 1) x sync_every {sync}{rounded} - 1 = {bound}"

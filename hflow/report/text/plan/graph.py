@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
-from hflow.graph.edges import max_lag
 from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node
 from hflow.graph.queries import stages
 from hflow.graph.render import render_text
 from hflow.planner.diff.values import device_ranges
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, devices_of
+from hflow.planner.plan.staleness import max_lag
 from hflow.report.formatting import plural, range_text
 from hflow.report.text.section import Section, add_row, dim, lines, table, text
 
@@ -76,7 +76,7 @@ def _arriving(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     arriving: dict[str, list[tuple[str, str]]] = {}
     schedule = plan.schedule
     for edge in plan.graph.edges:
-        lag = max_lag(edge, schedule.settings.max_staleness, schedule.settings.sync_every)
+        lag = max_lag(edge, schedule.settings)
         arriving.setdefault(edge.dst, []).append(
             (str(edge.kind), describe_edge(edge) + _lag(lag, edge.at_most))
         )
