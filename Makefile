@@ -54,7 +54,7 @@ docs-serve: env
 
 # Every case of bad input, and N random changes of each kind; the result goes to benchmarks/results.
 bad-input: env
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bad_input.py --changes $(N)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.behaviour.bad_input --changes $(N)
 
 demo: env
 	$(BIN)/hflow run recipes/sft.py
@@ -64,13 +64,13 @@ demo: env
 # Python of an environment with TRL.
 PEER ?= .venv-peers/bin/python
 speed: env
-	$(BIN)/python benchmarks/peers.py --peer $(PEER)
-	$(BIN)/python benchmarks/second_core.py
-	$(BIN)/python benchmarks/ray_calls.py
-	$(BIN)/python benchmarks/async.py
-	$(BIN)/python benchmarks/ledger.py
-	$(BIN)/python benchmarks/start_up.py
-	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python -m benchmarks.speed.peers --peer $(PEER)
+	$(BIN)/python -m benchmarks.speed.second_core
+	$(BIN)/python -m benchmarks.speed.ray_calls
+	$(BIN)/python -m benchmarks.speed.async
+	$(BIN)/python -m benchmarks.speed.ledger
+	$(BIN)/python -m benchmarks.speed.start_up
+	$(BIN)/python -m benchmarks.planner.plan_speed
 
 # N faults in runs on Ray, N kills of runs in one process: they continue, and nothing may be lost.
 N ?= 20
