@@ -1,5 +1,6 @@
 # make env    install the pinned environment into .venv
 # make test   everything that a change must pass
+# make test-fast   a part of it for while you work
 # make lint   the part of it that needs no test: style, types, import rules
 # make demo   learn addition: 300 supervised steps, then GRPO from there
 PYTHON ?= python3
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
 
 env: $(STAMP)
 
@@ -35,11 +36,17 @@ test: env browser
 	$(PYTEST) -n 3 -m "not ray and not long"
 	$(PYTEST) -n 2 -m "ray and not long"
 
+# For while you work: unit tests without Ray, ranks and slow files (LONGEST in tests/conftest.py).
+test-fast: env
+	$(PYTEST) -n 2 --fast -m "not ray and not slow and not long" tests/unit
+
 # What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
 test-long: env
 	$(PYTEST) -n 2 -m long
 
-# The test of the plan's page opens it in a browser.
+# The test of the plan's page opens it in a browser. Without one this installs a system package, where it may, and says
+# so; BROWSER=none does not.
+export BROWSER
 browser:
 	@sh requirements/browser.sh
 
