@@ -1,5 +1,6 @@
 # make env    install the pinned environment into .venv
 # make test   everything that a change must pass
+# make test-fast   a part of it for while you work
 # make lint   the part of it that needs no test: style, types, import rules
 # make demo   learn addition: 300 supervised steps, then GRPO from there
 PYTHON ?= python3
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
 
 env: $(STAMP)
 
@@ -35,11 +36,17 @@ test: env browser
 	$(PYTEST) -n 3 -m "not ray and not long"
 	$(PYTEST) -n 2 -m "ray and not long"
 
+# For while you work: unit tests without Ray, ranks and slow files (LONGEST in tests/conftest.py).
+test-fast: env
+	$(PYTEST) -n 2 --fast -m "not ray and not slow and not long" tests/unit
+
 # What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
 test-long: env
 	$(PYTEST) -n 2 -m long
 
-# The test of the plan's page opens it in a browser.
+# The test of the plan's page opens it in a browser. Without one this installs a system package, where it may, and says
+# so; BROWSER=none does not.
+export BROWSER
 browser:
 	@sh requirements/browser.sh
 
@@ -54,7 +61,7 @@ docs-serve: env
 
 # Every case of bad input, and N random changes of each kind; the result goes to benchmarks/results.
 bad-input: env
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bad_input.py --changes $(N)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.behaviour.bad_input --changes $(N)
 
 demo: env
 	$(BIN)/hflow run recipes/sft.py
@@ -64,13 +71,13 @@ demo: env
 # Python of an environment with TRL.
 PEER ?= .venv-peers/bin/python
 speed: env
-	$(BIN)/python benchmarks/peers.py --peer $(PEER)
-	$(BIN)/python benchmarks/second_core.py
-	$(BIN)/python benchmarks/ray_calls.py
-	$(BIN)/python benchmarks/async.py
-	$(BIN)/python benchmarks/ledger.py
-	$(BIN)/python benchmarks/start_up.py
-	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python -m benchmarks.speed.peers --peer $(PEER)
+	$(BIN)/python -m benchmarks.speed.second_core
+	$(BIN)/python -m benchmarks.speed.ray_calls
+	$(BIN)/python -m benchmarks.speed.async
+	$(BIN)/python -m benchmarks.speed.ledger
+	$(BIN)/python -m benchmarks.speed.start_up
+	$(BIN)/python -m benchmarks.planner.plan_speed
 
 # N faults in runs on Ray, N kills of runs in one process: they continue, and nothing may be lost.
 N ?= 20

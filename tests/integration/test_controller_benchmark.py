@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 SMALL = Namespace(
     trainers=14,
     batch=32,
@@ -24,8 +24,8 @@ SMALL = Namespace(
 
 @pytest.mark.parametrize(("staleness", "interrupt"), [(0, True), (2, True), (2, False)])
 def test_small_runs_train_all_steps(staleness: int, interrupt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import async_virtual
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.speed import async_virtual
 
     found = async_virtual.measure(SMALL, staleness, interrupt)
     assert found["steps"] == SMALL.steps

@@ -1,20 +1,18 @@
-"""The shipped calibrations against published measurements: `benchmarks/cost_model`."""
+"""The shipped calibrations against published measurements: `benchmarks/planner/cost_model`."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "cost_model" / "validate.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def table():
     """The errors of all rows that nothing was fitted to, by topic."""
-    spec = importlib.util.spec_from_file_location("cost_model_validation", FILE)
-    validate = sys.modules["cost_model_validation"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(validate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        from benchmarks.planner.cost_model import validate
     found = [one for source in validate.SOURCES for one in source()]
     unseen = [row for row in validate.summary(found) if row["rows"] == "held out"]
     return {(row["topic"], row["source"]): row for row in unseen}

@@ -1,8 +1,8 @@
 """`Calibration`: what programs reach beyond data sheets, and what host, disks and copies take.
 
 Every empirical number of the cost model is here, in one file format. hflow ships figures by generation of
-devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/cost_model`). Figures
-that were measured on the hardware at hand replace them: `calibration=FILE`, or `calibrate=RUN`.
+devices (`configs/hardware/calibrations`), fitted to published measurements (`benchmarks/planner/cost_model`).
+Figures that were measured on the hardware at hand replace them: `calibration=FILE`, or `calibrate=RUN`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,202 @@
+"""Published seconds of weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.planner.cost_model.comparison import (
+    MACHINE,
+    Comparison,
+    Row,
+    compare,
+    costs,
+    hardware,
+    rows,
+    seconds,
+    spread,
+)
+from hflow.planner.forecast.cost.collectives import RankPlacement, all_gather, send
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
+from hflow.planner.forecast.cost.transfers import load_weights
+from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.layout import Layout
+from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.rows import WeightRoute
+
+PAGEABLE_GB_PER_S = {"h100": 1.5, "h20": 1.5, "gb200": 2.2}
+"""Rate at which a device's weights and optimizer states go to pageable memory of the host or back, while the
+other processes of the machine do the same. Fitted to the fitted rows of NeMo RL; H20 is taken as H100."""
+HANDOVER_GB_PER_S = 12.7
+"""Rate at which verl hands weights to SGLang, which runs in another process: 15.2 GB in 1.2 s ("full apply"
+in a comment of 2026-07-10 on github.com/verl-project/verl/pull/6974). A whole copy of the weights goes to
+each engine rank, bucket by bucket over HTTP and CUDA IPC, after it was received."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """New weights that cross from training ranks to engine ranks."""
+
+    device: str
+    num_bytes: float
+    gathered_bytes: float
+    """As training ranks gather them: twice as many where they keep fp32."""
+    num_tensors: int
+    trainers: int
+    receivers: int
+
+    @classmethod
+    def of(cls, row: Row) -> Update:
+        """Return the update of a row."""
+        return cls(
+            row["device"],
+            1e9 * float(row["gigabytes"]),
+            1e9 * float(row["gathered"] or 0),
+            int(row["tensors"]),
+            int(row["train_gpus"]),
+            int(row["generate_gpus"]),
+        )
+
+    @property
+    def hardware(self) -> Hardware:
+        """Devices and links."""
+        return hardware(self.device)
+
+    @property
+    def calls(self) -> float:
+        """Seconds of handling every tensor once."""
+        return self.num_tensors * self.hardware.calibration.transfers.tensor_us * 1e-6
+
+    def gather(self) -> float:
+        """Return the seconds in which all training ranks gather whole tensors, one at a time."""
+        ranks = spread(self.trainers, 1, MACHINE.get(self.device, 8))
+        return all_gather(self.gathered_bytes, ranks, self.hardware).seconds + self.calls
+
+    def from_one_port(self) -> tuple[float, float]:
+        """Return the seconds in which one rank sends all weights to each receiver, and of loading them."""
+        return self._sent(RankPlacement(1, self.receivers), 1)
+
+    def from_one_machine(self) -> tuple[float, float]:
+        """Return the same where the broadcast has all ranks of the sender's machine, and so all its ports."""
+        per_machine = MACHINE.get(self.device, 8)
+        return self._sent(spread(self.receivers, 1, per_machine), min(self.trainers, per_machine))
+
+    def _sent(self, ranks: RankPlacement, sources: int) -> tuple[float, float]:
+        engine = costs("qwen3-8b", self.hardware, Layout(self.receivers), "vllm")
+        moved = route(self.num_bytes, self.receivers, 1.0)
+        network, num = self.hardware.inter, self.num_tensors
+        parts = load_weights(moved, engine, ranks, network, sources, num_tensors=num)
+        sending = seconds([part for part in parts if part.name == "weights"])
+        return sending, seconds(parts) - sending
+
+
+def weight_sync() -> Iterator[Comparison]:
+    """Yield updates of engines that have GPUs of their own, and of those next to a copy on the host."""
+    for row in rows("weight_sync"):
+        path = {
+            "one rank": from_one_rank,
+            "engine": to_engine,
+            "group": to_group,
+            "one by one": one_by_one,
+            "pinned": through_host,
+            "host": from_hosts,
+            "shards": in_shards,
+        }[row["path"]]
+        name = (
+            f"{row['source']} {row['model']} to {row['generate_gpus']}x{row['device']} t{row['engine_gpus']} "
+            f"{row['path']}"
+        )
+        yield compare(row["source"], "weight sync", name, float(row["seconds"]), path(row), row)
+
+
+def from_one_rank(row: Row) -> float:
+    """Return the seconds in which one rank broadcasts everything; its own port carries it.
+
+    The next bucket is gathered while one is sent (verl/checkpoint_engine/nccl_checkpoint_engine.py).
+    """
+    update = Update.of(row)
+    held = float(row["host_copies"]) * update.gathered_bytes / update.trainers
+    copying = held / (PAGEABLE_GB_PER_S[update.device] * 1e9)
+    sending, loading = update.from_one_port()
+    return max(copying + update.gather(), sending) + loading
+
+
+def to_engine(row: Row) -> float:
+    """Return the seconds of `from_one_rank` where receivers hand the weights to an engine's processes."""
+    return from_one_rank(row) + Update.of(row).num_bytes / (HANDOVER_GB_PER_S * 1e9)
+
+
+def to_group(row: Row) -> float:
+    """Return the seconds of an update where gathering, sending and loading take turns at two buffers.
+
+    Source: nemo_rl/utils/packed_tensor.py.
+    """
+    update = Update.of(row)
+    return max(update.gather(), *update.from_one_machine())
+
+
+def one_by_one(row: Row) -> float:
+    """Return the seconds in which all tensors are gathered, and then each is sent and loaded.
+
+    Source: `_sync_vllm_weights` in verl/experimental/fully_async_policy/base_detach_sync.py.
+    """
+    update = Update.of(row)
+    return update.gather() + sum(update.from_one_machine()) + update.calls
+
+
+def through_host(row: Row) -> float:
+    """Return the seconds of four steps: to pinned memory, into buckets, to the device, and to all engines.
+
+    Each training rank copies its share of the gathered tensors. Source: `sync_rollout_weights_by_checkpoint`
+    in verl/experimental/fully_async_policy/megatron_worker.py, and checkpoint_engine.py there.
+    """
+    update = Update.of(row)
+    part, host = update.num_bytes / update.trainers, update.hardware
+    copies = 2 * send(part, host.host, host).seconds
+    copies += part / (host.calibration.transfers.store_gb_per_s * 1e9)
+    return update.gather() + copies + sum(update.from_one_machine())
+
+
+def from_hosts(row: Row) -> float:
+    """Return the seconds in which every rank loads a part from its host and sends it to all others."""
+    receivers = int(row["generate_gpus"])
+    engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers), "vllm")
+    machines, num_bytes = -(-receivers // 8), 1e9 * float(row["gigabytes"])
+    whole = route(num_bytes, receivers, (machines - 1) / machines)
+    loading = _loaded(row, whole, engine, receivers)
+    return loading + send(num_bytes / receivers, engine.hardware.host, engine.hardware).seconds
+
+
+def in_shards(row: Row) -> float:
+    """Return the seconds in which engine ranks receive their own parts, from all of the trainer's ranks."""
+    receivers, t = int(row["generate_gpus"]), int(row["engine_gpus"])
+    engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers // t, t), "vllm")
+    moved = route(1e9 * float(row["gigabytes"]), receivers // t, 1.0)
+    return _loaded(row, moved, engine, int(row["train_gpus"]))
+
+
+def _loaded(row: Row, moved: WeightRoute, engine: ReplicaCosts, sources: int) -> float:
+    """Return the seconds of loading a model with as many tensors as the row says."""
+    num, network = int(row["tensors"]), engine.hardware.inter
+    ranks = spread(engine.layout.world, 1)
+    return seconds(load_weights(moved, engine, ranks, network, sources, num_tensors=num))
+
+
+def route(num_bytes: float, copies: int, crossing: float) -> WeightRoute:
+    """Return a route that moves a number of copies of the weights, of which a fraction crosses machines."""
+    return WeightRoute(
+        "m",
+        "m@train",
+        "m@gen",
+        "pull",
+        moved_bytes=round(num_bytes * copies),
+        node_bytes=round(num_bytes * copies * crossing),
+        transport="collective",
+    )
+
+
+def exported_tensors(shape: ModelShape) -> int:
+    """Return the tensors of a model as Hugging Face stores it, where each expert has three of its own."""
+    experts = shape.experts
+    per_mlp = [1 + 3 * experts.num if experts and experts.are_in(i) else 3 for i in range(shape.num_layers)]
+    return 3 + 8 * shape.num_layers + sum(per_mlp)
