@@ -78,7 +78,7 @@ class GenConfig:
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None
     """Device group of the generating replica, or several, as in `a,b`; null: the plan decides."""
-    transport: Literal["auto", "store", "disk", "shared", "collective", "ipc"] = "auto"
+    transport: str = "auto"
     """How new weights reach engines that do not share the trainer's memory. `store`: Ray's object store.
     `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
     machine. `collective`: broadcasts from device to device (NCCL; gloo on CPUs). `ipc`: the memory of a GPU

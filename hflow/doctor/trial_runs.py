@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hflow.doctor.finding import Finding
+from hflow.planner.plan.channels import CHANNELS, channel_kind
 from hflow.planner.plan.hardware import GIB
 
 TIMEOUT = 600.0
@@ -61,6 +62,17 @@ class TrialRun:
     recipe: str = "grpo"
     is_repeated: bool = False
     """Whether it runs twice, and both must end with the same weights and optimizer, bit for bit."""
+
+
+def _channel_trials() -> Iterator[TrialRun]:
+    """Yield a run for each channel that says what to try: with the engine beside the trainer or apart."""
+    for kind in map(channel_kind, CHANNELS.own):
+        transport = f"models.actor.gen.transport={kind.name}"
+        if kind.trial and kind.traits.needs_one_device:
+            yield TrialRun(kind.name, kind.trial, (_VLLM, transport), 1, package="vllm", on_cpu=False)
+        elif kind.trial:
+            apart = (_EMBEDDED, "placement=actor=0 actor.gen=1", transport)
+            yield TrialRun(kind.name, kind.trial, apart, 2, 2)
 
 
 TRIAL_RUNS = (
@@ -109,28 +121,7 @@ TRIAL_RUNS = (
         multiple=2,
         package="megatron",
     ),
-    TrialRun(
-        "collective",
-        "new weights by broadcasts from device to device",
-        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=collective"),
-        2,
-        2,
-    ),
-    TrialRun(
-        "store",
-        "new weights through Ray's object store",
-        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=store"),
-        2,
-        2,
-    ),
-    TrialRun(
-        "ipc",
-        "vLLM beside the trainer, new weights in the memory of the GPU",
-        (_VLLM, "models.actor.gen.transport=ipc"),
-        1,
-        package="vllm",
-        on_cpu=False,
-    ),
+    *_channel_trials(),
     TrialRun(
         "vllm ranks",
         "vLLM with tensor ranks, beside FSDP2",

@@ -274,10 +274,10 @@ def _choose_engine(wanted: str | None, device: str) -> tuple[str, str]:
     for kind in map(engine_kind, ENGINES):
         if device in kind.preferred_on:
             problem = kind.find_problem(device)
-            return (
-                (kind.name, f"installed, {device.upper()}") if problem is None else (ENGINES[0], str(problem))
-            )
-    return ENGINES[0], f"the device is {device}"
+            if problem is not None:
+                return ENGINES.default, str(problem)
+            return kind.name, f"installed, {device.upper()}"
+    return ENGINES.default, f"the device is {device}"
 
 
 def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from hflow.planner.forecast.memory.parts import Items, item
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
 from hflow.planner.plan.rows import WeightRoute
@@ -43,11 +44,13 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
 def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_loading: bool) -> Items:
     """Return what a training rank holds of versions that are published.
 
-    `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
-    this device needs of what is here until all engines of the replica have loaded theirs, before any of them
-    allocates its cache. `shared` keeps its segments for the next version, in the memory of the host: on a CPU
-    the device's. With `delta` the slices that were sent last are kept too, to find what changes; as many
-    changes may be waiting for engines, since they are sent as long as they are smaller than the slices.
+    A channel for one device (`ipc`) keeps what the engine on this device needs of what is here until all
+    engines of the replica have loaded theirs, before any of them allocates its cache. Other channels with
+    buckets on the device keep packed slices until engines take them. Those with buckets in the memory of the
+    host, which is the device's on a CPU, keep the memory for the next version.
+
+    With `delta` the slices that were sent last are kept too, to find what changes; as many changes may be
+    waiting for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: of a training replica.
@@ -59,12 +62,11 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     for route, num_receivers in routes:
         own = round(route.held_bytes / num_receivers) if route.held_bytes else share
         num_bytes = 0
-        if route.transport == "collective" or (route.transport == "shared" and rank.on_cpu):
-            num_bytes += share
-        if "ipc" in (route.transport, route.near) and is_loading:
-            num_bytes += own
-        if route.near == "shared":
-            num_bytes += own
+        for name in (route.transport, route.near):
+            channel = channel_traits(name)
+            is_here = channel.buckets == "device" or (channel.buckets == "host" and rank.on_cpu)
+            if is_here and (is_loading or not channel.needs_one_device):
+                num_bytes += own if name == route.near or channel.needs_one_device else share
         if num_bytes:
             items += item(MemoryCategory.BUFFERS, num_bytes, "published weights")
         if route.delta:
@@ -77,14 +79,15 @@ def received_weights(rank: Rank, route: WeightRoute) -> Items:
 
     It is in the memory of the host, unless the transport leaves buckets on the device.
     """
-    if rank.on_cpu or route.transport in ("collective", "ipc"):
+    if rank.on_cpu or channel_traits(route.transport).buckets == "device":
         return _received_last(rank, route)
     return Items()
 
 
 def received_on_host(rank: Rank, route: WeightRoute) -> Items:
     """Return the same for an engine on a GPU whose transport leaves buckets in the memory of the host."""
-    return Items() if route.transport in ("collective", "ipc") else _received_last(rank, route)
+    is_on_device = channel_traits(route.transport).buckets == "device"
+    return Items() if is_on_device else _received_last(rank, route)
 
 
 def _received_last(rank: Rank, route: WeightRoute) -> Items:
