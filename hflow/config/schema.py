@@ -43,8 +43,10 @@ Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, config=CHECKED)
 class OptimConfig:
-    """AdamW and its learning-rate schedule. Steps are optimizer steps, not training steps of the run."""
+    """An optimizer and its learning-rate schedule. Steps are optimizer steps, not those of the run."""
 
+    name: str = "adamw"
+    """The optimizer: `adamw`, or one that another installed package adds."""
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

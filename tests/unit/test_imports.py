@@ -54,8 +54,10 @@ def test_descriptors_import_nothing_heavy():
     code = f"""
 import sys
 from hflow.planner.plan.channels import CHANNELS
+from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
-for registry, name in ((registry, name) for registry in (BACKENDS, ENGINES, CHANNELS) for name in registry):
+registries = (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS)
+for registry, name in ((registry, name) for registry in registries for name in registry):
     registry.load(name)
     heavy = [name for name in {HEAVY} if name in sys.modules]
     assert not heavy, (name, heavy)

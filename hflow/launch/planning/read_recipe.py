@@ -24,6 +24,7 @@ from hflow.launch.planning.models import (
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
 from hflow.planner.plan.channels import transports
+from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 
@@ -137,7 +138,7 @@ def check_names(config: RunConfig, spec: RecipeSpec) -> None:
 
 
 def _check_backends(config: RunConfig) -> None:
-    """Check that the names of backends, engines and transports are registered.
+    """Check that the names of backends, engines, optimizers and transports are registered.
 
     Raises:
         ConfigError: naming the key, the nearest name and all names.
@@ -146,6 +147,7 @@ def _check_backends(config: RunConfig) -> None:
         settings = (
             ("backend", model.backend, BACKENDS),
             ("gen.engine", model.gen.engine, ENGINES),
+            ("optim.name", model.optim.name, OPTIMIZERS),
             ("gen.transport", model.gen.transport, ("auto", *transports())),
         )
         for key, value, names in settings:

@@ -10,7 +10,7 @@ from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part
-from hflow.planner.forecast.memory.transfer import BUCKET_BYTES, STATE_BYTES, num_writers
+from hflow.planner.forecast.memory.transfer import BUCKET_BYTES, num_writers, saved_state_bytes
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
@@ -224,6 +224,6 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
     copied = num_bytes / num_writers(num_bytes, layout.world)
     if replica.config.save_optimizer:
-        copied += whole * STATE_BYTES / layout.world
+        copied += whole * saved_state_bytes(replica.config) / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
     return [gather.part("all-gather"), *copy]

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
+from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.memory.parts import Items, item
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
+from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
 
 BUCKET_BYTES = 64 << 20
@@ -28,8 +30,6 @@ MIN_FILE_BYTES = 64 << 20
 """Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
 RECEIVED_LAST = "weights received last"
 SAVED_STATE = "copy of the optimizer's state"
-STATE_BYTES = 3 * FP32_BYTES
-"""Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
 
 
 def send_weights(rank: Rank, route: WeightRoute) -> Items:
@@ -122,6 +122,11 @@ def save_checkpoint(rank: Rank) -> Items:
     return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
 
 
+def saved_state_bytes(config: ModelConfig) -> int:
+    """Return the bytes that a sharded checkpoint has for each weight (`training/sharded_checkpoint.py`)."""
+    return FP32_BYTES * (1 + len(optimizer_traits(config.optim.name).kinds))
+
+
 def checkpoint_copies(rank: Rank) -> Items:
     """Return a rank's copies of a checkpoint in host memory: until they are written, or on GPUs, always."""
     width, is_merged = _saved_width(rank), _saves_merged(rank)
@@ -131,7 +136,7 @@ def checkpoint_copies(rank: Rank) -> Items:
     else:
         adapters = width * num if rank.is_first else 0
         weights = adapters + (_file_share(rank, width) if is_merged else 0)
-    state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
+    state = saved_state_bytes(rank.config) * num // world if rank.config.save_optimizer else 0
     return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )
