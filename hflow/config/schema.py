@@ -44,8 +44,10 @@ Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, config=CHECKED)
 class OptimConfig:
-    """AdamW and its learning-rate schedule. Steps are optimizer steps, not training steps of the run."""
+    """An optimizer and its learning-rate schedule. Steps are optimizer steps, not those of the run."""
 
+    name: str = "adamw"
+    """The optimizer: `adamw`, or one that another installed package adds."""
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -79,7 +81,7 @@ class GenConfig:
     """Layout of the generating replica, such as `d4t1`; null: the plan decides."""
     group: str | None = None
     """Device group of the generating replica, or several, as in `a,b`; null: the plan decides."""
-    transport: Literal["auto", "store", "disk", "shared", "collective", "ipc"] = "auto"
+    transport: str = "auto"
     """How new weights reach engines that do not share the trainer's memory. `store`: Ray's object store.
     `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
     machine. `collective`: broadcasts from device to device (NCCL; gloo on CPUs). `ipc`: the memory of a GPU

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import TrialRun, descriptor
+from hflow.planner.plan.channels import CHANNELS, channel_kind
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
 
 TIMEOUT = 600.0
 """Seconds that one run may take."""
@@ -38,6 +39,22 @@ _EMBEDDED = "models.actor.gen.engine=embedded"
 _DETERMINISTIC = "deterministic=true"
 
 
+def _channel_trials() -> Iterator[TrialRun]:
+    """Yield a run for each channel that says what to try: with the engine beside the trainer or apart."""
+    for kind in map(channel_kind, CHANNELS.own):
+        transport = f"models.actor.gen.transport={kind.name}"
+        if kind.trial and kind.traits.needs_one_device:
+            engine = first_with("has_own_process", ENGINES)
+            settings, package = (
+                (f"models.actor.gen.engine={engine}", transport),
+                descriptor(engine).packages[0],
+            )
+            yield TrialRun(kind.name, kind.trial, settings, 1, package=package, on_cpu=False)
+        elif kind.trial:
+            apart = (_EMBEDDED, "placement=actor=0 actor.gen=1", transport)
+            yield TrialRun(kind.name, kind.trial, apart, 2, 2)
+
+
 _ON_EVERY_MACHINE = (
     TrialRun("one device", "training and generation in turns: kernels, sleep and wake", (_EMBEDDED,), 1),
     TrialRun(
@@ -46,20 +63,7 @@ _ON_EVERY_MACHINE = (
         (_EMBEDDED, "models.actor.layout=d{n}"),
         min_devices=2,
     ),
-    TrialRun(
-        "collective",
-        "new weights by broadcasts from device to device",
-        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=collective"),
-        2,
-        2,
-    ),
-    TrialRun(
-        "store",
-        "new weights through Ray's object store",
-        (_EMBEDDED, "placement=actor=0 actor.gen=1", "models.actor.gen.transport=store"),
-        2,
-        2,
-    ),
+    *_channel_trials(),
     TrialRun(
         "equal runs",
         "FSDP2, and attention's backward pass, with deterministic=true",

@@ -132,7 +132,7 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
     hardware = machine_hardware(device_at_hand() if kind == "cuda" else "cpu")
     dtype = _dtype(kind)
     model, batch = measure.LAYERS[kind]
-    host = hardware.calibration.host[backend]
+    host = hardware.calibration.host_times(backend)
     costs = replace(_costs(backend, model, hardware, dtype), host=host)
     times = []
     for _, num, tokens, trains, seconds in measure.training_steps(backend, kind, dtype, [model], [batch]):

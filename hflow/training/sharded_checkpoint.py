@@ -1,4 +1,4 @@
-"""Sharded checkpoints: fp32 weights and Adam's moments, stored as boxes of the model's HF tensors.
+"""Sharded checkpoints: fp32 weights and the optimizer's state, stored as boxes of the model's HF tensors.
 
 Every rank copies the boxes that it holds to host memory, and writes them while training continues; where
 several ranks hold a box, one of them writes it. An index says which file has which box. Boxes refer to whole
@@ -31,6 +31,7 @@ from hflow.base.validation import CHECKED, from_mapping
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import SHARDS_INDEX
 from hflow.models.weight_files import check_tensors
+from hflow.training.optimizers.interface import DEFAULT_OPTIMIZER, StepOptimizer, saved_kinds
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
 
 FORMAT = 1
@@ -40,8 +41,8 @@ FILE_BYTES = 2 << 30
 _OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
 """The fix for optimizer state that cannot be read."""
 
-WEIGHT, MEAN, SQUARE = KINDS = ("weight", "mean", "square")
-"""The weight, and Adam's moving averages of its gradient and of the squared gradient."""
+WEIGHT = "weight"
+"""The kind of value that a weight is. The others are those of the optimizer (`OptimizerTraits.kinds`)."""
 
 _IGNORED_KEYS = (
     "_name_or_path",
@@ -87,18 +88,27 @@ class CheckpointInfo:
     config: Mapping[str, Any]
     head: str
     num_steps: int
-    """0 means that there are no moments."""
+    """0 means that there is no optimizer state."""
+    optimizer: str | None = DEFAULT_OPTIMIZER
+    """The optimizer that trains it; None: it is frozen."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, head: str, num_steps: int) -> CheckpointInfo:
-        """Describe a model with this HF config and head."""
+    def of(cls, config: PreTrainedConfig, head: str, optimizer: StepOptimizer | None) -> CheckpointInfo:
+        """Describe a model with this HF config and head.
+
+        Args:
+            config: the HF config.
+            head: the name of the output head.
+            optimizer: the optimizer that trains the model; None if it is frozen.
+        """
         keys = {key: value for key, value in config.to_diff_dict().items() if key not in _IGNORED_KEYS}
-        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps)
+        num_steps, name = (0, None) if optimizer is None else (optimizer.num_steps, optimizer.name)
+        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps, name)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of values that are stored of each box."""
-        return KINDS if self.num_steps else (WEIGHT,)
+        return (WEIGHT, *saved_kinds(self.optimizer)) if self.num_steps and self.optimizer else (WEIGHT,)
 
 
 def copy_shards(
@@ -160,7 +170,7 @@ def open_shards(
         BackendError: if there is no checkpoint, or it is of another model; names the config key or tensors.
     """
     index = _read_index(directory)
-    stored = CheckpointInfo(index.config, index.head, index.num_steps)
+    stored = index.info
     _check_model(directory, stored, info)
     stored_shapes = {name: row.shape for name, row in index.tensors.items()}
     common = stored_shapes.keys() & shapes.keys()
@@ -179,7 +189,7 @@ def check_shards(directory: Path) -> None:
         BackendError: if not; names the file.
     """
     index = _read_index(directory)
-    stored = CheckpointInfo(index.config, index.head, index.num_steps)
+    stored = index.info
     entries: dict[str, set[str]] = {}
     for tensor, row in index.tensors.items():
         for box, file in row.boxes:
@@ -304,7 +314,9 @@ def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> 
         for tensor, shape, box in rows:
             entry = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
             entry["boxes"].append([box, name])
-    model = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
+    model: dict[str, Any] = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
+    if info.num_steps and info.optimizer != DEFAULT_OPTIMIZER:
+        model["optimizer"] = info.optimizer
     index = {"format": FORMAT, **model, "tensors": tensors}
     path = directory / SHARDS_INDEX
     path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -334,6 +346,12 @@ class _StoredIndex:
     head: str
     num_steps: Size
     tensors: Mapping[str, _StoredTensor]
+    optimizer: str = DEFAULT_OPTIMIZER
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """The checkpoint's model."""
+        return CheckpointInfo(self.config, self.head, self.num_steps, self.optimizer)
 
 
 def _read_index(directory: Path) -> _StoredIndex:
@@ -359,3 +377,9 @@ def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo
                 f"{directory} is of another model: {name} is {theirs.get(name)!r} there and "
                 f"{ours.get(name)!r} here; set the model's path to a checkpoint of this model"
             )
+    if stored.num_steps and wanted.optimizer not in (None, stored.optimizer):
+        raise BackendError(
+            f"{directory} has state of the optimizer {stored.optimizer}, but the model's optim.name is "
+            f"{wanted.optimizer}; set optim.name={stored.optimizer}, or the model's resume=false to load its "
+            "weights only"
+        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hflow.base.errors import WorkerFailureError
+from hflow.planner.plan.channels import channel_in_one_process, channel_traits
 from hflow.planner.plan.routing import tensor_ranks
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.traits import traits
@@ -138,7 +139,7 @@ class WeightPublisher:
             published: what each sender sent.
         """
         settings = self._settings[replica]
-        if settings.name == "store" and self._routes.has_own_process(replica):
+        if channel_traits(settings.name).needs_ray and self._routes.has_own_process(replica):
             settings, published = self._relay(replica, published)
         return [
             IncomingWeights(
@@ -167,7 +168,7 @@ class WeightPublisher:
         workers sent does not come through the store.
         """
         store = self._settings[replica]
-        settings = replace(store, name="shared")
+        settings = replace(store, name=channel_in_one_process(store.name, has_own_process=True))
         if replica not in self._relays:
             self._relays[replica] = make_channel(settings), []
         channel, kept = self._relays[replica]
@@ -340,8 +341,9 @@ def channel_settings(
     for route in plan.weights:
         if route.how == "pull":
             name = route.transport
-            if name == "store" and hosts_all:
-                name = "shared" if _has_own_process(plan, route.dst) else "memory"
+            if hosts_all:
+                own_process = _has_own_process(plan, route.dst)
+                name = channel_in_one_process(name, has_own_process=own_process)
             owner = f"{route.dst}-{hosted[0]}"
             near = "" if hosts_all else route.near
             settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout, near)

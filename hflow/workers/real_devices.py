@@ -13,6 +13,7 @@ from typing import Any
 from hflow.base.errors import BackendError, RunError
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.models.descriptors import descriptor
+from hflow.planner.plan.channels import channel_traits, near_channel
 from hflow.planner.plan.cluster import ClusterSpec, device_ranges
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
@@ -317,10 +318,16 @@ def _check_allocator(where: str, process: ProcessDevices, routes: Iterable[Weigh
     Such memory is shared as file descriptors, which containers do not let a process take from another one.
     """
     for route in routes:
-        if process.expandable_segments and "ipc" in (route.transport, route.near):
+        names = (route.transport, route.near)
+        opened = next((name for name in names if channel_traits(name).needs_one_device), None)
+        if process.expandable_segments and opened:
             raise RunError(
                 f"{where} has {process.expandable_segments}=expandable_segments:True, with which {route.dst} "
-                f"may be unable to open the weights of {route.src} on its GPU (ipc). Unset it"
-                # A device that holds weights of the engine sends these by ipc with every transport.
-                + ("" if route.held_bytes else f", or set models.{route.model}.gen.transport=shared")
+                f"may be unable to open the weights of {route.src} on its GPU ({opened}). Unset it"
+                # A device that holds weights of the engine sends these so with every transport.
+                + (
+                    ""
+                    if route.held_bytes
+                    else f", or set models.{route.model}.gen.transport={near_channel('cpu')}"
+                )
             )

@@ -21,8 +21,8 @@ from hflow.planner.models.descriptors import factories
 from hflow.report.text.summary import RunSummary
 from hflow.training.fsdp.backend import TorchModel
 from hflow.weights.buckets import Bucket
-from hflow.weights.channels.disk import DiskChannel
-from hflow.weights.channels.memory import MemoryChannel
+from hflow.weights.channels.disk.channel import DiskChannel
+from hflow.weights.channels.memory.channel import MemoryChannel
 from hflow.weights.loading import LoadedWeights
 
 RECIPE = "recipes/grpo_async.py"

@@ -41,7 +41,7 @@ def rows_computed(backend: str, batch: Batch) -> int:
     return rows[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS])
 def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
     batch = shared_batch()
     sharing = share_prefixes(batch)

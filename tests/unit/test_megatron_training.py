@@ -15,7 +15,7 @@ from hflow.training.megatron.device import prepare
 
 prepare("cpu")
 
-from hflow.training.megatron.optimizer import GroupAdamW  # noqa: E402
+from hflow.training.optimizers.adamw.optimizer import GroupAdamW  # noqa: E402
 
 pytestmark = (
     pytest.mark.long

@@ -12,7 +12,7 @@ from hflow.base.errors import BackendError, RecipeError, RunError
 from hflow.config.schema import OptimConfig
 from hflow.data.batches.batch import Column
 from hflow.training.interface import TrainShard
-from hflow.training.learning_rate import learning_rate
+from hflow.training.optimizers.learning_rate import learning_rate
 from hflow.types import Unit
 
 BATCH = kit.make_batch(kit.LENGTHS)

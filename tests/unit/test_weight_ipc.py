@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from hflow.base.errors import RunError
 from hflow.weights.buckets import Bucket, unpack_bucket
-from hflow.weights.channels import ipc, make_channel
+from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings
+from hflow.weights.channels.ipc import channel as ipc
 from hflow.weights.delta import DeltaSender
 
 SETTINGS = ChannelSettings("ipc", "actor@gen-0", "")

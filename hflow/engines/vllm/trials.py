@@ -8,14 +8,6 @@ _MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
 
 TRIAL_RUNS = (
     TrialRun(
-        "ipc",
-        "vLLM beside the trainer, new weights in the memory of the GPU",
-        (_VLLM, "models.actor.gen.transport=ipc"),
-        1,
-        package="vllm",
-        on_cpu=False,
-    ),
-    TrialRun(
         "vllm ranks",
         "vLLM with tensor ranks, beside FSDP2",
         (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.layout=d{half}t2"),

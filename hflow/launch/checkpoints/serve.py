@@ -277,10 +277,10 @@ def _choose_engine(wanted: str | None, device: str) -> tuple[str, str]:
     for kind in map(engine_kind, ENGINES):
         if device in kind.preferred_on:
             problem = kind.find_problem(device)
-            return (
-                (kind.name, f"installed, {device.upper()}") if problem is None else (ENGINES[0], str(problem))
-            )
-    return ENGINES[0], f"the device is {device}"
+            if problem is not None:
+                return ENGINES.default, str(problem)
+            return kind.name, f"installed, {device.upper()}"
+    return ENGINES.default, f"the device is {device}"
 
 
 def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
@@ -296,7 +296,7 @@ def _check_served(setup: EngineSetup, engine: str) -> None:
     shape = read_shape(architecture, "lm")
     problem = None if shape is None else engine_kind(engine).find_unservable(shape, setup.settings.device)
     if problem is not None:
-        raise ConfigError(f"{problem}; use --engine {ENGINES[0]}")
+        raise ConfigError(f"{problem}; use --engine {ENGINES.default}")
 
 
 def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None) -> str:

@@ -23,6 +23,8 @@ from hflow.launch.planning.models import (
 )
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
+from hflow.planner.plan.channels import transports
+from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 
@@ -136,16 +138,22 @@ def check_names(config: RunConfig, spec: RecipeSpec) -> None:
 
 
 def _check_backends(config: RunConfig) -> None:
-    """Check that the names of backends and engines are registered.
+    """Check that the names of backends, engines, optimizers and transports are registered.
 
     Raises:
         ConfigError: naming the key, the nearest name and all names.
     """
     for name, model in config.models.items():
-        settings = (("backend", model.backend, BACKENDS), ("gen.engine", model.gen.engine, ENGINES))
-        for key, value, known in settings:
-            if value is not None and value not in known:
-                choices = " or ".join(map(repr, known))
+        settings = (
+            ("backend", model.backend, BACKENDS),
+            ("gen.engine", model.gen.engine, ENGINES),
+            ("optim.name", model.optim.name, OPTIMIZERS),
+            ("gen.transport", model.gen.transport, ("auto", *transports())),
+        )
+        for key, value, names in settings:
+            if value is not None and value not in names:
+                known = [*map(str, names)]
+                choices = " or ".join(filter(None, (", ".join(map(repr, known[:-1])), repr(known[-1]))))
                 raise ConfigError(
                     f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"
                 )

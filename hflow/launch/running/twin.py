@@ -256,7 +256,7 @@ def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
     """
     changes = {"workers": "inproc", "env": FrozenDict(), "faults": FaultsConfig()}
     saving = {"save_every": config.steps // 2, "keep_checkpoints": None}
-    return _on_cluster(config, graph, 1, BACKENDS[0], None, **changes, **saving)
+    return _on_cluster(config, graph, 1, BACKENDS.default, None, **changes, **saving)
 
 
 def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:

@@ -15,7 +15,7 @@ from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation,
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
-from hflow.planner.plan.traits import ENGINES, traits
+from hflow.planner.plan.traits import ENGINES, is_engine, traits
 from hflow.types.kernels import AttentionKernel, LayerKernels, choose_kernels, packed_kernel, unsupported
 
 UNDECIDED = ""
@@ -68,7 +68,7 @@ def _engine_choice(replica: Replica, request: PlanRequest) -> EngineChoice:
         if objection is None:
             return EngineChoice(replica.name, name, f"installed, {device.upper()}")
     why = next((objection for objection in objections.values() if objection), f"the cluster is {device}")
-    return EngineChoice(replica.name, ENGINES[0], why)
+    return EngineChoice(replica.name, ENGINES.default, why)
 
 
 def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str | None:
@@ -88,7 +88,7 @@ def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tupl
 
 
 def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
-    if replica.backend in ENGINES and traits(replica.backend).has_own_attention:
+    if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
     device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
     kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)

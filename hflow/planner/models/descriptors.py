@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hflow.planner.plan.traits import BACKENDS, ENGINES, BackendTraits, load_backend, load_engine
+from hflow.planner.plan.traits import BACKENDS, ENGINES, BackendTraits, is_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -284,7 +284,7 @@ def training_backend(name: str) -> Backend:
     Raises:
         PlanError: for an unknown name.
     """
-    backend = load_backend(name)
+    backend = BACKENDS.load(name)
     assert isinstance(backend, Backend)
     assert backend.name == name
     return backend
@@ -297,7 +297,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         PlanError: for an unknown name.
     """
-    engine = load_engine(name)
+    engine = ENGINES.load(name)
     assert isinstance(engine, EngineKind)
     assert engine.name == name
     return engine
@@ -309,7 +309,7 @@ def descriptor(name: str) -> Descriptor:
     Raises:
         PlanError: for an unknown name.
     """
-    return engine_kind(name) if name in ENGINES else training_backend(name)
+    return engine_kind(name) if is_engine(name) else training_backend(name)
 
 
 def factories() -> dict[str, Callable[..., Any]]:

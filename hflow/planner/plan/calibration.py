@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from hflow.base.errors import PlanError
 from hflow.base.validation import CHECKED, FrozenMapping
-from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.planner.plan.traits import BACKENDS, ENGINES, is_engine
 
 DTYPES = ("fp32", "bf16")
 """Precisions that models compute in. Every device and every calibration has a figure for each."""
@@ -175,7 +175,7 @@ class Calibration:
     """Parts that this hardware could not show, such as `inter` on one machine; they are shipped figures."""
 
     def __post_init__(self) -> None:
-        for part, names in (("matmul", DTYPES), ("host", (*BACKENDS, *ENGINES))):
+        for part, names in (("matmul", DTYPES), ("host", (*BACKENDS.own, *ENGINES.own))):
             for name in names:
                 if name not in getattr(self, part):
                     raise ValueError(f"{part}.{name} is missing; it has no default")
@@ -183,6 +183,11 @@ class Calibration:
     def matmul_rate(self, dtype: str) -> MatmulRate:
         """Return the rate of products in a precision; those without a rate of their own have that of bf16."""
         return self.matmul.get(dtype, self.matmul["bf16"])
+
+    def host_times(self, name: str) -> HostTimes:
+        """Return the host's times of a backend or engine; one of another package has those of the default."""
+        default = (ENGINES if is_engine(name) else BACKENDS).default
+        return self.host.get(name, self.host[default])
 
 
 def check_device(calibration: Calibration, device: str, key: str) -> None:

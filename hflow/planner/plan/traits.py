@@ -1,34 +1,36 @@
 """Names of the training backends and generation engines, and the traits that tell them apart.
 
-To add one, write `descriptor.py` in `training/NAME` or `engines/NAME`, and add one line to `_BACKENDS` or
-`_ENGINES`.
+To add one, write `descriptor.py` in `training/NAME` or `engines/NAME`, and add one line to `BACKENDS` or
+`ENGINES`.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from hflow.base.errors import PlanError, nearest
+from hflow.base.registry import Registry
 
-_BACKENDS = {
-    "torch": "hflow.training.fsdp.descriptor",
-    "megatron": "hflow.training.megatron.descriptor",
-}
-"""Training backend -> the module whose `BACKEND` describes it. The first is the default."""
-_ENGINES = {
-    "embedded": "hflow.engines.embedded.descriptor",
-    "vllm": "hflow.engines.vllm.descriptor",
-}
-"""Generation engine -> the module whose `ENGINE` describes it. The first is the default."""
-
-BACKENDS = tuple(_BACKENDS)
-"""Names of the training backends, the default first."""
-ENGINES = tuple(_ENGINES)
-"""Names of the generation engines, the default first."""
+BACKENDS = Registry(
+    "backend",
+    "hflow.backends",
+    {
+        "torch": "hflow.training.fsdp.descriptor:BACKEND",
+        "megatron": "hflow.training.megatron.descriptor:BACKEND",
+    },
+)
+"""The training backends, each with its descriptor."""
+ENGINES = Registry(
+    "engine",
+    "hflow.engines",
+    {
+        "embedded": "hflow.engines.embedded.descriptor:ENGINE",
+        "vllm": "hflow.engines.vllm.descriptor:ENGINE",
+    },
+)
+"""The generation engines, each with its descriptor. No engine may have the name of a backend."""
 
 
 @dataclass(frozen=True)
@@ -93,27 +95,15 @@ Trait = Literal[
     "has_adapters",
     "chooses_kernels",
     "compiles_layers",
+    "has_own_process",
     "has_all_families",
 ]
 """A trait that a message tells the user to choose a backend for."""
 
 
-def load_backend(name: str) -> Any:
-    """Return the `descriptors.Backend` of a training backend.
-
-    Raises:
-        PlanError: for an unknown name.
-    """
-    return importlib.import_module(_module(_BACKENDS, "backend", name)).BACKEND
-
-
-def load_engine(name: str) -> Any:
-    """Return the `descriptors.EngineKind` of a generation engine.
-
-    Raises:
-        PlanError: for an unknown name.
-    """
-    return importlib.import_module(_module(_ENGINES, "engine", name)).ENGINE
+def is_engine(name: str) -> bool:
+    """Return whether a name is that of a generation engine, rather than of a training backend."""
+    return name not in BACKENDS.own and name in ENGINES
 
 
 @cache
@@ -123,16 +113,11 @@ def traits(name: str) -> BackendTraits:
     Raises:
         PlanError: for an unknown name.
     """
-    found: BackendTraits = (load_engine(name) if name in _ENGINES else load_backend(name)).traits
+    described: Any = (ENGINES if is_engine(name) else BACKENDS).load(name)
+    found: BackendTraits = described.traits
     return found
 
 
 def first_with(trait: Trait, names: Iterable[str] = BACKENDS) -> str:
     """Return the first training backend (or engine, given `ENGINES`) that has a trait, to suggest it."""
     return next(name for name in names if getattr(traits(name), trait))
-
-
-def _module(registry: Mapping[str, str], what: str, name: str) -> str:
-    if name not in registry:
-        raise PlanError(f"unknown {what} {name!r}{nearest(name, registry)} (known: {', '.join(registry)})")
-    return registry[name]

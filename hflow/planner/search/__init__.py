@@ -122,7 +122,10 @@ class PastSearches:
 
 def _what_is_read(request: PlanRequest) -> PlanRequest:
     """Return a request without learning rates and other settings that change results alone."""
-    models = {name: replace(config, optim=OptimConfig()) for name, config in request.models.items()}
+    models = {
+        name: replace(config, optim=OptimConfig(name=config.optim.name))
+        for name, config in request.models.items()
+    }
     workers = {key: value for key, value in request.settings.items() if key == "workers"}
     return replace(request, models=models, settings=workers, warnings=())
 

@@ -24,6 +24,7 @@ from hflow.planner.forecast.memory.phases import (
     transient_bytes,
 )
 from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.plan.channels import CHANNELS, broadcast_channel, channel_traits, near_channel
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.rows import Plan, WeightRoute
@@ -295,9 +296,10 @@ class GroupMemory:
         if common == "all" and not own_process:
             how: Literal["shared", "gather"] = "shared" if option.layout.world == 1 else "gather"
             return (WeightRoute(model, source.name, engine.name, how),)
-        usual = "shared"
-        if self._problem.cluster.device == "cuda":
-            usual = {"all": "ipc", "some": "store", "none": "collective"}[common]
+        device = self._problem.cluster.device
+        usual = near_channel(device)
+        if device == "cuda" and common != "all":
+            usual = CHANNELS.default if common == "some" else broadcast_channel()
         configured = option.config.gen.transport
         transport = usual if configured == "auto" else configured
         held = 0
@@ -322,7 +324,10 @@ def _sent_through_hosts(plan: Plan) -> Plan:
 
     Which layouts need that is known for pairs of them only.
     """
-    routes = (replace(r, transport="store") if r.transport == "ipc" else r for r in plan.weights)
+    routes = (
+        replace(r, transport=CHANNELS.default) if channel_traits(r.transport).needs_one_device else r
+        for r in plan.weights
+    )
     return replace(plan, weights=tuple(routes))
 
 

@@ -10,8 +10,8 @@ from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
 from hflow.planner.models.architectures import can_run
+from hflow.planner.plan.channels import CHANNELS, RouteFacts, channel_kind, channel_traits, near_channel
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
@@ -24,10 +24,6 @@ STORE_FRACTION = 0.3
 """The fraction of a machine's memory that Ray gives its object store by default."""
 STORE_LIMIT = 200 * 10**9
 """Bytes that Ray gives an object store at most by default."""
-
-
-_THROUGH_HOSTS = ("store", "disk", "shared")
-"""Transports that copy weights to the memory of a machine, or further."""
 
 
 def weight_routes(
@@ -100,47 +96,49 @@ def _with_transport(
         return route
     transport, why = str(config.gen.transport), "as configured"
     if transport == "auto":
-        transport, why = _choice(route, src, gen, request)
+        transport, why = _choice(_route_facts(route, src, gen, request))
     route = replace(route, delta=config.gen.delta, transport=transport, why=why)
     return replace(route, near=near_transport(route, gen, request))
 
 
 def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
     """Return the transport of slices on an engine's own device; empty where it makes no difference."""
-    if route.transport not in _THROUGH_HOSTS:
+    if channel_traits(route.transport).buckets == "device":
         return ""
     has_own = route.held_bytes and traits(gen.backend).has_own_process
     if not has_own or request.settings.get("workers") == "inproc":
         return ""
-    near = "ipc" if request.cluster.device == "cuda" else "shared"
+    near = near_channel(request.cluster.device)
     return "" if near == route.transport else near
 
 
-def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> tuple[str, str]:
+def _choice(facts: RouteFacts) -> tuple[str, str]:
     """Return the transport of a route by default, and the reason.
 
     On GPUs weights stay there where they can. Otherwise they go through host memory: shared memory for an
     engine in a process of its own on the same machine, else the object store, which each other machine
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
-    own_process, cluster = traits(gen.backend).has_own_process, request.cluster
-    machines = cluster.machines(src.workers).keys() | cluster.machines(gen.workers).keys()
-    in_one_process = request.settings.get("workers") == "inproc"
-    if cluster.device == "cuda" and not in_one_process:
-        if not set(src.workers) & set(gen.workers):
-            return "collective", "NCCL broadcasts between devices"
-        if own_process and route.held_bytes and not route.moved_bytes:
-            return "ipc", "every engine is on the devices that hold its weights"
-    if own_process and len(machines) == 1:
-        return "shared", "the engines have processes of their own on this machine"
-    available = store_bytes(request)
-    fullest = max(stored_bytes(route, src, gen, request).values(), default=0)
-    if available is not None and fullest > available:
-        return "disk", (
-            f"trainers publish {fullest / GIB:.1f} GiB per machine, but the object store has only about "
-            f"{available / GIB:.1f} GiB"
-        )
-    return "store", "memory that processes share"
+    for name in reversed([*CHANNELS]):
+        reason = channel_kind(name).prefer(facts)
+        if reason is not None:
+            return name, reason
+    raise AssertionError("the object store is always possible")
+
+
+def _route_facts(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> RouteFacts:
+    cluster = request.cluster
+    return RouteFacts(
+        device=cluster.device,
+        is_one_process=request.settings.get("workers") == "inproc",
+        has_own_process=traits(gen.backend).has_own_process,
+        shares_devices=not set(src.workers).isdisjoint(gen.workers),
+        num_machines=len(cluster.machines(src.workers).keys() | cluster.machines(gen.workers).keys()),
+        moved_bytes=route.moved_bytes,
+        held_bytes=route.held_bytes,
+        stored_bytes=max(stored_bytes(route, src, gen, request).values(), default=0),
+        store_bytes=store_bytes(request),
+    )
 
 
 def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> dict[int, int]:
@@ -159,25 +157,9 @@ def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRe
 
 def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield reasons why a run cannot send weights as configured, each with a fix."""
-    in_one_process = request.settings.get("workers") == "inproc"
     for route in plan.weights:
-        src, gen = plan.replica(route.src), plan.replica(route.dst)
-        both = set(src.workers) & set(gen.workers)
-        machines = {plan.cluster.node_of(worker) for worker in (*src.workers, *gen.workers)}
-        own_process = traits(gen.backend).has_own_process
-        reason = None
-        if route.transport == "shared" and len(machines) > 1:
-            reason = f"{src.name} and {gen.name} are on {len(machines)} machines"
-        elif route.transport == "collective" and in_one_process:
-            reason = "workers=inproc is one process"
-        elif route.transport == "collective" and both:
-            reason = f"{src.name} and {gen.name} share a device, and a broadcast needs one per process"
-        elif route.transport == "ipc" and plan.cluster.device != "cuda":
-            reason = f"the cluster's devices are {plan.cluster.device}, and only GPUs have it"
-        elif route.transport == "ipc" and (not own_process or in_one_process):
-            reason = f"{gen.name} has no process of its own on the trainer's GPU"
-        elif route.transport == "ipc" and (route.moved_bytes or not both):
-            reason = f"devices of {gen.name} need weights that other devices hold"
+        gen = plan.replica(route.dst)
+        reason = _obstacle(route, plan.replica(route.src), gen, request)
         if route.how != "pull" and request.model(route.model).gen.delta:
             yield (
                 f"models.{route.model}.gen.delta=true cannot be used: {gen.name} takes weights from the "
@@ -194,6 +176,24 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
                 f"models.{route.model}.gen.transport={route.transport} cannot be used: {reason}. Set "
                 f"models.{route.model}.gen.transport=auto."
             )
+
+
+def _obstacle(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> str | None:
+    """Return the reason for which a route's transport cannot carry its weights; None if it can."""
+    channel, facts = channel_traits(route.transport), _route_facts(route, src, gen, request)
+    if channel.needs_cuda and facts.device != "cuda":
+        return f"the cluster's devices are {facts.device}, and only GPUs have it"
+    if channel.needs_workers_apart and facts.is_one_process:
+        return "workers=inproc is one process"
+    if channel.needs_workers_apart and facts.shares_devices:
+        return f"{src.name} and {gen.name} share a device, and a broadcast needs one per process"
+    if channel.needs_one_device and (not facts.has_own_process or facts.is_one_process):
+        return f"{gen.name} has no process of its own on the trainer's GPU"
+    if channel.needs_one_device and (facts.moved_bytes or not facts.shares_devices):
+        return f"devices of {gen.name} need weights that other devices hold"
+    if not channel.crosses_machines and facts.num_machines > 1 and not channel.needs_one_device:
+        return f"{src.name} and {gen.name} are on {facts.num_machines} machines"
+    return None
 
 
 def store_bytes(request: PlanRequest) -> float | None:

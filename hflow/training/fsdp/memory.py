@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
-from hflow.planner.forecast.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.model_shape import layer_template
 
@@ -29,7 +29,7 @@ def model_state(rank: Rank) -> Items:
     if rank.replica.base_of:
         return Items()
     num_trained = rank.trained.total_shard
-    moments = ADAM_MOMENTS * FP32_BYTES * num_trained if rank.replica.role == "train" else 0
+    moments = rank.state_bytes * num_trained if rank.replica.role == "train" else 0
     weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_trained, "adapters" if _adapts(rank) else "")
     if _adapts(rank):
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)

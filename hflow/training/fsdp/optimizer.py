@@ -1,8 +1,8 @@
-"""The torch backend's optimizer: AdamW, a learning-rate schedule and gradient clipping."""
+"""The torch backend's optimizer: updates of this rank's shards, and gradient clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,57 +14,34 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hflow.data.batches.device_copy import to_device
 from hflow.models.settings import ModelSettings
-from hflow.training.learning_rate import learning_rate
+from hflow.training.optimizers.interface import StepOptimizer, decay_groups
 
 
-class TorchOptimizer:
-    """AdamW on this rank's shards as plain tensors. Vectors (norms, biases) have no weight decay."""
+class TorchOptimizer(StepOptimizer):
+    """Updates this rank's shards as plain tensors."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], model: ModelSettings, group: ProcessGroup | None
     ) -> None:
-        """Prepare AdamW, and allocate its moments.
+        """Prepare the optimizer, and allocate its state.
 
-        Moments that the first step allocated would be among its freed activations, so that torch could not
+        State that the first step allocated would be among its freed activations, so that torch could not
         return that memory to an engine on the same device.
 
         Args:
             parameters: the model's weights.
-            model: its settings, with those of AdamW and its schedule.
+            model: the model's settings, with those of the optimizer and its schedule.
             group: the ranks that the weights are sharded over; None for one.
         """
-        optim = model.optim
-        self._optim, self._num_updates = optim, model.num_updates
+        super().__init__(model)
         self._group = group
         self._weights = list(parameters)
         self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
         self._shard_of = dict(zip(self._weights, self._shards, strict=True))
         nonempty = [shard for shard in self._shards if shard.numel()]
-        param_groups: list[dict[str, Any]] = [
-            {"params": [shard for shard in nonempty if shard.dim() >= 2]},
-            {"params": [shard for shard in nonempty if shard.dim() < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            param_groups,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self._optimizer = self._build(decay_groups(nonempty, model.optim.weight_decay))
         for shard in nonempty:
-            self._state(shard)
-        self.num_steps = 0
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self._optim, self.num_steps, self._num_updates)
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether an update whose gradient is not finite is skipped."""
-        return self._optim.on_nonfinite == "skip"
+            self._optimizer.states_of(shard)
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient over all ranks; a collective."""
@@ -83,9 +60,8 @@ class TorchOptimizer:
         if self._optim.clip_grad > 0:
             whole = to_device(torch.tensor(norm), self._shards[0].device)
             clip_grads_with_norm_(self._shards, self._optim.clip_grad, whole)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()
+        self._set_lr()
+        self._optimizer.step()
         self.num_steps += 1
         self._zero_grad()
 
@@ -93,29 +69,16 @@ class TorchOptimizer:
         """Drop the gradients without an update."""
         self._zero_grad()
 
-    def moments(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Return Adam's averages of the gradient and its square, of this rank's shard of a weight."""
-        state = self._state(self._shard_of[weight])
-        return state["exp_avg"].detach(), state["exp_avg_sq"].detach()
+    def states_of(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
+        """Return the state of this rank's shard of a weight, in the order of its kinds."""
+        return tuple(state.detach() for state in self._optimizer.states_of(self._shard_of[weight]))
 
     def states(self) -> list[Tensor]:
-        """Return the moments."""
-        states = self._adamw.state.values()
-        return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        """Return the state of all shards."""
+        return [value for state in self._optimizer.state.values() for value in state.values()]
 
-    def resume(self, num_steps: int) -> None:
-        """Set the number of steps made, after the moments of that many steps have been loaded."""
-        self.num_steps = num_steps
-        for state in self._adamw.state.values():
-            state["step"].fill_(num_steps)
-
-    def _state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's state of a shard: at first the one that AdamW would start with."""
-        state: dict[str, Tensor] = self._adamw.state[shard]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
-        return state
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
+        yield from self._optimizer.param_groups
 
     def _zero_grad(self) -> None:
         """Drop all gradients."""

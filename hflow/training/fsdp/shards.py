@@ -17,9 +17,8 @@ from hflow.models.host_copy import HostCopies
 from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters
+from hflow.training.optimizers.interface import saved_kinds
 from hflow.training.sharded_checkpoint import (
-    MEAN,
-    SQUARE,
     WEIGHT,
     BlockState,
     CheckpointInfo,
@@ -41,8 +40,7 @@ class TrainedModel:
     @property
     def info(self) -> CheckpointInfo:
         """Description of the model for its checkpoint."""
-        num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
-        return CheckpointInfo.of(self.model.config, self.head, num_steps)
+        return CheckpointInfo.of(self.model.config, self.head, self.optimizer)
 
     def states(self) -> Iterator[BlockState]:
         """Yield this rank's rows of every weight. No two ranks have the same rows."""
@@ -50,8 +48,9 @@ class TrainedModel:
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
             kinds = {WEIGHT: blocks}
             if self.optimizer is not None:
-                for kind, moment in zip((MEAN, SQUARE), self.optimizer.moments(weight), strict=True):
-                    kinds[kind] = blocks_of(self.model, names[weight], weight, moment)
+                states = self.optimizer.states_of(weight)
+                for kind, state in zip(saved_kinds(self.optimizer.name), states, strict=True):
+                    kinds[kind] = blocks_of(self.model, names[weight], weight, state)
             for index, block in enumerate(blocks):
                 values = {kind: parts[index].values for kind, parts in kinds.items()}
                 yield BlockState(block.tensor, block.shape, block.box, values)
@@ -69,7 +68,7 @@ def copy_model_shards(
 
 
 def load_model_shards(trained: TrainedModel, directory: Path) -> None:
-    """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
+    """Load weights, and of a trainable model the optimizer's state, from a sharded checkpoint."""
     named = ((name, torch.empty(weight.shape, device="meta")) for name, weight in trained.named_parameters())
     whole = stacked_views(trained.model.config.model_type, named)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole}

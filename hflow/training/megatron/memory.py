@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
-from hflow.planner.forecast.memory.rank import ADAM_MOMENTS, FP32_BYTES, Rank
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 
 NUM_MLP = 3
@@ -30,8 +30,8 @@ def model_state(rank: Rank) -> Items:
     weights = item(MemoryCategory.WEIGHTS, rank.width * num_weights)
     if rank.replica.role != "train":
         return weights
-    num_copies = ADAM_MOMENTS + (1 if rank.width < FP32_BYTES else 0)
-    optimizer = rank.optimizer_share(num_copies * FP32_BYTES)
+    master_bytes = FP32_BYTES if rank.width < FP32_BYTES else 0
+    optimizer = rank.optimizer_share(rank.state_bytes + master_bytes)
     gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * num_weights)
     return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
 

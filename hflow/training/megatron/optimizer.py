@@ -1,4 +1,4 @@
-"""The megatron backend's optimizer: AdamW on this rank's part of its stage, clipped over all axes.
+"""The megatron backend's optimizer: it updates this rank's part of its stage, clipped over all axes.
 
 Weights are in buckets, in the order in which a backward pass reaches them. The gradients of a bucket are
 summed over data ranks while the last micro-batch's backward pass computes those of earlier layers. New
@@ -8,7 +8,7 @@ bucket, and then the next bucket is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,19 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hflow.config.schema import OptimConfig
 from hflow.models.settings import ModelSettings
-from hflow.training.learning_rate import learning_rate
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.model import Stage
+from hflow.training.optimizers.interface import StepOptimizer, decay_groups
 
 BUCKET_PARAMETERS: int | None = None
 """Most parameters of a bucket; None: megatron's choice, 40 million or a million for each data rank."""
 
 
-class MegatronOptimizer:
+class MegatronOptimizer(StepOptimizer):
     """Megatron's distributed optimizer: sums gradients over data ranks and updates the weights.
 
-    Vectors (norms, biases) have no weight decay. Every rank keeps fp32 weights and moments of its part only;
+    Every rank keeps fp32 weights and the optimizer's state of its part only;
     updated weights are gathered. Between `step` and `finish_gather`, only passes through `module` may use
     the weights.
     """
@@ -46,13 +45,13 @@ class MegatronOptimizer:
     def __init__(self, stage: Stage, model: ModelSettings) -> None:
         """Move the stage's weights into contiguous buffers, with fp32 gradients, and load master weights.
 
-        Moments are allocated here: those that the first step allocated would be among its freed activations,
+        State is allocated here: that which the first step allocated would be among its freed activations,
         so that torch could not return that memory to an engine on the same device.
         """
-        self._optim, self._num_updates = model.optim, model.num_updates
+        super().__init__(model)
         self.module = wrap_for_gradient_sums(stage)
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
-        self._parts = _distributed_optimizers(stage, self.module, model.optim)
+        self._parts = self._distributed_optimizers(stage)
         """Optimizers of the weights that all data ranks have, and of the experts that expert ranks divide."""
         self._all_ranks = stage.parallel.group
         self.ranges = updated_ranges(stage, self._parts)
@@ -61,14 +60,9 @@ class MegatronOptimizer:
         """The ranges that are stored separately, where the model computes in half precision."""
         load_master_weights(stage, model, self.master_weights)
         for part in self._parts:
-            part.optimizer.moments(part.get_parameters())
-        self.num_steps = 0
+            for shard in part.get_parameters():
+                part.optimizer.states_of(shard)
         self._is_gathering = False
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self._optim, self.num_steps, self._num_updates)
 
     @property
     def _buckets(self) -> list[list[Any]]:
@@ -82,11 +76,6 @@ class MegatronOptimizer:
         for part in self._parts:
             part.zero_grad()
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether an update whose gradient is not finite is skipped."""
-        return self._optim.on_nonfinite == "skip"
-
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient, copies counted once; a collective over the replica."""
         gradients: list[Tensor] = []
@@ -98,11 +87,10 @@ class MegatronOptimizer:
 
     def step(self, norm: float) -> None:
         """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""
+        self._set_lr()
         for part in self._parts:
             if self._optim.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._optim.clip_grad, norm)
-            for group in part.param_groups:
-                group["lr"] = self.lr
             # That of the class below gathers the weights of all parts, which is done once, after the last.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         for buckets in self._buckets:
@@ -125,15 +113,15 @@ class MegatronOptimizer:
         """Drop the gradients without an update."""
         self.zero_grad()
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return Adam's averages of what this rank updates of a parameter, flattened."""
+    def states_of(self, name: str) -> tuple[Tensor, ...]:
+        """Return the state of what this rank updates of a parameter, flattened, in the order of its kinds."""
         shard = self.ranges[name].shard
         (part,) = (part for part in self._parts if any(x is shard for x in part.get_parameters()))
-        (mean,), (square,) = part.optimizer.moments([shard])
-        return mean, square
+        states: tuple[Tensor, ...] = part.optimizer.states_of(shard)
+        return states
 
     def states(self) -> list[Tensor]:
-        """Return separate master weights, and moments."""
+        """Return separate master weights, and the optimizer's state."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
         return [*masters, *(x for state in states for x in state.values())]
@@ -143,12 +131,65 @@ class MegatronOptimizer:
         buffers = (*self.module.buffers, *self.module.expert_parallel_buffers)
         return [buffer.grad_data for buffer in buffers]
 
-    def resume(self, num_steps: int) -> None:
-        """Set the number of steps made, after the moments of that many steps have been loaded."""
-        self.num_steps = num_steps
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
-            for group in part.param_groups:
-                group["step"] = num_steps
+            yield from part.param_groups
+
+    def _distributed_optimizers(self, stage: Stage) -> list[Any]:
+        """Return the optimizers of weights that all data ranks have, and of divided experts, if any."""
+        groups = stage.parallel.groups
+        kinds = [
+            (self.module.buffers, groups.intra_dp_cp, groups.mp),
+            (self.module.expert_parallel_buffers, groups.intra_expt_dp, groups.tp_ep_pp),
+        ]
+        return [self._distributed_optimizer(stage, *kind) for kind in kinds if kind[0]]
+
+    @torch.no_grad()  # it updates views of the weights, which would not be leaves
+    def _distributed_optimizer(
+        self,
+        stage: Stage,
+        buffers: Sequence[Any],
+        copies: ProcessGroup,
+        others: ProcessGroup,
+    ) -> Any:
+        """Return the optimizer of the weights in some buffers.
+
+        Args:
+            stage: this rank's stage.
+            buffers: buffers of the wrapper that sums gradients.
+            copies: the ranks that have the same weights, which divide their optimizer state.
+            others: the ranks that have the other weights of a copy of the model.
+        """
+        optim = self._optim
+        buffered = {id(weight) for buffer in buffers for weight in buffer.params}
+        weights = (weight for weight in stage.module.parameters() if id(weight) in buffered)
+        matrices, vectors = decay_groups(weights, optim.weight_decay)
+        keys = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        groups = [{**matrices, "wd_mult": 1.0, **keys}, {**vectors, "wd_mult": 0.0, **keys}]
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            bf16=stage.dtype == torch.bfloat16,
+            params_dtype=stage.dtype,
+            use_distributed_optimizer=True,
+            clip_grad=optim.clip_grad,
+        )
+        # It reads the layout of the state from these module globals, not from the optimizer.
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        optimizer = DistributedOptimizer(
+            self._build(groups),
+            config,
+            grad_scaler=None,
+            init_state_fn=None,
+            model_chunks=[self.module],
+            per_model_buffers={0: buffers},
+            data_parallel_group=copies,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=others.rank(),
+            distributed_optimizer_instance_id=0,
+        )
+        optimizer.tp_group = stage.parallel.groups.tp
+        return optimizer
 
 
 def wrap_for_gradient_sums(stage: Stage) -> Any:
@@ -174,138 +215,6 @@ def _finalize_gradients(
 ) -> None:
     """Sum gradients over data ranks and shared weights, without dividing by a number of tokens."""
     finalize_model_grads(list(model), None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-
-
-def _distributed_optimizers(stage: Stage, module: Any, optim: OptimConfig) -> list[Any]:
-    """Return the optimizer of the weights that all data ranks have, and that of divided experts, if any."""
-    groups = stage.parallel.groups
-    kinds = [
-        (module.buffers, groups.intra_dp_cp, groups.mp),
-        (module.expert_parallel_buffers, groups.intra_expt_dp, groups.tp_ep_pp),
-    ]
-    return [_distributed_optimizer(stage, module, optim, *kind) for kind in kinds if kind[0]]
-
-
-@torch.no_grad()  # it updates views of the weights, which would not be leaves
-def _distributed_optimizer(
-    stage: Stage,
-    module: Any,
-    optim: OptimConfig,
-    buffers: Sequence[Any],
-    copies: ProcessGroup,
-    others: ProcessGroup,
-) -> Any:
-    """Return the optimizer of the weights in some buffers.
-
-    Args:
-        stage: this rank's.
-        module: its wrapper that sums gradients.
-        optim: settings.
-        buffers: of the wrapper.
-        copies: the ranks that have the same weights, which divide their optimizer state.
-        others: the ranks that have the other weights of a copy of the model.
-    """
-    groups = stage.parallel.groups
-    weights = [weight for buffer in buffers for weight in buffer.params]
-    adam = GroupAdamW(
-        _param_groups(stage.module, weights, optim.weight_decay),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-    )
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        bf16=stage.dtype == torch.bfloat16,
-        params_dtype=stage.dtype,
-        use_distributed_optimizer=True,
-        clip_grad=optim.clip_grad,
-    )
-    # It reads the layout of the state from these module globals, not from the optimizer.
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-    optimizer = DistributedOptimizer(
-        adam,
-        config,
-        grad_scaler=None,
-        init_state_fn=None,
-        model_chunks=[module],
-        per_model_buffers={0: buffers},
-        data_parallel_group=copies,
-        data_parallel_group_gloo=None,
-        data_parallel_group_idx=others.rank(),
-        distributed_optimizer_instance_id=0,
-    )
-    optimizer.tp_group = groups.tp
-    return optimizer
-
-
-def _param_groups(
-    module: nn.Module, weights: Sequence[nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Return some weights of a module in groups with and without decay, with megatron's keys of groups."""
-    chosen = {id(weight) for weight in weights}
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for weight in module.parameters():
-        if id(weight) in chosen:
-            (matrices if weight.dim() >= 2 else vectors).append(weight)
-    common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    return [
-        {"params": matrices, "weight_decay": weight_decay, "wd_mult": 1.0, **common},
-        {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0, **common},
-    ]
-
-
-class GroupAdamW(torch.optim.AdamW):
-    """AdamW that counts steps once per group of parameters, as fused kernels do.
-
-    It computes what torch's fused AdamW does, with the same kernel. Megatron's distributed checkpoints expect
-    this layout of the state: loading torch's own, which counts steps for each parameter, would leave all
-    parameters with one shared count. It derives from AdamW because megatron's optimizer requires that.
-    """
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state unchanged; AdamW would look for its own step counts."""
-        torch.optim.Optimizer.__setstate__(self, state)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None, "closures are not supported"
-        for group in self.param_groups:
-            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if pairs:
-                group["step"] = group.get("step", 0) + 1
-                weights, gradients = map(list, zip(*pairs, strict=True))
-                self._step(group, weights, gradients)
-
-    def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        means, squares = self.moments(weights)
-        beta1, beta2 = group["betas"]
-        count = torch.full((), float(group["step"]), device=weights[0].device)
-        torch._fused_adamw_(
-            weights,
-            gradients,
-            means,
-            squares,
-            max_exp_avg_sqs=[],
-            state_steps=[count] * len(weights),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages of each weight's gradient and of the squared gradient."""
-        for p in weights:
-            if not self.state[p]:
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        states = [self.state[p] for p in weights]
-        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from hflow.training.megatron.hf_mapping import MappedParameter, ShardPosition, T
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
 from hflow.training.megatron.weight_export import held_blocks
+from hflow.training.optimizers.interface import saved_kinds
 from hflow.training.sharded_checkpoint import (
-    MEAN,
-    SQUARE,
     WEIGHT,
     BlockState,
     CheckpointInfo,
@@ -41,7 +40,7 @@ def copy_stage_shards(
 
 
 def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
-    """Load weights, and of a trainable model the moments, from a sharded checkpoint."""
+    """Load weights, and of a trainable model the optimizer's state, from a sharded checkpoint."""
     whole_model = stage.parameters_at(ShardPosition())
     shapes = {part.tensor: part.shape for parameter in whole_model for part in parameter.parts}
     with open_shards(directory, _info(stage, optimizer), shapes) as reader:
@@ -74,7 +73,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
 
 def _info(stage: Stage, optimizer: MegatronOptimizer | None) -> CheckpointInfo:
-    return CheckpointInfo.of(stage.hf_config, stage.head, 0 if optimizer is None else optimizer.num_steps)
+    return CheckpointInfo.of(stage.hf_config, stage.head, optimizer)
 
 
 def _written_parameters(stage: Stage) -> list[MappedParameter]:
@@ -111,8 +110,8 @@ def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer)
         if parameter.name not in optimizer.ranges:
             continue
         master = optimizer.ranges[parameter.name]
-        mean, square = optimizer.moments(parameter.name)
-        flat = {WEIGHT: master.shard.detach(), MEAN: mean, SQUARE: square}
+        states = zip(saved_kinds(optimizer.name), optimizer.states_of(parameter.name), strict=True)
+        flat = {WEIGHT: master.shard.detach(), **dict(states)}
         offset = 0
         for box in boxes_of_range(parameter.shape, master.start, master.stop):
             size = numel(box)

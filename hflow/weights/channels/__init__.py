@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from typing import TYPE_CHECKING
 
-from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.planner.plan.channels import channel_kind
 
-_CHANNELS = {
-    "store": "hflow.weights.channels.store",
-    "disk": "hflow.weights.channels.disk",
-    "shared": "hflow.weights.channels.shared",
-    "collective": "hflow.weights.channels.collective",
-    "ipc": "hflow.weights.channels.ipc",
-    "memory": "hflow.weights.channels.memory",
-}
-"""Name -> the module whose `Channel` implements it; imported when it is used."""
+if TYPE_CHECKING:
+    from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
 
 def make_channel(settings: ChannelSettings) -> WeightChannel:
     """Return a new channel, for a sender."""
-    channel = importlib.import_module(_CHANNELS[settings.name]).Channel(settings)
-    assert isinstance(channel, WeightChannel)
+    channel: WeightChannel = channel_kind(settings.name).factory(settings)
     return channel
 
 

@@ -79,7 +79,7 @@ class ReplicaCosts:
             return axis_ranks(replica, axis, cluster, hardware)
 
         data = ranks("data")
-        kind, host = traits(replica.backend), hardware.calibration.host[replica.backend]
+        kind, host = traits(replica.backend), hardware.calibration.host_times(replica.backend)
         return cls(
             shape,
             config,

@@ -33,11 +33,9 @@ from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_excha
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.forecast.cost.transfers import offload
 from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
+from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.weights.sharding import stage_layers
 
-ADAMW_BYTES = 40
-"""Memory traffic of AdamW per weight, all in fp32: weight and two moments are read and written, the gradient
-is read (28), and is read twice and written once for its norm and clipping (12)."""
 LERP_BYTES = 12
 """Memory traffic of an update node per weight: two are read, one is written."""
 
@@ -232,7 +230,8 @@ def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
 def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
     norm = gradient_norm(replica).link_time(replica)
     shared = total_time(shared_gradients(replica), replica)
-    stepping = local_weights(replica) * ADAMW_BYTES / replica.rates.stream
+    step_bytes = optimizer_traits(replica.config.optim.name).step_bytes
+    stepping = local_weights(replica) * step_bytes / replica.rates.stream
     return [
         shared.part("shared gradients"),
         norm.part("gradient norm"),

@@ -10,7 +10,8 @@ from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part
-from hflow.planner.forecast.memory.transfer import BUCKET_BYTES, STATE_BYTES, num_writers
+from hflow.planner.forecast.memory.transfer import BUCKET_BYTES, num_writers, saved_state_bytes
+from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.rows import WeightRoute
@@ -91,14 +92,14 @@ def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
 
 def _near_bytes(route: WeightRoute) -> int:
     """Return the bytes that are sent to engines on the senders' devices, in place."""
-    return route.held_bytes if route.near or route.transport == "ipc" else 0
+    return route.held_bytes if route.near or channel_traits(route.transport).needs_one_device else 0
 
 
 def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines: int, sources: int) -> float:
     """Return the bytes that the busiest port between machines carries, of a receiver or a sender.
 
-    Receivers on a machine share what they need. A sender of the object store serves each machine by itself;
-    a broadcast passes through the receivers, so that it is sent once (Thakur et al. 2005, "Optimization of
+    Receivers on a machine share what they need. Some channels serve each machine by itself; a
+    broadcast passes through the receivers, so that it is sent once (Thakur et al. 2005, "Optimization of
     collective communication operations in MPICH", 3.2: a pipelined ring).
 
     Args:
@@ -110,7 +111,8 @@ def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines
     """
     received = route.node_bytes / num_receivers / copies
     sent = route.node_bytes / copies / sources
-    return max(received, sent if route.transport == "store" else sent / machines)
+    by_each = channel_traits(route.transport).is_fetched_by_each_machine
+    return max(received, sent if by_each else sent / machines)
 
 
 def _arrival(
@@ -133,17 +135,18 @@ def _arrival(
     received = route.node_bytes / num / copies
     between = crossing_bytes(route, num, copies, ranks.machines, num_sources)
     num_buckets = math.ceil(needed / BUCKET_BYTES)
-    if route.transport == "disk":
+    channel = channel_traits(route.transport)
+    if channel.buckets == "disk":
         yield _on_disk("disk", needed, replica)
         yield from _over_pcie(needed, replica)
-    elif route.transport == "store":
+    elif channel.buckets == "store":
         crossing = send(between, network, hardware) if between else LinkTime()
         latency = hardware.intra.latency_us * 1e-6 + crossing.latency
         yield LinkTime(crossing.transfer, latency * num_buckets).part("weights")
         yield from _over_pcie(needed, replica)
-    elif route.transport == "shared":
+    elif channel.buckets == "host":
         yield from _over_pcie(needed, replica)
-    elif route.transport != "ipc":
+    elif not channel.needs_one_device:
         link_time = send(route.moved_bytes / num - received, hardware.intra, hardware)
         if between:
             link_time += send(between, network, hardware)
@@ -153,8 +156,8 @@ def _arrival(
 def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCosts) -> list[Part]:
     """Return the seconds of publishing one training rank's slices, once for all engines that need it.
 
-    Slices are packed on the device, where `collective` and `ipc` leave them. Other transports copy them into
-    the memory of the host, and `store` from there into Ray's object store. With `delta` they are compared
+    Slices are packed on the device, where some channels leave them. Others copy them into the memory of the
+    host, and from there into files or Ray's object store. With `delta` they are compared
     with those that were sent last. `WeightRoute.near` carries what the engine on the same device needs.
     """
     sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
@@ -163,12 +166,13 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     parts = [packed, *_checksums(packed_bytes, source)]
     if route.delta:
         parts.append(replace(packed, name="comparison"))
-    if route.transport not in ("collective", "ipc"):
+    buckets = channel_traits(route.transport).buckets
+    if buckets != "device":
         parts += _over_pcie(sent_bytes, source)
-    if route.transport == "store":
+    if buckets == "store":
         rate = source.hardware.calibration.transfers.store_gb_per_s * 1e9
         parts.append(Part("object store", sent_bytes / rate, MEMORY))
-    if route.transport == "disk":
+    if buckets == "disk":
         parts.append(_on_disk("disk", sent_bytes, source))
     return parts
 
@@ -220,6 +224,6 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
     copied = num_bytes / num_writers(num_bytes, layout.world)
     if replica.config.save_optimizer:
-        copied += whole * STATE_BYTES / layout.world
+        copied += whole * saved_state_bytes(replica.config) / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
     return [gather.part("all-gather"), *copy]

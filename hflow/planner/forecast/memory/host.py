@@ -11,6 +11,7 @@ from hflow.planner.forecast.memory.offload import in_host_memory
 from hflow.planner.forecast.memory.parts import ItemKey, Items, engine_weights, item
 from hflow.planner.forecast.memory.phases import MemoryContext
 from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
@@ -147,10 +148,11 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
     """
     shape = request.trained_shape(route.model)
     in_one_process = request.settings.get("workers") == "inproc"
-    if route.transport not in ("store", "shared") or shape is None or in_one_process:
+    buckets = channel_traits(route.transport).buckets
+    if buckets not in ("store", "host") or shape is None or in_one_process:
         return
     src, dst = plan.replica(route.src), plan.replica(route.dst)
-    if route.transport == "shared":
+    if buckets == "host":
         version = DTYPE_BYTES[request.model(route.model).compute_dtype] * num_parameters(shape)
         for machine, num in plan.cluster.machines(src.workers).items():
             yield (

@@ -17,6 +17,7 @@ from hflow.planner.plan.model_shape import (
     other_tensors,
     trained_shape,
 )
+from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
@@ -24,8 +25,6 @@ from hflow.types.kernels import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
-ADAM_MOMENTS = 2
-"""AdamW keeps running means of the gradient and of its square, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class Rank:
     def traits(self) -> BackendTraits:
         """The traits of the replica's backend."""
         return traits(self.replica.backend)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state for each weight, which is in fp32."""
+        return FP32_BYTES * len(optimizer_traits(self.config.optim.name).kinds)
 
     @cached_property
     def sizes(self) -> StageSizes:

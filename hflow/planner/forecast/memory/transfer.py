@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
+from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.memory.parts import Items, item
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
+from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
 
 BUCKET_BYTES = 64 << 20
@@ -27,8 +30,6 @@ MIN_FILE_BYTES = 64 << 20
 """Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
 RECEIVED_LAST = "weights received last"
 SAVED_STATE = "copy of the optimizer's state"
-STATE_BYTES = 3 * FP32_BYTES
-"""Saved of the optimizer for each weight: the weight and two moments (`common/sharded_checkpoint.py`)."""
 
 
 def send_weights(rank: Rank, route: WeightRoute) -> Items:
@@ -43,11 +44,13 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
 def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, is_loading: bool) -> Items:
     """Return the items of published versions on a training rank.
 
-    `collective` keeps packed slices on the device until engines take them. `ipc` keeps what the engine on
-    this device needs of what is here until all engines of the replica have loaded theirs, before any of them
-    allocates its cache. `shared` keeps its segments for the next version, in the memory of the host: on a CPU
-    the device's. With `delta` the slices that were sent last are kept too, to find what changes; as many
-    changes may be waiting for engines, since they are sent as long as they are smaller than the slices.
+    A channel for one device (`ipc`) keeps what the engine on this device needs of what is here until all
+    engines of the replica have loaded theirs, before any of them allocates its cache. Other channels with
+    buckets on the device keep packed slices until engines take them. Those with buckets in the memory of the
+    host, which is the device's on a CPU, keep the memory for the next version.
+
+    With `delta` the slices that were sent last are kept too, to find what changes; as many changes may be
+    waiting for engines, since they are sent as long as they are smaller than the slices.
 
     Args:
         rank: a rank of a training replica.
@@ -59,12 +62,11 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     for route, num_receivers in routes:
         own = round(route.held_bytes / num_receivers) if route.held_bytes else share
         num_bytes = 0
-        if route.transport == "collective" or (route.transport == "shared" and rank.on_cpu):
-            num_bytes += share
-        if "ipc" in (route.transport, route.near) and is_loading:
-            num_bytes += own
-        if route.near == "shared":
-            num_bytes += own
+        for name in (route.transport, route.near):
+            channel = channel_traits(name)
+            is_here = channel.buckets == "device" or (channel.buckets == "host" and rank.on_cpu)
+            if is_here and (is_loading or not channel.needs_one_device):
+                num_bytes += own if name == route.near or channel.needs_one_device else share
         if num_bytes:
             items += item(MemoryCategory.BUFFERS, num_bytes, "published weights")
         if route.delta:
@@ -77,14 +79,15 @@ def received_weights(rank: Rank, route: WeightRoute) -> Items:
 
     It is in the memory of the host, unless the transport leaves buckets on the device.
     """
-    if rank.on_cpu or route.transport in ("collective", "ipc"):
+    if rank.on_cpu or channel_traits(route.transport).buckets == "device":
         return _received_last(rank, route)
     return Items()
 
 
 def received_on_host(rank: Rank, route: WeightRoute) -> Items:
     """Return the same for an engine on a GPU whose transport leaves buckets in the memory of the host."""
-    return Items() if route.transport in ("collective", "ipc") else _received_last(rank, route)
+    is_on_device = channel_traits(route.transport).buckets == "device"
+    return Items() if is_on_device else _received_last(rank, route)
 
 
 def _received_last(rank: Rank, route: WeightRoute) -> Items:
@@ -119,6 +122,11 @@ def save_checkpoint(rank: Rank) -> Items:
     return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
 
 
+def saved_state_bytes(config: ModelConfig) -> int:
+    """Return the bytes that a sharded checkpoint has for each weight (`training/sharded_checkpoint.py`)."""
+    return FP32_BYTES * (1 + len(optimizer_traits(config.optim.name).kinds))
+
+
 def checkpoint_copies(rank: Rank) -> Items:
     """Return a rank's copies of a checkpoint in host memory: until they are written, or on GPUs, always."""
     width, is_merged = _saved_width(rank), _saves_merged(rank)
@@ -128,7 +136,7 @@ def checkpoint_copies(rank: Rank) -> Items:
     else:
         adapters = width * num if rank.is_first else 0
         weights = adapters + (_file_share(rank, width) if is_merged else 0)
-    state = STATE_BYTES * num // world if rank.config.save_optimizer else 0
+    state = saved_state_bytes(rank.config) * num // world if rank.config.save_optimizer else 0
     return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )

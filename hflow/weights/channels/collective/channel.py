@@ -241,6 +241,3 @@ def _failure(what: str, error: Exception) -> WorkerFailureError:
     return WorkerFailureError(
         f"{what}: {reason}. A process has ended, or collective_timeout is too short for one bucket"
     )
-
-
-Channel = CollectiveChannel

@@ -100,6 +100,3 @@ _COUNTER_PLACE = _ARGUMENTS.index("ref_counter_offset")
 
 def _device_id(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-Channel = IpcChannel

@@ -35,6 +35,3 @@ class StoreChannel(WeightChannel):
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
-
-
-Channel = StoreChannel

@@ -139,6 +139,3 @@ def _map(handle: SharedBucket) -> Tensor:
         return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-Channel = SharedChannel

@@ -24,6 +24,3 @@ class MemoryChannel(WeightChannel):
 
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket lives as long as its handle."""
-
-
-Channel = MemoryChannel

@@ -97,6 +97,3 @@ class DiskChannel(WeightChannel):
 
 def _key(name: str, box: tuple[tuple[int, int], ...]) -> str:
     return name + box_text(box)
-
-
-Channel = DiskChannel

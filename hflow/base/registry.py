@@ -1,0 +1,96 @@
+"""Implementations of an interface by name: hflow's own, and those of other installed packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from hflow.base.errors import PlanError, nearest
+
+
+class _Entry(NamedTuple):
+    """An implementation that another package adds."""
+
+    target: str
+    """`module:ATTRIBUTE`."""
+    package: str
+
+
+class Registry:
+    """Names of the implementations of one interface. Each is imported when it is loaded.
+
+    Another package adds a name by an entry point of the registry's group, in its `pyproject.toml`:
+
+        [project.entry-points."hflow.channels"]
+        rdma = "my_package.descriptor:CHANNEL"
+
+    Entry points are read once, and only if a name is not one of hflow's own, or all names are listed.
+
+    Args:
+        what: what one of them is, for messages.
+        group: the group of entry points.
+        own: name -> `module:ATTRIBUTE` of hflow's own. The first is the default.
+    """
+
+    def __init__(self, what: str, group: str, own: Mapping[str, str]) -> None:
+        self._what = what
+        self._group = group
+        self.own = own
+        self.default = next(iter(own))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield all names: hflow's own, the default first, then those of other packages."""
+        yield from self.own
+        yield from self._added
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is such an implementation."""
+        return name in self.own or name in self._added
+
+    def load(self, name: str) -> Any:
+        """Import and return an implementation.
+
+        Raises:
+            PlanError: for an unknown name, or when what another package adds cannot be imported.
+        """
+        if name in self.own:
+            return _resolve(self.own[name])
+        if name not in self._added:
+            known = ", ".join(self)
+            raise PlanError(f"unknown {self._what} {name!r}{nearest(name, self)} (known: {known})")
+        target, package = self._added[name]
+        try:
+            return _resolve(target)
+        except (ImportError, AttributeError) as error:
+            raise PlanError(
+                f"{self._what} {name!r} of the package {package} cannot be imported from {target}: {error}. "
+                f"Install another version of {package}"
+            ) from error
+
+    @cached_property
+    def _added(self) -> dict[str, _Entry]:
+        """Name -> what another package adds.
+
+        Raises:
+            PlanError: when two packages add one name, or a package adds a name of hflow's.
+        """
+        from importlib.metadata import entry_points  # takes longer to import than most commands run
+
+        packages = dict.fromkeys(self.own, "hflow")
+        added: dict[str, _Entry] = {}
+        for point in entry_points(group=self._group):
+            package = point.dist.name if point.dist is not None else "?"
+            if packages.setdefault(point.name, package) != package:
+                raise PlanError(
+                    f"the packages {packages[point.name]} and {package} both have a {self._what} "
+                    f"{point.name!r}. Uninstall one of them"
+                )
+            added[point.name] = _Entry(point.value, package)
+        return added
+
+
+def _resolve(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

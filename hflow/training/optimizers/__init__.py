@@ -1,0 +1,1 @@
+"""Optimizers, and what the optimizers of all training backends share."""
