@@ -34,6 +34,7 @@ from hflow.data.rows.row_order import RowOrder
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.runtime.execution.executor import Executor
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.ledger import Ledger, audit, make_header
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.trace import Trace
@@ -162,7 +163,8 @@ async def execute(plan: Plan, durations: Durations, token: float, slots: int) ->
             rows = Rows(log, Trace(), loop.time)
             with Ledger(directory.ledger, make_header(plan)) as ledger:
                 checkpoints = Checkpoints(directory.checkpoints)
-                executor = Executor(plan, workers, order, rows, checkpoints, ledger, SEED)
+                run = RunContext.begin(plan, workers, rows, checkpoints, ledger, SEED)
+                executor = Executor(run, order)
                 found = await _timed(executor, workers)
         rows.trace.write(directory.trace)
         broken = audit(directory.ledger)

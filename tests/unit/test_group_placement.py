@@ -12,6 +12,8 @@ from test_plan_traffic_estimate import planned
 
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
+from hflow.runtime.execution.run_context import RunContext
+from hflow.runtime.records.step_metrics import StepMetrics
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupOrder, WeightsLoaded
 
@@ -111,8 +113,8 @@ def test_a_conversation_leaves_the_engine_with_its_prefix_only_while_that_sleeps
         members_of=lambda group: set(range(group * SIZE, (group + 1) * SIZE)),
     )
     idle = SimpleNamespace(stream=plan.schedule.streams[1], movable_groups=list)
-    rebalancer = Rebalancer(plan, workers, placer, {STREAM: stream, "eval_gen": idle})
-    control = EngineControl(plan, workers, Mock(), Mock(), Mock(), placer, rebalancer)
+    run = RunContext(plan, workers, Mock(), Mock(), Mock(), 0, StepMetrics(plan), placer)
+    control = EngineControl(run, Rebalancer(run, {STREAM: stream, "eval_gen": idle}))
 
     async def sync() -> None:
         await control.publish(replica.name, 1)

@@ -45,6 +45,7 @@ from hflow.report.text.live import Display, open_display
 from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.row_cursor import DatasetRows
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.ledger import Ledger, make_header
 from hflow.runtime.records.trace import CONTROLLER, Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -281,14 +282,12 @@ class _Attempts:
         if not self.directory.ledger.is_file():  # the run begins, and not before its workers are ready
             self.directory.link_latest()
         with Ledger(self.directory.ledger, make_header(compiled.plan)) as ledger:
+            run = RunContext.begin(
+                compiled.plan, workers, self.observer, self.checkpoints, ledger, config.seed
+            )
             executor = Executor(
-                compiled.plan,
-                workers,
+                run,
                 self.rows,
-                self.observer,
-                self.checkpoints,
-                ledger,
-                config.seed,
                 point,
                 60 * config.save_minutes or None,
                 config.report.samples,

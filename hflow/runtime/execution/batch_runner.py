@@ -17,14 +17,13 @@ from hflow.graph.queries import reported_field
 from hflow.metrics import declare
 from hflow.planner.plan.rows import EdgeRule, Plan
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.records.sample_texts import SampleTextLog
 from hflow.runtime.records.step_metrics import (
     BATCH_SAMPLES,
     BATCH_TOKENS,
     EVALUATION_REFUSED,
     NUM_EVALUATED,
-    RunEvents,
-    StepMetrics,
     average_fields,
 )
 from hflow.runtime.state.rules import node_fires
@@ -41,10 +40,7 @@ class BatchRunner:
     """Runs the batches of all streams.
 
     Args:
-        plan: the plan of the run.
-        workers: hold the data.
-        observer: receives the metrics of evaluations.
-        metrics: receives those of steps.
+        run: the run that the batches are part of.
         node_execution: runs single nodes.
         release: frees data.
         num_texts: samples of each batch whose text the observer receives.
@@ -53,22 +49,17 @@ class BatchRunner:
 
     def __init__(
         self,
-        plan: Plan,
-        workers: Workers,
-        observer: RunEvents,
-        metrics: StepMetrics,
+        run: RunContext,
         node_execution: NodeExecution,
         release: SampleRelease,
         num_texts: int = 0,
         num_reported: int = 0,
     ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._observer = observer
-        self._metrics = metrics
+        self._run = run
         self._node_execution = node_execution
         self._sample_release = release
-        self.texts = SampleTextLog(workers, observer, num_texts)
+        self.texts = SampleTextLog(run.workers, run.observer, num_texts)
+        plan = run.plan
         self._num_steps = plan.schedule.num_steps
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         self._rules = {rule.consumer: rule for rule in _batch_rules(plan)}
@@ -111,7 +102,7 @@ class BatchRunner:
         lengths = self.locations[batch.stream].lengths(batch.samples)
         values[BATCH_SAMPLES.name] = float(len(lengths))
         values[BATCH_TOKENS.name] = float(sum(lengths.values()))
-        self._metrics.add_values(batch.step, values)
+        self._run.metrics.add_values(batch.step, values)
 
     def step_reported(self, num_steps: int) -> None:
         """Report evaluations of the weights after `num_steps` steps, whose metrics were just reported."""
@@ -125,7 +116,7 @@ class BatchRunner:
         if version > self._num_reported:
             self._held.append((version, values))
         else:
-            self._observer.on_evaluation(version, values)
+            self._run.observer.on_evaluation(version, values)
 
     async def run_node(self, node: str, step: int) -> None:
         """Run a batch node on its batch and report what it measured."""
@@ -178,10 +169,10 @@ class BatchRunner:
         For a body of samples or groups that runs per batch these are all its numeric fields, as in
         `summarize`; for other batch nodes only the number that they report for each sample.
         """
-        graph_node = self._plan.graph.node(node)
+        graph_node = self._run.plan.graph.node(node)
         if graph_node.spec.verb != "compute" or graph_node.spec.level is Level.BATCH:
             if numbers := [number for result in results for number in result.values]:
-                name = f"{graph_node.stream}/{reported_field(self._plan.graph, node)}"
+                name = f"{graph_node.stream}/{reported_field(self._run.plan.graph, node)}"
                 self._report(node, step, {name: fsum(numbers) / len(numbers)})
             return
         means = await self._average(graph_node.stream, ((r.worker, r.samples) for r in results))
@@ -194,14 +185,14 @@ class BatchRunner:
         """Return the means of numeric fields over samples, given as (worker, samples)."""
         return average_fields(
             await asyncio.gather(
-                *(self._workers.summarize(worker, stream, samples) for worker, samples in samples_of)
+                *(self._run.workers.summarize(worker, stream, samples) for worker, samples in samples_of)
             )
         )
 
     def _report(self, node: str, step: int, values: Mapping[str, float]) -> None:
         """Report what a node measured: for a step, or for the version that a side stream evaluates."""
         if self._roots[node] not in self._side_streams:
-            self._metrics.add_values(step, values)
+            self._run.metrics.add_values(step, values)
         elif values:
             self._report_evaluation(step, values)
 

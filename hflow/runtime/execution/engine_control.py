@@ -12,51 +12,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hflow.base.errors import RunError
-from hflow.data_plane.group_placement import GroupPlacer
-from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
-from hflow.runtime.ledger import Ledger
-from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.state.stream_state import StreamState
 from hflow.types.engine import SleepLevel
-from hflow.workers.interface import GroupOrder, WeightsLoaded, Workers
+from hflow.workers.interface import GroupOrder, WeightsLoaded
 
 
 class EngineControl:
     """Performs the instructions `Publish`, `Wake` and `Sleep`.
 
     Args:
-        plan: the plan of the run.
-        workers: hold the engines.
-        observer: receives spans.
-        metrics: counts samples that moved.
-        ledger: records which weights engines hold.
-        placer: learns which samples no engine works on any more.
+        run: the run that the engines generate for.
         rebalancer: moves groups between engines while these sleep.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        workers: Workers,
-        observer: RunEvents,
-        metrics: StepMetrics,
-        ledger: Ledger,
-        placer: GroupPlacer,
-        rebalancer: Rebalancer,
-    ) -> None:
-        self._streams = {stream.name: stream for stream in plan.schedule.streams}
-        self._workers = workers
-        self._observer = observer
-        self._metrics = metrics
-        self._ledger = ledger
-        self._placer = placer
+    def __init__(self, run: RunContext, rebalancer: Rebalancer) -> None:
+        self._run = run
+        self._streams = {stream.name: stream for stream in run.plan.schedule.streams}
         self._rebalancer = rebalancer
 
     async def publish(self, replica: str, version: int) -> Sequence[Event]:
         """Copy weights to where an engine can load them, before their devices do anything asked later."""
-        for worker, span in await self._workers.publish(replica, version):
-            self._observer.on_span(worker, span)
+        for worker, span in await self._run.workers.publish(replica, version):
+            self._run.observer.on_span(worker, span)
         return [Published(replica, version)]
 
     async def wake(self, replica: str, version: int) -> Sequence[Event]:
@@ -65,22 +44,22 @@ class EngineControl:
         Raises:
             RunError: when it holds other weights than were sent.
         """
-        loaded = await self._workers.wake(replica, version)
+        loaded = await self._run.workers.wake(replica, version)
         checksum = verify_weights(replica, version, loaded)
         if checksum is not None:
-            self._ledger.record_weights(replica, version, checksum)
+            self._run.ledger.record_weights(replica, version, checksum)
         return [Awake(replica, version)]
 
     async def sleep(self, replica: str, level: SleepLevel) -> Sequence[Event]:
         """Interrupt an engine and balance the work between the engines of its replica."""
-        await self._workers.sleep(replica, level)
+        await self._run.workers.sleep(replica, level)
         num_moved, refused = await self._rebalancer.balance(replica)
-        self._metrics.add_moved(num_moved)
+        self._run.metrics.add_moved(num_moved)
         events: list[Event] = []
         for name, samples in refused.items():
             stream = self._streams[name]
             for sample in samples:
-                self._placer.finished(name, sample // stream.group_size)
+                self._run.placer.finished(name, sample // stream.group_size)
                 events.append(NodeFailed(stream.source, sample, Refusal.FAILED))
         return [*events, Asleep(replica)]
 
@@ -113,20 +92,15 @@ class Rebalancer:
     token is generated twice.
 
     Args:
-        plan: the plan of the run.
-        workers: detach and open groups.
-        placer: knows the load of each engine and the worker of each group.
+        run: the run whose groups move.
         streams: the state machine's view of the groups.
     """
 
-    def __init__(
-        self, plan: Plan, workers: Workers, placer: GroupPlacer, streams: Mapping[str, StreamState]
-    ) -> None:
-        self._workers = workers
-        self._placer = placer
-        with_several_engines = {replica.name for replica in plan.replicas if len(replica.heads) > 1}
+    def __init__(self, run: RunContext, streams: Mapping[str, StreamState]) -> None:
+        self._run = run
+        with_several_engines = {replica.name for replica in run.plan.replicas if len(replica.heads) > 1}
         self._streams: dict[str, list[StreamState]] = defaultdict(list)
-        for stream in plan.schedule.streams:
+        for stream in run.plan.schedule.streams:
             if len(stream.replicas) == 1 and stream.replicas[0] in with_several_engines:
                 self._streams[stream.replicas[0]].append(streams[stream.name])
 
@@ -145,21 +119,23 @@ class Rebalancer:
 
     async def _balance_stream(self, stream: StreamState) -> tuple[int, list[int]]:
         name = stream.stream.name
-        destinations = self._placer.rebalance_moves(name, reversed(stream.movable_groups()))
+        destinations = self._run.placer.rebalance_moves(name, reversed(stream.movable_groups()))
         groups_from: dict[int, list[int]] = defaultdict(list)
         for group in destinations:
-            groups_from[self._placer.home(name, group)].append(group)
+            groups_from[self._run.placer.home(name, group)].append(group)
         detached = await asyncio.gather(
-            *(self._workers.detach_groups(src, name, groups) for src, groups in groups_from.items())
+            *(self._run.workers.detach_groups(src, name, groups) for src, groups in groups_from.items())
         )
         orders_to: dict[int, list[GroupOrder]] = defaultdict(list)
         refused: list[int] = []
         for order in (order for orders in detached for order in orders):
             destination = destinations[order.group]
-            self._placer.move(name, order.group, destination)
+            self._run.placer.move(name, order.group, destination)
             members = stream.members_of(order.group).intersection(order.samples)
             refused += sorted(set(order.samples) - members)
             if members:
                 orders_to[destination].append(replace(order, samples=tuple(sorted(members))))
-        await asyncio.gather(*(self._workers.open_groups(dst, orders) for dst, orders in orders_to.items()))
+        await asyncio.gather(
+            *(self._run.workers.open_groups(dst, orders) for dst, orders in orders_to.items())
+        )
         return sum(len(order.samples) for orders in orders_to.values() for order in orders), refused

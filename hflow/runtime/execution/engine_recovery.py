@@ -14,16 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.data_plane.group_placement import GroupPlacer
 from hflow.data_plane.locations import DataLocations
 from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event, Published
-from hflow.runtime.records.step_metrics import RunEvents
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.records.trace import CONTROLLER
-from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import can_lose
 from hflow.types.engine import SleepLevel
-from hflow.workers.interface import Span, Workers
+from hflow.workers.interface import Span
 
 NOTICE_SECONDS = 5.0
 """Longest time from the moment when a call fails because its worker did, until `replace` is called."""
@@ -33,14 +31,11 @@ class EngineRecovery:
     """Replaces workers.
 
     Args:
-        workers: replace a worker.
-        observer: receives what happened.
-        parts: the state machine's.
+        run: the run that the workers work for.
+        parts: the state machine's parts.
         locations: root stream -> where its samples are.
-        placer: knows the worker of each group.
-        checkpoints: a new one starts the count of replacements again.
         enqueue: sends events to the state machine.
-        max_replacements: how many workers are replaced without a new checkpoint.
+        max_replacements: how many workers are replaced between two checkpoints.
 
     Attributes:
         away: workers that have failed, until the executor has asked again for what they had to do.
@@ -48,21 +43,15 @@ class EngineRecovery:
 
     def __init__(
         self,
-        workers: Workers,
-        observer: RunEvents,
+        run: RunContext,
         parts: StateParts,
         locations: Mapping[str, DataLocations],
-        placer: GroupPlacer,
-        checkpoints: Checkpoints,
         enqueue: Callable[[Event], None],
         max_replacements: int,
     ) -> None:
-        self._workers = workers
-        self._observer = observer
+        self._run = run
         self._parts = parts
         self._locations = locations
-        self._placer = placer
-        self._checkpoints = checkpoints
         self._enqueue = enqueue
         self._max_replacements = max_replacements
         self._losses: dict[str, _Loss] = {}
@@ -91,7 +80,7 @@ class EngineRecovery:
 
     def failure(self, worker: int) -> str:
         """Return how a worker failed that was replaced."""
-        return str(self._losses[self._workers.replaceable[worker]].failure)
+        return str(self._losses[self._run.workers.replaceable[worker]].failure)
 
     async def replace(self, worker: int, failure: WorkerFailureError) -> None:
         """Replace a worker that has failed.
@@ -99,11 +88,11 @@ class EngineRecovery:
         Raises:
             WorkerFailureError: the failure, if the worker cannot be replaced.
         """
-        replica = self._workers.replaceable.get(worker)
+        replica = self._run.workers.replaceable.get(worker)
         if replica is None or not can_lose(self._parts.engines[replica], self._parts):
             raise failure
-        if self._checkpoints.last != self._last_checkpoint:
-            self._num_replacements, self._last_checkpoint = 0, self._checkpoints.last
+        if self._run.checkpoints.last != self._last_checkpoint:
+            self._num_replacements, self._last_checkpoint = 0, self._run.checkpoints.last
         if self._num_replacements == self._max_replacements:
             raise failure
         self._num_replacements += 1
@@ -112,7 +101,7 @@ class EngineRecovery:
         self.away.add(worker)
         self._losses[replica] = _Loss(worker, failure)
         self._enqueue(EngineLost(replica))
-        self._observer.on_warning(
+        self._run.observer.on_warning(
             f"{failure}; {replica} is started again while the run continues "
             f"({self._num_replacements} of {self._max_replacements})"
         )
@@ -128,7 +117,7 @@ class EngineRecovery:
         if not self._num_in_progress:
             self._is_settled.set()
         span = Span(f"replace {replica}", "faults", start, time.time(), {"worker": worker})
-        self._observer.on_span(CONTROLLER, span)
+        self._run.observer.on_span(CONTROLLER, span)
 
     async def _restore(self, worker: int) -> None:
         """Start a worker again, with the samples that it had.
@@ -136,7 +125,7 @@ class EngineRecovery:
         Raises:
             HflowError: when that is not possible.
         """
-        restored = await self._workers.replace(worker)
+        restored = await self._run.workers.replace(worker)
         for stream, locations in self._locations.items():
             if lost := locations.at_home(worker) - set(restored.get(stream, ())):
                 raise RunError(f"sample {min(lost)} of {stream} was lost with it")
@@ -146,17 +135,17 @@ class EngineRecovery:
 
         Where samples are not to be interrupted, they are finished first.
         """
-        others = [w for w, name in self._workers.replaceable.items() if name == replica and w != worker]
+        others = [w for w, name in self._run.workers.replaceable.items() if name == replica and w != worker]
         if not others:
             return
         while not self._parts.schedule.settings.interrupt and self._is_generating(others):
             await asyncio.sleep(0.1)
-        await self._workers.sleep(replica, SleepLevel.PAUSE)
+        await self._run.workers.sleep(replica, SleepLevel.PAUSE)
 
     def _is_generating(self, workers: Sequence[int]) -> bool:
         """Return whether samples are in flight on workers, and needed."""
         return not self._is_over and any(
-            self._placer.is_at(worker, stream.stream.name, group)
+            self._run.placer.is_at(worker, stream.stream.name, group)
             for stream in self._parts.streams
             for group, _ in stream.generating()
             for worker in workers
@@ -171,7 +160,7 @@ class EngineRecovery:
         if not can_lose(self._parts.engines[replica], self._parts):
             raise self._losses[replica].failure
         self._num_losses[replica] += 1
-        self._workers.forget_weights(replica)
+        self._run.workers.forget_weights(replica)
 
     def answer(self, replica: str, work: Awaitable[Sequence[Event]]) -> Awaitable[Sequence[Event]]:
         """Return the events that follow from an instruction to an engine, or from a publication for it.
@@ -187,7 +176,7 @@ class EngineRecovery:
         try:
             events = await work
         except RunError as error:
-            if isinstance(error, WorkerFailureError) and replica in self._workers.replaceable.values():
+            if isinstance(error, WorkerFailureError) and replica in self._run.workers.replaceable.values():
                 await self._noticed(replica, num_losses)
             if self._num_losses[replica] == num_losses:
                 raise

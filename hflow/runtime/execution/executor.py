@@ -18,18 +18,15 @@ from functools import partial
 from typing import Any
 
 from hflow.base.errors import RunError, WorkerFailureError
-from hflow.data_plane.group_placement import GroupPlacer
-from hflow.planner.plan.rows import SAVE_PREFIX, Plan
+from hflow.planner.plan.rows import SAVE_PREFIX
 from hflow.runtime import events as ev
 from hflow.runtime.execution.batch_runner import BatchRunner, SampleRelease
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.runtime.execution.engine_recovery import EngineRecovery
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, streamed_outputs
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.execution.streaming_runner import StreamingRunner
-from hflow.runtime.ledger import Ledger
-from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
-from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_saving import RunSaving
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
@@ -42,7 +39,6 @@ from hflow.workers.interface import (
     SampleReady,
     WorkerEvent,
     WorkerReport,
-    Workers,
 )
 
 
@@ -67,13 +63,8 @@ class Executor:
     """Runs one plan to its end on started workers.
 
     Args:
-        plan: the plan of the run.
-        workers: workers that have been started with this plan.
+        run: the run, of which nothing has happened yet.
         rows: stream -> the order of its dataset's rows.
-        observer: receives metrics and spans.
-        checkpoints: the directory that the run is saved to.
-        ledger: records what happens to each sample.
-        seed: seed of the run.
         point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
         num_texts: samples of each batch whose text the observer receives.
@@ -82,22 +73,15 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
-        workers: Workers,
+        run: RunContext,
         rows: Mapping[str, DatasetRows],
-        observer: RunEvents,
-        checkpoints: Checkpoints,
-        ledger: Ledger,
-        seed: int,
         point: ResumePoint | None = None,
         save_seconds: float | None = None,
         num_texts: int = 0,
         max_replacements: int = 0,
     ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._observer = observer
-        self._ledger = ledger
+        self._run = run
+        plan = run.plan
         if point is not None:
             num_rows = {stream: order.num_rows for stream, order in rows.items()}
             saved = point.saved.with_rows(num_rows).with_outputs(streamed_outputs(plan))
@@ -120,35 +104,20 @@ class Executor:
             )
             for name, stream in self._streams.items()
         }
-        self._placer = GroupPlacer(plan)
         self._stream_states = {stream.stream.name: stream for stream in self._state.parts.streams}
-        rebalancer = Rebalancer(plan, workers, self._placer, self._stream_states)
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         """Tasks that report metrics of what is complete, and have not ended."""
-        metrics = StepMetrics(*_num_engines_and_trainers(plan))
         node_states = point.saved.node_states if point else {}
         num_steps_done = snapshot.steps if snapshot else 0
-        node_execution = NodeExecution(plan, workers, observer, metrics, ledger, seed, node_states)
-        self._metrics = metrics
-        self._release = SampleRelease(workers)
-        self._batches = BatchRunner(
-            plan, workers, observer, metrics, node_execution, self._release, num_texts, num_steps_done
-        )
-        self._streaming = StreamingRunner(plan, workers, node_execution, self._batches.locations, ledger)
-        self._engines = EngineControl(plan, workers, observer, metrics, ledger, self._placer, rebalancer)
-        self._saving = RunSaving(
-            plan, workers, observer, metrics, checkpoints, self._placer, node_execution, self._release, ledger
-        )
+        node_execution = NodeExecution(run, node_states)
+        self._release = SampleRelease(run.workers)
+        self._batches = BatchRunner(run, node_execution, self._release, num_texts, num_steps_done)
+        self._streaming = StreamingRunner(run, node_execution, self._batches.locations)
+        self._engines = EngineControl(run, Rebalancer(run, self._stream_states))
+        self._saving = RunSaving(run, node_execution, self._release)
         self._recovery = EngineRecovery(
-            workers,
-            observer,
-            self._state.parts,
-            self._batches.locations,
-            self._placer,
-            checkpoints,
-            self._enqueue,
-            max_replacements,
+            run, self._state.parts, self._batches.locations, self._enqueue, max_replacements
         )
         self._computing: dict[tuple[str, int], tuple[int, ComputeOrder]] = {}
         """Node and key -> its worker and order, while the body runs or waits."""
@@ -173,8 +142,8 @@ class Executor:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                endless = [self._spawn(self._poll(w)) for w in range(self._plan.cluster.num_devices)]
-                endless.append(self._spawn(self._workers.watch()))
+                endless = [self._spawn(self._poll(w)) for w in range(self._run.plan.cluster.num_devices)]
+                endless.append(self._spawn(self._run.workers.watch()))
                 if self._save_seconds is not None:
                     endless.append(self._spawn(self._request_checkpoints(self._save_seconds)))
                 if self._point is not None:
@@ -211,7 +180,7 @@ class Executor:
                     # What a worker reports is recorded here, so that ledger and state are of one moment.
                     known = event if worker is None else self._translate(worker, event)
                     for instruction in self._state.handle(known):
-                        self._ledger.record_instruction(instruction)
+                        self._run.ledger.record_instruction(instruction)
                         self._perform(instruction, messages)
             self._send(messages)
 
@@ -248,10 +217,10 @@ class Executor:
         away = self._recovery.away
         for worker, groups in messages.groups.items():
             if worker not in away:
-                self._spawn(self._workers.open_groups(worker, groups))
+                self._spawn(self._run.workers.open_groups(worker, groups))
         for worker, computes in messages.computes.items():
             if worker not in away:
-                self._spawn(self._workers.compute(worker, computes))
+                self._spawn(self._run.workers.compute(worker, computes))
 
     def _continue_on(self, worker: int, messages: WorkerMessages) -> None:
         """Let a worker that was replaced do what it was asked for and has not reported.
@@ -260,12 +229,12 @@ class Executor:
         """
         orders: list[GroupOrder] = []
         for name, stream in self._stream_states.items():
-            at_worker = partial(self._placer.is_at, worker, name)
+            at_worker = partial(self._run.placer.is_at, worker, name)
             for group, samples in stream.generating():
                 row = self._cursors[name].row(group)
                 if row is not None and at_worker(group):
                     orders.append(GroupOrder(name, group, row, samples))
-                    self._ledger.record_restarted(name, samples, self._recovery.failure(worker))
+                    self._run.ledger.record_restarted(name, samples, self._recovery.failure(worker))
             for sample in sorted(stream.abandoned):
                 if at_worker(sample // stream.stream.group_size):
                     self._release_engine(name, sample)
@@ -273,7 +242,7 @@ class Executor:
         messages.groups[worker] = orders
         computing = [order for home, order in self._computing.values() if home == worker]
         messages.computes[worker] = [self._of_remaining(order) for order in computing]
-        self._metrics.forget_worker(worker)
+        self._run.metrics.forget_worker(worker)
         self._recovery.away.discard(worker)
 
     def _of_remaining(self, order: ComputeOrder) -> ComputeOrder:
@@ -287,33 +256,33 @@ class Executor:
     async def _poll(self, worker: int) -> None:
         while True:
             try:
-                report: WorkerReport = await self._workers.poll(worker)
+                report: WorkerReport = await self._run.workers.poll(worker)
             except WorkerFailureError as failure:
                 await self._recovery.replace(worker, failure)
                 continue
-            self._metrics.add_report(report)
+            self._run.metrics.add_report(report)
             for span in report.spans:
-                self._observer.on_span(worker, span)
+                self._run.observer.on_span(worker, span)
             for retry in report.retries:
-                self._observer.on_retry(worker, retry)
+                self._run.observer.on_retry(worker, retry)
             self._events.put_nowait((worker, report.events))
-            if values := self._metrics.refresh(self._state.rollout_counts):
-                self._observer.on_rollout(values)
+            if values := self._run.metrics.refresh(self._state.rollout_counts):
+                self._run.observer.on_rollout(values)
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         """Return the state machine's event for a worker's event, and record the worker's."""
         match event:
             case SampleReady():
-                self._ledger.record_result(event)
+                self._run.ledger.record_result(event)
                 if event.sample not in self._stream_states[event.stream].abandoned:
                     self._batches.locations[event.stream].add_sample(event.sample, worker, event.length)
                     self._saving.add_finished(event)
-                    self._metrics.add_sample(event, is_trained=self._is_trained(event.stream))
+                    self._run.metrics.add_sample(event, is_trained=self._is_trained(event.stream))
                 self._release_engine(event.stream, event.sample)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
                 self._computing.pop((event.node, event.key), None)
-                self._ledger.record_result(event)
+                self._run.ledger.record_result(event)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
                 self._computing.pop((event.node, event.key), None)
@@ -326,7 +295,7 @@ class Executor:
 
     def _release_engine(self, stream: str, sample: int) -> None:
         """Note that no engine works on a sample any more."""
-        self._placer.finished(stream, sample // self._streams[stream].group_size)
+        self._run.placer.finished(stream, sample // self._streams[stream].group_size)
 
     # Controller -> worker
     def _perform(self, instruction: ev.Instruction, messages: WorkerMessages) -> None:
@@ -366,31 +335,31 @@ class Executor:
             self._enqueue(ev.Exhausted(stream, group))
             return
         if instruction.is_continued:
-            worker, journals = self._placer.home(stream, group), self._saving.journals(stream, samples)
+            worker, journals = self._run.placer.home(stream, group), self._saving.journals(stream, samples)
         else:
-            worker, journals = self._placer.place(stream, group, len(samples)), None
-            self._ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
+            worker, journals = self._run.placer.place(stream, group, len(samples)), None
+            self._run.ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
         messages.groups[worker].append(GroupOrder(stream, group, row, samples, journals))
 
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
         stream = self._streams[self._nodes[node].stream]
-        worker = self._placer.home(stream.name, samples[0] // stream.group_size)
+        worker = self._run.placer.home(stream.name, samples[0] // stream.group_size)
         order = ComputeOrder(node, key, samples)
         messages.computes[worker].append(order)
         self._computing[node, key] = worker, order
 
     def _refuse(self, instruction: ev.Refuse) -> None:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples
-        self._metrics.add_refused(instruction.reason, len(samples))
+        self._run.metrics.add_refused(instruction.reason, len(samples))
         if self._is_trained(stream):
-            self._metrics.staleness.forget(samples)
+            self._run.metrics.staleness.forget(samples)
         else:
             num_before = self._refused_in_evaluation.get(stream, 0)
             self._refused_in_evaluation[stream] = num_before + len(samples)
         self._saving.forget(stream, samples)
-        self._observer.on_refusal(instruction.node, instruction.reason, instruction.message)
-        home = self._placer.home(stream, group)
-        self._placer.refused(stream, group, len(samples))
+        self._run.observer.on_refusal(instruction.node, instruction.reason, instruction.message)
+        home = self._run.placer.home(stream, group)
+        self._run.placer.refused(stream, group, len(samples))
         self._spawn(self._free_refused(instruction, home))
 
     async def _free_refused(self, refusal: ev.Refuse, home: int) -> None:
@@ -415,8 +384,8 @@ class Executor:
                 self._refused_in_evaluation[stream.name] = 0
             self._cursors[stream.name].restart()
         else:
-            self._metrics.add_values(step, self._metrics.staleness.take_batch(samples, step))
-        self._placer.bound(stream.name, instruction.groups)
+            self._run.metrics.add_values(step, self._run.metrics.staleness.take_batch(samples, step))
+        self._run.placer.bound(stream.name, instruction.groups)
         self._saving.forget(stream.name, samples)
         batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size, num_refused)
         self._batches.add_batch(batch)
@@ -437,9 +406,9 @@ class Executor:
         await self._batches.close_step(step)
         if before is not None:
             await asyncio.wait([before])
-        if step < self._plan.schedule.num_steps:
+        if step < self._run.plan.schedule.num_steps:
             self._num_steps_done = step + 1
-            self._observer.on_step(step, self._metrics.finish_step(step, counts))
+            self._run.observer.on_step(step, self._run.metrics.finish_step(step, counts))
             self._batches.step_reported(step + 1)
 
     # Saving
@@ -451,12 +420,6 @@ class Executor:
         progress = self._state.parts.progress
         is_last = progress.is_stopping or snapshot.steps == progress.num_steps
         self._spawn(self._saving.take(snapshot, tuple(self._reports), is_last=is_last))
-
-
-def _num_engines_and_trainers(plan: Plan) -> tuple[int, int]:
-    """Return the number of engines, and of workers that train or infer."""
-    num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
-    return num_engines, len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
 
 
 def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:

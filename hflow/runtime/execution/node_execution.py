@@ -15,9 +15,8 @@ from hflow.data_plane.minibatches import shards
 from hflow.data_plane.redistribute import Shards, redistribute
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import Plan
-from hflow.runtime.ledger import Ledger
-from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
-from hflow.workers.interface import NodeResult, NodeTask, ShardInput, Workers
+from hflow.runtime.execution.run_context import RunContext
+from hflow.workers.interface import NodeResult, NodeTask, ShardInput
 
 
 @dataclass(frozen=True)
@@ -55,37 +54,18 @@ class NodeExecution:
     """Runs nodes on workers.
 
     Args:
-        plan: rules, minibatches and replicas.
-        workers: run the nodes.
-        observer: receives their spans.
-        metrics: receives the time that devices worked.
-        ledger: records the numbers that nodes give to samples.
-        seed: seed of the run, for the order of minibatches.
+        run: the run that the nodes are part of.
         states: node -> JSON of its `State` before its first call in this run.
 
     Attributes:
         states: node -> JSON of its `State`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        workers: Workers,
-        observer: RunEvents,
-        metrics: StepMetrics,
-        ledger: Ledger,
-        seed: int,
-        states: Mapping[str, str],
-    ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._observer = observer
-        self._metrics = metrics
-        self._ledger = ledger
-        self._seed = seed
+    def __init__(self, run: RunContext, states: Mapping[str, str]) -> None:
+        self._run = run
         self.states = dict(states)
-        self._rules = {rule.consumer: rule for rule in plan.rules}
-        self._cuts = dict(plan.cuts)
+        self._rules = {rule.consumer: rule for rule in run.plan.rules}
+        self._cuts = dict(run.plan.cuts)
         self._warned: set[str] = set()
         """Nodes that have skipped an update."""
 
@@ -109,48 +89,48 @@ class NodeExecution:
             groups,
             locations.lengths(samples),
             holders,
-            seed=self._seed,
+            seed=self._run.seed,
             step=step,
         )
-        moves = redistribute(rule, assignment, holders, self._plan.cluster)
+        moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
-        transfer = self._workers.transfer(moves) if moves else _nothing()
-        if any(move.src in self._workers.replaceable for move in moves):
+        transfer = self._run.workers.transfer(moves) if moves else _nothing()
+        if any(move.src in self._run.workers.replaceable for move in moves):
             # The source may fail meanwhile. The node must not run then before the moves are done again.
             moved_bytes = await transfer
-            results = await self._workers.run(tasks)
+            results = await self._run.workers.run(tasks)
         else:
-            moved_bytes, results = await asyncio.gather(transfer, self._workers.run(tasks))
+            moved_bytes, results = await asyncio.gather(transfer, self._run.workers.run(tasks))
         locations.add_moves(moves)
         self._record(node, locations, results)
         return ExecutionResult(results, moved_bytes)
 
     def output_fields(self, node: str) -> tuple[str, ...]:
         """Return the fields that a node makes, as `stream/field`."""
-        return output_fields(self._plan, node)
+        return output_fields(self._run.plan, node)
 
     def _replica_workers(self, node: str) -> tuple[int, ...]:
         """Return all workers of the replica that a node runs on; empty for a node without a model."""
-        replicas = self._plan.placement(node).replicas
-        return self._plan.replica(replicas[0]).workers if replicas else ()
+        replicas = self._run.plan.placement(node).replicas
+        return self._run.plan.replica(replicas[0]).workers if replicas else ()
 
     def _record(self, node: str, locations: DataLocations, results: Sequence[NodeResult]) -> None:
         fields = self.output_fields(node)
-        uses_devices = bool(self._plan.placement(node).replicas)
+        uses_devices = bool(self._run.plan.placement(node).replicas)
         for result in results:
             locations.add_outputs(fields, result.samples, result.worker)
-            self._ledger.record_result(result)
+            self._run.ledger.record_result(result)
             if result.state is not None:
                 self.states[node] = result.state
             if result.skipped and node not in self._warned:
                 self._warned.add(node)
-                self._observer.on_warning(
+                self._run.observer.on_warning(
                     f"{node} skipped an update of step {result.step}, as its gradient was not finite; hflow "
                     "samples RUN --where \"reason = 'nonfinite'\" lists the samples of all such updates"
                 )
-            self._observer.on_span(result.worker, result.span)
+            self._run.observer.on_span(result.worker, result.span)
             if uses_devices:
-                self._metrics.add_device_seconds(result.worker, result.span.end - result.span.start)
+                self._run.metrics.add_device_seconds(result.worker, result.span.end - result.span.start)
 
 
 def output_fields(plan: Plan, node: str) -> tuple[str, ...]:

@@ -11,36 +11,28 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.redistribute import Move
-from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import NodeDone, RunStreamingInference
 from hflow.runtime.execution.node_execution import NodeExecution
-from hflow.runtime.ledger import Ledger
-from hflow.workers.interface import ComputeReady, Workers
+from hflow.runtime.execution.run_context import RunContext
+from hflow.workers.interface import ComputeReady
 
 
 class StreamingRunner:
     """Runs nodes on arrived samples and moves their outputs to the samples' home workers.
 
     Args:
-        plan: the plan of the run.
-        workers: move fields.
+        run: the run that the samples are part of.
         node_execution: runs single nodes.
         locations: root stream -> where its samples are.
-        ledger: records which samples nodes are done with.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        workers: Workers,
-        node_execution: NodeExecution,
-        locations: Mapping[str, DataLocations],
-        ledger: Ledger,
+        self, run: RunContext, node_execution: NodeExecution, locations: Mapping[str, DataLocations]
     ) -> None:
-        self._workers = workers
+        self._run = run
         self._node_execution = node_execution
         self._locations = locations
-        self._ledger = ledger
+        plan = run.plan
         self._roots = {node.name: plan.graph.root_stream(node.stream).name for node in plan.graph.nodes}
         self._group_size = {stream.name: stream.group_size for stream in plan.schedule.streams}
         self._in_use: dict[tuple[str, int], list[asyncio.Event]] = {}
@@ -61,7 +53,7 @@ class StreamingRunner:
         await self._move_home(node, root, worker_of)
         self._end_use(root, samples, done)
         for key in instruction.keys:
-            self._ledger.record_result(ComputeReady(node, key))
+            self._run.ledger.record_result(ComputeReady(node, key))
         return [NodeDone(node, key) for key in instruction.keys]
 
     async def wait_until_unused(self, stream: str, samples: Iterable[int]) -> None:
@@ -88,5 +80,5 @@ class StreamingRunner:
                     routes.setdefault((worker_of[sample], home), []).append(sample)
         moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())]
         if moves:
-            await self._workers.transfer(moves)
+            await self._run.workers.transfer(moves)
         locations.add_moves(moves)

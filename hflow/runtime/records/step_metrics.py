@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hflow.metrics import Metric, declare
+from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.types import EpisodeState
 from hflow.types.engine import EngineStats
@@ -155,12 +156,13 @@ class StepMetrics:
     """Rows of the steps in progress, and counters since the last completed step.
 
     Args:
-        num_engines: engines; `busy/engines` is a share of their time.
-        num_trainers: workers that run batch nodes with models; `busy/trainers` is a share of their time.
+        plan: the run's plan. `busy/engines` is a share of its engines' time, `busy/trainers` of the time of
+            workers that run batch nodes with models.
     """
 
-    def __init__(self, num_engines: int, num_trainers: int) -> None:
-        self._num_engines, self._num_trainers = num_engines, num_trainers
+    def __init__(self, plan: Plan) -> None:
+        self._num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
+        self._num_trainers = len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
         self.staleness = StalenessMetrics()
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()

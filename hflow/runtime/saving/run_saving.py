@@ -15,22 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.files import FileChecksum, WriteError, write_error
-from hflow.data_plane.group_placement import GroupPlacer
 from hflow.data_plane.locations import DataLocations
 from hflow.graph.ir import Level
 from hflow.graph.queries import saved_models
 from hflow.metrics import declare
-from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.schedule import scheduled_updates
 from hflow.runtime.execution.batch_runner import SampleRelease
 from hflow.runtime.execution.node_execution import NodeExecution, streamed_outputs
-from hflow.runtime.ledger import Ledger
-from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
+from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.records.trace import CONTROLLER
-from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.saved_run import SAMPLES, ResumePoint, SavedRun
 from hflow.runtime.state.snapshot import RunSnapshot
-from hflow.workers.interface import NotSaved, SampleReady, SavedJournals, Span, Workers, samples_file
+from hflow.workers.interface import NotSaved, SampleReady, SavedJournals, Span, samples_file
 
 SAVE_STALL = declare("time/save_stall", "s", "time that training waited until models were copied for saving")
 
@@ -39,41 +35,19 @@ class RunSaving:
     """Saves and restores one run.
 
     Args:
-        plan: the plan of the run.
-        workers: hold models and samples.
-        observer: receives what is saved, or why it cannot be.
-        metrics: receives the time that training waited.
-        checkpoints: the directory.
-        placer: knows the worker of each group.
+        run: the run to save.
         node_execution: knows the states of nodes.
         release: frees no sample while it is copied.
-        ledger: is rewound to a checkpoint when the run continues there.
 
     Attributes:
         saved_at: when the last checkpoint was taken, or the run began, as `time.monotonic()`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        workers: Workers,
-        observer: RunEvents,
-        metrics: StepMetrics,
-        checkpoints: Checkpoints,
-        placer: GroupPlacer,
-        node_execution: NodeExecution,
-        release: SampleRelease,
-        ledger: Ledger,
-    ) -> None:
-        self._plan = plan
-        self._workers = workers
-        self._observer = observer
-        self._metrics = metrics
-        self._checkpoints = checkpoints
-        self._placer = placer
+    def __init__(self, run: RunContext, node_execution: NodeExecution, release: SampleRelease) -> None:
+        self._run = run
         self._node_execution = node_execution
         self._release = release
-        self._ledger = ledger
+        plan = run.plan
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
         self._models = saved_models(plan.graph)
         self._streaming_nodes = frozenset(
@@ -109,13 +83,13 @@ class RunSaving:
     async def copy_model(self, model: str, steps: int) -> None:
         """Copy a model as it is after `steps` completed steps. Training waits for this only."""
         try:
-            directory = str(self._checkpoints.begin(steps, model))
+            directory = str(self._run.checkpoints.begin(steps, model))
         except OSError as error:
             self._failures[steps] = error  # reported when the checkpoint is to be written
             return
         start = time.monotonic()
-        await self._workers.save(model, directory)
-        self._metrics.sum_values(steps - 1, {SAVE_STALL.name: time.monotonic() - start})
+        await self._run.workers.save(model, directory)
+        self._run.metrics.sum_values(steps - 1, {SAVE_STALL.name: time.monotonic() - start})
         self._copied[steps][model] = directory
 
     def take(
@@ -130,23 +104,23 @@ class RunSaving:
             is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
         homes = {
-            (s.stream, member.sample): self._placer.home(s.stream, group.number)
+            (s.stream, member.sample): self._run.placer.home(s.stream, group.number)
             for s in snapshot.streams
             for group in s.groups
-            if self._placer.is_placed(s.stream, group.number)
+            if self._run.placer.is_placed(s.stream, group.number)
             for member in group.members
         }
         saved = SavedRun(
             snapshot,
-            self._ledger.position(),
+            self._run.ledger.position(),
             dict(self._node_execution.states),
             tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
             tuple((stream, sample, samples_file(worker)) for (stream, sample), worker in homes.items()),
             {
                 model: num + self._extra_updates.get(model, 0)
-                for model, num in scheduled_updates(self._plan, snapshot.steps).items()
+                for model, num in scheduled_updates(self._run.plan, snapshot.steps).items()
             },
-            streamed_outputs(self._plan),
+            streamed_outputs(self._run.plan),
         )
         self._release.hold()
         self.saved_at = time.monotonic()
@@ -169,7 +143,7 @@ class RunSaving:
         steps, start = saved.snapshot.steps, time.time()
         try:
             try:
-                directory = self._checkpoints.begin(steps, SAMPLES)
+                directory = self._run.checkpoints.begin(steps, SAMPLES)
                 workers = await self._copy_samples(saved.snapshot, homes, str(directory))
             finally:
                 self._release.go_on()
@@ -183,19 +157,20 @@ class RunSaving:
             async with self._writing:
                 await self._write(saved, workers)
         except (WriteError, OSError) as failure:
-            unfinished = self._checkpoints.unfinished(steps)
+            unfinished = self._run.checkpoints.unfinished(steps)
             error = write_error(unfinished, failure) if isinstance(failure, OSError) else failure
             with suppress(WriteError):  # so that nothing is written after the directory is removed
                 await self._finish_models(steps)
-            self._checkpoints.drop(steps)
+            self._run.checkpoints.drop(steps)
             if is_last:
                 raise error or failure from failure
-            self._observer.on_warning(
-                f"step {steps} was not saved: {error}; the last checkpoint is {self._checkpoints.describe()}"
+            last = self._run.checkpoints.describe()
+            self._run.observer.on_warning(
+                f"step {steps} was not saved: {error}; the last checkpoint is {last}"
             )
         else:
             span = Span(f"save step {steps}", "checkpoints", start, time.time(), {"steps": steps})
-            self._observer.on_span(CONTROLLER, span)
+            self._run.observer.on_span(CONTROLLER, span)
 
     async def _copy_samples(
         self, snapshot: RunSnapshot, homes: Mapping[tuple[str, int], int], directory: str
@@ -218,28 +193,28 @@ class RunSaving:
                     unfinished[homes[name, sample]][source].append(sample)
         workers = sorted({*finished, *unfinished})
         await asyncio.gather(
-            *(self._workers.save_samples(w, directory, finished[w], unfinished[w]) for w in workers)
+            *(self._run.workers.save_samples(w, directory, finished[w], unfinished[w]) for w in workers)
         )
         return workers
 
     async def _write(self, saved: SavedRun, workers: Sequence[int]) -> None:
         """Wait until everything is on disk, and complete the checkpoint."""
         steps = saved.snapshot.steps
-        directory = self._checkpoints.unfinished(steps)
+        directory = self._run.checkpoints.unfinished(steps)
         files: dict[str, FileChecksum] = {}
         for model, written in (await self._finish_models(steps)).items():
             files |= {f"{model}/{name}": checksum for name, checksum in written.items()}
         lost: list[NotSaved] = []
         for worker in workers:
-            samples = await self._workers.finish_samples(worker, str(directory / SAMPLES))
+            samples = await self._run.workers.finish_samples(worker, str(directory / SAMPLES))
             files |= {f"{SAMPLES}/{name}": checksum for name, checksum in samples.files.items()}
             lost += samples.not_saved
         if lost:
             self._warn_of_lost(steps, lost)
-            stream_of = {stream.source: stream.name for stream in self._plan.schedule.streams}
+            stream_of = {stream.source: stream.name for stream in self._run.plan.schedule.streams}
             saved = saved.without((stream_of[sample.source], sample.sample) for sample in lost)
         saved.write(directory)
-        await asyncio.to_thread(self._checkpoints.finish, steps, files, self._plan.digest)
+        await asyncio.to_thread(self._run.checkpoints.finish, steps, files, self._run.plan.digest)
 
     async def _finish_models(self, steps: int) -> dict[str, Mapping[str, FileChecksum]]:
         """Wait until no worker writes a model of a checkpoint, and return model -> its files.
@@ -248,7 +223,7 @@ class RunSaving:
             RunError: when one of them cannot be written.
         """
         copied = self._copied.pop(steps, {})
-        finishing = (self._workers.finish_save(model, directory) for model, directory in copied.items())
+        finishing = (self._run.workers.finish_save(model, directory) for model, directory in copied.items())
         answers = await asyncio.gather(*finishing, return_exceptions=True)
         written: dict[str, Mapping[str, FileChecksum]] = {}
         for model, answer in zip(copied, answers, strict=True):
@@ -259,7 +234,7 @@ class RunSaving:
 
     def _warn_of_lost(self, steps: int, lost: Sequence[NotSaved]) -> None:
         first = lost[0]
-        self._observer.on_warning(
+        self._run.observer.on_warning(
             f"the checkpoint of step {steps} lacks {len(lost)} samples of {first.source}, which a run that "
             f"continues from it loses: {first.reason}"
         )
@@ -268,7 +243,7 @@ class RunSaving:
     async def restore(self, point: ResumePoint, locations: Mapping[str, DataLocations]) -> None:
         """Place the groups of a checkpoint on workers, and let these read the data of finished samples."""
         saved, self._directory = point.saved, str(point.path / SAMPLES)
-        self._extra_updates = saved.extra_updates(self._plan)
+        self._extra_updates = saved.extra_updates(self._run.plan)
         self._file_of = {(stream, sample): name for stream, sample, name in saved.files}
         lengths = {(s.stream, s.sample): s.length for s in saved.samples}
         reads: dict[int, dict[str, dict[str, list[int]]]] = defaultdict(
@@ -279,7 +254,7 @@ class RunSaving:
             for group in stream.groups:
                 if (name, group.members[0].sample) not in self._file_of:
                     continue  # the dataset has no row for it
-                worker = self._placer.place(name, group.number, len(group.members))
+                worker = self._run.placer.place(name, group.number, len(group.members))
                 for member in group.members:
                     if not member.done:
                         continue
@@ -287,12 +262,12 @@ class RunSaving:
                     reads[worker][self._file_of[name, sample]][name].append(sample)
                     locations[name].add_sample(sample, worker, lengths[name, sample])
                     self._add_outputs(locations[name], (*member.done, *group.done), sample, worker)
-                    self._placer.finished(name, group.number)
+                    self._run.placer.finished(name, group.number)
         for report in saved.samples:
             self.add_finished(report)
-            self._metrics.add_sample(report, is_trained=self._streams[report.stream].batch is not None)
+            self._run.metrics.add_sample(report, is_trained=self._streams[report.stream].batch is not None)
         await asyncio.gather(
-            *(self._workers.restore_samples(w, self._directory, files) for w, files in reads.items())
+            *(self._run.workers.restore_samples(w, self._directory, files) for w, files in reads.items())
         )
 
     def journals(self, stream: str, samples: Sequence[int]) -> SavedJournals | None:
@@ -301,7 +276,7 @@ class RunSaving:
         Where running samples are never interrupted, all their tokens are of one version. So they begin again.
         So do those of a worker that had nothing to save.
         """
-        if not self._plan.schedule.settings.interrupt:
+        if not self._run.plan.schedule.settings.interrupt:
             return None
         files = {sample: self._file_of[stream, sample] for sample in samples}
         is_there = {name: (Path(self._directory) / f"{name}.json").is_file() for name in set(files.values())}
