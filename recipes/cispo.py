@@ -29,7 +29,7 @@ recipe = Recipe(
         use(nodes.actor_gen, actor, group=8),
         score,
         nodes.group_advantage,
-        use(nodes.actor_train, actor, minibatches=4, prox="none", loss="cispo", clip=1.0, clip_high=4.0),
+        use(nodes.cispo_train, actor, minibatches=4, prox="none", clip=1.0, clip_high=4.0),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
         use(score, name="accuracy", on="eval_gen", returns="accuracy"),
     ],

@@ -15,7 +15,7 @@ of the tokens) and `is_trusted/rejected_sequences`. Variants:
 
     hflow run recipes/mis.py nodes.behav_weights.outside=truncate      # truncated importance sampling
     hflow run recipes/mis.py nodes.behav_weights.level=sequence        # one weight for a sequence
-    hflow run recipes/mis.py nodes.actor_train.loss=reinforce          # no clipping around prox
+    hflow run recipes/mis.py nodes.actor_train.clip=1e9                # no clipping around prox
 
 Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference
 mismatch"; Ling team 2025, "Every step evolves" (IcePop).

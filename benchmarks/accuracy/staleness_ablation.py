@@ -51,9 +51,7 @@ METHODS = {
     "decoupled": Method("stale_grpo", ("nodes.actor_train.prox=recompute",)),
     "mis": Method("stale_mis", ()),
     # What makes naive and decoupled differ: the width of the trust region, or the cap of the weights.
-    "naive-unclipped": Method(
-        "stale_grpo", ("nodes.actor_train.prox=none", "nodes.actor_train.loss=reinforce")
-    ),
+    "naive-unclipped": Method("stale_grpo", ("nodes.actor_train.prox=none", "nodes.actor_train.clip=1e9")),
     "decoupled-tight": Method(
         "stale_grpo", ("nodes.actor_train.prox=recompute", "nodes.actor_train.clip=0.05")
     ),

@@ -90,7 +90,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "eps_clip": _CLIP,
     "eps_clip_higher": _CLIP_HIGH,
     "epsilon": _CLIP,
-    "epsilon_high": Counterpart("nodes.NODE.clip_high", "with loss=cispo, 1 less"),
+    "epsilon_high": Counterpart("nodes.NODE.clip_high", "1 less in nodes.cispo_train"),
     "gradient_checkpointing": _CHECKPOINTING,
     "gradient_clipping": _CLIP_GRAD,
     "kl_loss_coef": _KL,

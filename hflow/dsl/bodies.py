@@ -46,6 +46,33 @@ def check_of(body: Callable[..., Any]) -> BodyCheck | None:
     return getattr(body, CHECK_ATTRIBUTE, None)
 
 
+_NODE_OF_LOSS = {
+    "cispo": "cispo_train",
+    "sapo": "sapo_train",
+    "dppo-tv": "dppo_train",
+    "dppo-kl": "dppo_train with divergence=kl",
+    "reinforce": "reinforce_train",
+    "dro": "dro_train",
+}
+
+
+def loss_hint(module: str, function: str, knob: str, value: Any) -> str:
+    """Return which node has a policy's loss that a recipe wants to choose with `loss=`, or an empty string.
+
+    Args:
+        module: the module of the node's body.
+        function: the name of the node's body.
+        knob: the unknown knob.
+        value: the value that the recipe gives it.
+    """
+    if (module, function, knob) != ("hflow.nodes.training", "actor_train", "loss"):
+        return ""
+    if value == "ppo":
+        return ". Remove it: the loss of actor_train is PPO's"
+    node = _NODE_OF_LOSS.get(value, "one of cispo_train, sapo_train, dppo_train, reinforce_train, dro_train")
+    return f", as every loss is a node. In the place of actor_train, list {node}"
+
+
 def missing_extra(extra: str, *packages: str) -> str | None:
     """Return what to install if a package of an optional part of hflow is missing.
 

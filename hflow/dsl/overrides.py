@@ -8,6 +8,7 @@ from typing import Any
 
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.validation import check_value
+from hflow.dsl.bodies import loss_hint
 from hflow.dsl.nodetype import NODE_TYPES
 from hflow.dsl.options import Option
 from hflow.graph.errors import SourceLocation
@@ -82,7 +83,8 @@ def _override_value(node: NodeSpec, key: str, value: Any) -> NodeSpec:
     path = f"nodes.{node.name}.{key}"
     keys = overridable_keys(node)
     if key not in keys:
-        raise ConfigError(f"{path}: the node has no such knob or option{nearest(key, keys)}")
+        hint = loss_hint(node.body.module, node.body.qualname, key, value) or nearest(key, keys)
+        raise ConfigError(f"{path}: the node has no such knob or option{hint}")
     knob = next((knob for knob in node.knobs if knob.name == key), None)
     try:
         if knob is not None:

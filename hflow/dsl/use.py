@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from hflow.base.errors import RecipeError, nearest
 from hflow.base.validation import check_value, is_name
+from hflow.dsl.bodies import loss_hint
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.nodetype import Arguments, Definition, Result, define, definition_of
 from hflow.graph.errors import SourceLocation, caller_location, recipe_error
@@ -52,9 +53,10 @@ def use(
     values = {key: value for key, value in named.items() if value is not ...} | options_and_knobs
     knob_types = {knob.name: knob.type for knob in old.signature.knobs}
     options = {key: value for key, value in values.items() if key not in knob_types}
-    for key in options:
+    for key, value in options.items():
         if key not in old.kind.option_names:
-            hint = nearest(key, (*knob_types, *old.kind.option_names, "name", "reads"))
+            hint = loss_hint(old.body.__module__, old.body.__name__, key, value)
+            hint = hint or nearest(key, (*knob_types, *old.kind.option_names, "name", "reads"))
             raise recipe_error(where, old.name, f"there is no option or knob {key!r}{hint}")
     base = replace(old, name=_checked_name(name, old, where), where=where)
     new = define(old.kind.variant(models, options), old.body, base)

@@ -5,6 +5,7 @@ Locations are those in the user's source.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def caller_module() -> str:
 
 def definition_location(function: Callable[..., Any]) -> SourceLocation:
     """Return the line of a function's definition, or of its first decorator."""
-    code = function.__code__
+    code = inspect.unwrap(function).__code__
     return SourceLocation(relative_path(code.co_filename), code.co_firstlineno)
 
 

@@ -138,6 +138,11 @@ def test_an_override_of_prox_brings_actor_inf_along():
             {"actor_train": {"clib": 1}},
             "nodes.actor_train.clib: the node has no such knob or option; did you mean 'clip'?",
         ),
+        (
+            {"actor_train": {"loss": "sapo"}},
+            "nodes.actor_train.loss: the node has no such knob or option, as every loss is a node. In the "
+            "place of actor_train, list sapo_train",
+        ),
         ({"actor_train": {"clip": "low"}}, "nodes.actor_train.clip is 'low'; it must be float"),
         ({"actor_train": {"epochs": 0}}, "nodes.actor_train.epochs is 0; it must be at least 1"),
         (

@@ -49,11 +49,11 @@ def test_kl_in_the_loss_by_either_estimator():
             "lower is 5.0 and upper is 5.0; lower must be less than upper",
         ),
         (nodes.actor_train, {"kl_estimator": "k2"}, "kl_estimator has no effect while kl_coef is 0"),
-        (nodes.actor_train, {"loss": "sapo", "clip": 0.1}, "clip has no effect with loss=sapo"),
-        (nodes.actor_train, {"tau_negative": 2.0}, "tau_negative has no effect with loss=ppo"),
-        (nodes.actor_train, {"loss": "dppo-tv"}, "loss=dppo-tv needs max_divergence"),
-        (nodes.actor_train, {"loss": "dro", "dro_beta": 0.0}, "dro_beta is 0.0; it must be more than 0"),
-        (nodes.actor_train, {"loss": "cispo", "clip": 1.0, "clip_high": 4.0}, None),
+        (nodes.sapo_train, {"tau_negative": 0.0}, "tau_negative is 0.0; it must be more than 0"),
+        (nodes.dppo_train, {}, "it needs max_divergence"),
+        (nodes.dro_train, {}, "it needs dro_beta"),
+        (nodes.dro_train, {"dro_beta": 0.0}, "dro_beta is 0.0; it must be more than 0"),
+        (nodes.cispo_train, {"clip": 1.0, "clip_high": 4.0}, None),
         (nodes.actor_train, {"over_cap": "truncate", "behav_weight_cap": None}, "no effect without a cap"),
         (nodes.actor_train, {"prox": "none", "behav_weight_cap": 2.0}, "behav_weight_cap has no effect with"),
         (nodes.actor_train, {"behav_weight_cap": 2.0, "over_cap": "truncate"}, None),
@@ -125,11 +125,13 @@ def test_value_clipping_can_be_set_and_turned_off(clip, loss, clipped):
     assert metrics.get("clip_fraction", tensor()).tolist() == ([] if clipped is None else [clipped])
 
 
-def surrogate(theta: torch.Tensor, prox: torch.Tensor, advantages: torch.Tensor, **knobs: Any) -> tuple:
-    """Return the entries of `actor_train`, their gradients, and its metrics, with prox = behav."""
+def surrogate(
+    node: Any, theta: torch.Tensor, prox: torch.Tensor, advantages: torch.Tensor, **knobs: Any
+) -> tuple:
+    """Return the entries of a train node, their gradients, and its metrics, with prox = behav."""
     theta = theta.clone().requires_grad_()
     out = Output(logprobs=theta, entropy=torch.zeros_like(theta))
-    loss, metrics = nodes.actor_train(out, prox, prox, advantages, **knobs)
+    loss, metrics = node(out, prox, prox, advantages, **knobs)
     loss.sum().backward()
     return loss.detach(), theta.grad, metrics
 
@@ -139,12 +141,12 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
     theta = tensor(0.3, 0.3, 0.3).log()
     prox = tensor(0.1, 0.3, 0.6).log()
     loss, gradient, metrics = surrogate(
-        theta, prox, tensor(2.0, -1.0, 1.0), loss="cispo", clip=1.0, clip_high=1.0
+        nodes.cispo_train, theta, prox, tensor(2.0, -1.0, 1.0), clip=1.0, clip_high=1.0
     )
     assert_close(gradient, tensor(-2 * 2.0, 1.0, -0.5))
     assert_close(loss, tensor(-4.0, 1.0, -0.5) * math.log(0.3))
     assert metrics["clip_fraction_high"].tolist() == [True, False, False]
-    low = surrogate(theta, prox, tensor(1.0, 1.0, 1.0), loss="cispo", clip=0.2)
+    low = surrogate(nodes.cispo_train, theta, prox, tensor(1.0, 1.0, 1.0), clip=0.2)
     assert_close(low[1], tensor(-1.2, -1.0, -0.8))
     assert low[2]["clip_fraction_low"].tolist() == [False, False, True]
 
@@ -152,8 +154,8 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
 def test_sapo_closes_its_gate_softly():
     # Gao et al. 2025: f(r) = 4 / tau sigmoid(tau (r - 1)), whose slope is 4 s (1 - s) with s the sigmoid.
     theta, prox = tensor(0.2, 0.2, 0.4).log(), tensor(0.2, 0.2, 0.2).log()
-    knobs = {"loss": "sapo", "tau_positive": 1.0, "tau_negative": 2.0}
-    loss, gradient, _ = surrogate(theta, prox, tensor(1.0, -1.0, 1.0), **knobs)
+    knobs = {"tau_positive": 1.0, "tau_negative": 2.0}
+    loss, gradient, _ = surrogate(nodes.sapo_train, theta, prox, tensor(1.0, -1.0, 1.0), **knobs)
     s = 1 / (1 + math.exp(-1))
     assert_close(loss, tensor(-2.0, 1.0, -4 * s))
     assert_close(gradient, tensor(-1.0, 1.0, -4 * s * (1 - s) * 2))
@@ -163,7 +165,7 @@ def test_dppo_drops_tokens_that_leave_the_trust_region():
     # Qi et al. 2026. Changes of probability 0.3, 0.3, 0.01 (a ratio of 11) and -0.3, at most 0.1.
     theta, prox = tensor(0.6, 0.6, 0.011, 0.3).log(), tensor(0.3, 0.3, 0.001, 0.6).log()
     advantages = tensor(1.0, -1.0, 1.0, -2.0)
-    loss, gradient, metrics = surrogate(theta, prox, advantages, loss="dppo-tv", max_divergence=0.1)
+    loss, gradient, metrics = surrogate(nodes.dppo_train, theta, prox, advantages, max_divergence=0.1)
     assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
     assert gradient.tolist() == pytest.approx([0.0, 2.0, -11.0, 0.0])
     assert metrics["clip_fraction_high"].tolist() == [True, False, False, False]
@@ -171,18 +173,18 @@ def test_dppo_drops_tokens_that_leave_the_trust_region():
     # KL of the events: 0.3 log(1/2) + 0.7 log(0.7 / 0.4) = 0.184, and 0.008 for the rare token.
     kl = algo.binary_divergence(theta, prox, "kl")
     assert_close(kl[0], torch.tensor(0.3 * math.log(0.5) + 0.7 * math.log(0.7 / 0.4)))
-    loss, *_ = surrogate(theta, prox, advantages, loss="dppo-kl", max_divergence=0.05)
+    loss, *_ = surrogate(nodes.dppo_train, theta, prox, advantages, divergence="kl", max_divergence=0.05)
     assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
 
 
 def test_reinforce_and_dro_have_the_gradients_of_their_papers():
     theta, prox = tensor(0.9, 0.1).log(), tensor(0.3, 0.4).log()
-    _, gradient, metrics = surrogate(theta, prox, tensor(1.0, -2.0), loss="reinforce")
+    _, gradient, metrics = surrogate(nodes.reinforce_train, theta, prox, tensor(1.0, -2.0))
     assert_close(gradient, tensor(-3.0, 0.5))  # -ratio A, whatever the ratio
     assert "clip_fraction" not in metrics
     # DRO: -A + beta (theta - prox), which is 0 at theta = prox + A / beta.
     _, gradient, _ = surrogate(
-        tensor(-1.0, -1.0), tensor(-2.0, -1.5), tensor(0.5, 2.0), loss="dro", dro_beta=0.5
+        nodes.dro_train, tensor(-1.0, -1.0), tensor(-2.0, -1.5), tensor(0.5, 2.0), dro_beta=0.5
     )
     assert_close(gradient, tensor(0.0, -1.75))
 

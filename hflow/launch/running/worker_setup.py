@@ -168,7 +168,7 @@ def with_first_pass(program: NodeProgram, first: FirstPass) -> NodeProgram:
     parameters = [parameter.name for parameter in first.parameters]
     outputs = [_read_of_first_pass(program, output, Unit.TOKEN) for output in first.outputs]
     knobs = {knob.name: program.knobs[knob.name] for knob in first.knobs}
-    of_body = inspect.signature(inspect.unwrap(program.body)).parameters
+    of_body = inspect.signature(program.body).parameters
     function = replace(
         program,
         body=first.function,
