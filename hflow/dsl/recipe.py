@@ -25,9 +25,10 @@ from hflow.base.files import resolved
 from hflow.base.recipe_files import MODULE_PREFIX, use_directory
 from hflow.base.shipped import shipped_recipes
 from hflow.base.validation import is_name
-from hflow.dsl.bodies import check_of, has_setup, implicit_nodes, node_body
+from hflow.dsl.bodies import check_of, has_setup, node_body
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
+from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Definition, NodeType, Shapes, definition_of
 from hflow.dsl.options import SPEC_FIELDS
 from hflow.graph.errors import SourceLocation, caller_location, caller_module, recipe_error, relative_path

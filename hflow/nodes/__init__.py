@@ -4,7 +4,7 @@
 function into the recipe: most are a few lines long.
 """
 
-from hflow.dsl.bodies import actor_inf
+from hflow.dsl.implicit_nodes import actor_inf
 from hflow.nodes.advantages import (
     gae,
     gdpo_advantage,
