@@ -36,9 +36,11 @@ test: env browser
 	$(PYTEST) -n 3 -m "not ray and not long"
 	$(PYTEST) -n 2 -m "ray and not long"
 
-# For while you work: unit tests without Ray, ranks and slow files (LONGEST in tests/conftest.py).
+# For while you work: recipes, graph, planner, state machine, ledger, formulas, import rules and style. No Ray, no ranks.
+FAST := algo data_ dsl graph imports ledger nodes_ plan_ schedule simulate staleness state style weight_
 test-fast: env
-	$(PYTEST) -n 2 --fast -m "not ray and not slow and not long" tests/unit
+	$(PYTEST) -n 2 -m "not ray and not slow and not long" \
+		$(filter-out %/test_plan_memory.py,$(wildcard $(FAST:%=tests/unit/test_%*.py)))
 
 # What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
 test-long: env

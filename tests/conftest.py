@@ -148,18 +148,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByStartUp(config, log)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test-fast`."""
-    parser.addoption("--fast", action="store_true", help="leave out the files that take longest")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files that cannot have a test to run.
-
-    If only tests marked ray shall run, these are the files without one: to import them takes half a minute.
-    """
-    if config.option.fast and collection_path.name in LONGEST:
-        return True
+    """Do not import files without a test marked ray if only those shall run: it takes half a minute."""
     if not config.option.markexpr.startswith("ray") or not collection_path.name.startswith("test_"):
         return None
     return "mark.ray" not in collection_path.read_text() or None
