@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.cli import main
-from hflow.launch import planning as plan
+from hflow.launch import plan
 
 FAST = ["workers=inproc", "cluster=cpu-1x1", "steps=2", "batch=2", "schedule.max_refused_per_step=3"]
 TINY = "+model@models.actor=tiny-qwen2"
