@@ -1,7 +1,8 @@
 """Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.
 
-Recipes import everything that they need from here. `check`, `plan`, `simulate` and `run` do what the commands
-of the same names do. Importing hflow imports neither torch nor ray.
+Recipes import everything that they need from here. Each command is also a function: `check`, `plan`, `size`,
+`simulate`, `run`, `resume`, `twin`, `compare`, `evaluate`, `export`, `serve`; `read_report` returns
+what `hflow report` shows. Importing hflow imports neither torch nor ray.
 """
 
 import importlib
@@ -60,16 +61,29 @@ from hflow.types import (
 )
 
 if TYPE_CHECKING:
-    from hflow.launch import check, plan, run, simulate
+    from hflow.launch import (
+        Plan,
+        RunSummary,
+        Simulation,
+        check,
+        compare,
+        evaluate,
+        export,
+        plan,
+        read_report,
+        resume,
+        run,
+        serve,
+        simulate,
+        size,
+        twin,
+    )
 
-_LAZY = {
-    "algo": "hflow.dsl.lazy",
-    "check": "hflow.launch",
-    "plan": "hflow.launch",
-    "run": "hflow.launch",
-    "simulate": "hflow.launch",
-}
-"""Name -> the module that defines it, which is imported at the first use of the name."""
+_COMMANDS = """
+Plan RunSummary Simulation check compare evaluate export plan read_report resume run serve simulate size twin
+"""
+_LAZY = {"algo": "hflow.dsl.lazy", **dict.fromkeys(_COMMANDS.split(), "hflow.launch")}
+"""Name -> the module that has it, which is imported at the first use of the name."""
 
 __all__ = [
     "BackendError",
@@ -94,13 +108,16 @@ __all__ = [
     "PerGroup",
     "PerSequence",
     "PerToken",
+    "Plan",
     "PlanError",
     "Recipe",
     "RecipeError",
     "RunError",
     "RunInfo",
+    "RunSummary",
     "Sequences",
     "Shapes",
+    "Simulation",
     "State",
     "Tensor",
     "TensorDict",
@@ -110,18 +127,26 @@ __all__ = [
     "Trajectory",
     "algo",
     "check",
+    "compare",
     "compute",
     "encode",
+    "evaluate",
+    "export",
     "first_pass",
     "generate",
     "infer",
     "nodes",
     "plan",
+    "read_report",
+    "resume",
     "rewards",
     "run",
     "sandbox",
+    "serve",
     "simulate",
+    "size",
     "train",
+    "twin",
     "typed_options",
     "update",
     "use",

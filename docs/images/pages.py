@@ -56,7 +56,7 @@ def main() -> None:
     pages = {"plan": render_page(plan)}
     if runs := sys.argv[1:]:
         pages["report"] = render_run_page(launch.read_report(runs[0]))
-        pages["compare"] = render_compare_page(launch.compare_runs(runs))
+        pages["compare"] = render_compare_page(launch.compare(runs))
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -96,7 +96,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure this machine, for plans with calibration=FILE: kernels, memory, collectives, decode steps."""
-    found = launch.profile(device, out, lambda line: typer.echo(f"measuring {line}", err=True))
+    found = launch.measure_hardware(device, out, lambda line: typer.echo(f"measuring {line}", err=True))
     for part, error in found.calibration.missed.items():
         print_text(f"{part}: misses what it was not fitted to by {share_text(error)}")
     print_text(f"shipped figures for: {', '.join(found.calibration.unmeasured)}")

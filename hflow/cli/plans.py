@@ -33,7 +33,7 @@ WHAT_IF = (
     "KEY=VALUEs in one quotation are one change."
 )
 FORMATS: Mapping[str, Callable[[launch.Compiled], str]] = {
-    "--json": launch.plan_file_text,
+    "--json": lambda compiled: launch.plan_file_text(compiled),
     "--dot": lambda compiled: plan_dot(compiled.plan),
     "--mermaid": lambda compiled: plan_mermaid(compiled.plan),
 }

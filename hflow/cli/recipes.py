@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -15,8 +15,10 @@ from hflow.base.errors import ConfigError
 from hflow.base.shipped import is_recipe_file, shipped_recipes
 from hflow.base.terminal import print_json, print_text, show
 from hflow.cli.arguments import recipe_file
-from hflow.launch import CatalogNode
 from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes
+
+if TYPE_CHECKING:
+    from hflow.launch import CatalogNode
 
 
 def new(

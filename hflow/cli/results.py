@@ -72,7 +72,7 @@ def compare(
 
     Runs that differ only in their seed are one column, with mean and standard deviation.
     """
-    comparison = launch.compare_runs(runs, metric or ())
+    comparison = launch.compare(runs, metric or ())
     if html is not None:
         from hflow.report.html.run import render_compare_page
 

@@ -86,7 +86,7 @@ class LayerTime:
 
 
 def measure_hardware(
-    device: str | None,
+    device: str | None = None,
     file: Path | None = None,
     report_progress: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:

@@ -18,9 +18,13 @@ from hflow.cli import main
 from hflow.config import load_config
 from hflow.dsl import load_recipe
 from hflow.launch import simulate
-from hflow.launch.checkpoints.evaluate import EvaluationReport, _with_saved_models, evaluate_checkpoint
-from hflow.launch.checkpoints.evaluation_options import EvaluationOptions
-from hflow.launch.checkpoints.export import export_model
+from hflow.launch.checkpoints.evaluate import (
+    EvaluationOptions,
+    EvaluationReport,
+    _with_saved_models,
+    evaluate,
+)
+from hflow.launch.checkpoints.export import export
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import select
 from hflow.runtime.ledger.schema import COLUMNS
@@ -66,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(trained: Path) -> EvaluationReport:
-    return evaluate_checkpoint(
+    return evaluate(
         str(trained), ["data.train.generator=null"], EvaluationOptions(num_samples=4, threshold=0.7), False
     )
 
@@ -127,8 +131,8 @@ def test_a_recipe_that_learns_nothing_scores_every_row_once(tmp_path: Path) -> N
 
 def test_an_export_is_a_plain_directory(trained: Path, tmp_path: Path) -> None:
     saved = trained / "checkpoints" / "latest" / "actor"
-    export_model(str(trained), tmp_path / "same")
-    done = export_model(str(saved), tmp_path / "half", dtype="bf16")
+    export(str(trained), tmp_path / "same")
+    done = export(str(saved), tmp_path / "half", dtype="bf16")
     assert done.dtype == "bfloat16"
     assert not (tmp_path / "half" / "shards").exists()
     original = AutoModelForCausalLM.from_pretrained(saved).state_dict()
@@ -139,7 +143,7 @@ def test_an_export_is_a_plain_directory(trained: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(saved)
     assert AutoTokenizer.from_pretrained(tmp_path / "half").get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ConfigError, match="exists; name a new directory"):
-        export_model(str(trained), tmp_path / "same")
+        export(str(trained), tmp_path / "same")
 
 
 def test_an_export_names_every_stop_token(trained: Path, tmp_path: Path) -> None:
@@ -149,10 +153,10 @@ def test_an_export_names_every_stop_token(trained: Path, tmp_path: Path) -> None
     config = json.loads((saved / "config.json").read_text())
     before = b'{"temperature": 0.6, "eos_token_id": %d}' % config["eos_token_id"]
     (saved / "generation_config.json").write_bytes(before)
-    export_model(str(saved), tmp_path / "same")
+    export(str(saved), tmp_path / "same")
     assert (tmp_path / "same" / "generation_config.json").read_bytes() == before
     (saved / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 5]}))
-    export_model(str(saved), tmp_path / "more")
+    export(str(saved), tmp_path / "more")
     assert GenerationConfig.from_pretrained(tmp_path / "more").eos_token_id == [2, 5]
 
 
@@ -171,13 +175,13 @@ def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path) -> 
     weights = copy / "checkpoints" / "latest" / "actor" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(RunError, match=r"actor/model\.safetensors does not have the content"):
-        export_model(str(copy), tmp_path / "out")
+        export(str(copy), tmp_path / "out")
     assert list(tmp_path.iterdir()) == [copy], "nothing is left behind"
 
 
 def test_bad_input_is_one_line(trained: Path, tmp_path: Path) -> None:
     plain = tmp_path / "model"
-    export_model(str(trained), plain)
+    export(str(trained), plain)
     recipe = str(trained.parents[1] / "odd.py")
     cases = [
         (str(tmp_path / "none"), [], EvaluationOptions(), "there is no checkpoint or run"),
@@ -196,6 +200,6 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path) -> None:
     ]
     for target, overrides, options, message in cases:
         with pytest.raises(HflowError, match=message):
-            evaluate_checkpoint(target, overrides, options, False)
+            evaluate(target, overrides, options, False)
     with pytest.raises(ConfigError, match="no model 'critic'"):
-        export_model(str(trained), tmp_path / "out", model="critic")
+        export(str(trained), tmp_path / "out", model="critic")

@@ -12,7 +12,7 @@ from runs import ROOT, largest_difference, run, steps_of
 from safetensors.torch import load_file, save_file
 
 from hflow.base.errors import BackendError, ConfigError
-from hflow.launch.checkpoints.export import export_model
+from hflow.launch.checkpoints.export import export
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.launch.planning.compile import compile_recipe
@@ -76,7 +76,7 @@ def test_a_resumed_run_restores_adapters_and_optimizer(summary: RunSummary, tmp_
     shutil.copytree(summary.directory, copy, symlinks=True)
     for step in (2, 3):
         shutil.rmtree(copy / "checkpoints" / f"step-{step}")
-    resumed = run_recipe.resume_run(str(copy), live=False)
+    resumed = run_recipe.resume(str(copy), live=False)
     assert resumed.steps == 3
     assert largest_difference(adapter(resumed), adapter(summary)) == 0
     before, after = (
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
         load_file(path / "model.safetensors") for path in (served.directory, Path(base.partition("=")[2]))
     )
     assert merged.keys() == before.keys()
-    exported = export_model(str(summary.directory), tmp_path / "exported")
+    exported = export(str(summary.directory), tmp_path / "exported")
     assert exported.directory.stat().st_mode == summary.directory.stat().st_mode  # others can read it
     again = load_file(exported.directory / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in merged.items())

@@ -15,7 +15,7 @@ import pytest
 from model_configs import model_config
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from hflow.launch.results.compare import compare_runs
+from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import Limit, Remedy
@@ -387,7 +387,7 @@ def test_compared_runs_are_read_in_one_plot(
         str(write_run(tmp_path / "b", reward_rows(0.4, 0.6), DONE, name="other", batch=2)),
     ]
     file = tmp_path / "compare.html"
-    file.write_text(render_compare_page(compare_runs(runs)), encoding="utf-8")
+    file.write_text(render_compare_page(compare(runs)), encoding="utf-8")
     options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
     with opened(browser, file, **options) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -24,7 +24,7 @@ from hflow.config import to_yaml
 from hflow.launch.checkpoints.fingerprints import read_inputs
 from hflow.launch.planning.compile import compile_recipe, plan_file_text
 from hflow.launch.running.resume import find_resumed
-from hflow.launch.running.run_recipe import RunEnvironment, resume_run, run_compiled
+from hflow.launch.running.run_recipe import RunEnvironment, resume, run_compiled
 from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger.audit import audit
 from hflow.runtime.records.sample_texts import read_samples
@@ -96,7 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
 
 def test_a_resumed_run_equals_the_undisturbed_one(undisturbed: RunSummary, tmp_path: Path):
     copy = interrupted(undisturbed, tmp_path, 2)
-    resumed = resume_run(str(copy), live=False)
+    resumed = resume(str(copy), live=False)
     assert (resumed.reason, resumed.steps, resumed.directory) == ("done", 5, copy)
     assert results(resumed) == results(undisturbed)
     assert texts_of(resumed) == texts_of(undisturbed)
@@ -112,7 +112,7 @@ def test_the_last_checkpoint_of_a_finished_run_continues_with_more_steps(
 ):
     copy = interrupted(undisturbed, tmp_path, 5)
     with pytest.raises(ConfigError, match="has completed its 5 steps; to continue it, set more"):
-        resume_run(str(copy), live=False)
+        resume(str(copy), live=False)
     longer = launch.resume(str(copy), ["steps=6", "keep_checkpoints=1"], live=False)
     assert (longer.reason, longer.steps) == ("done", 6)
     assert [path.name for path in (copy / "checkpoints").glob("step-*")] == ["step-6"]
@@ -137,14 +137,14 @@ def test_learning_rates_fall_until_the_end_if_other_steps_follow(undisturbed: Ru
     copy = interrupted(undisturbed, tmp_path, 3)
     decay = [f"models.{model}.optim.schedule=linear" for model in ("actor", "critic")]
     fewer = ["nodes.actor_train.minibatches=1", "nodes.critic_train.every=2"]
-    resumed = resume_run(str(copy), [*decay, *fewer], live=False)
+    resumed = resume(str(copy), [*decay, *fewer], live=False)
     rates = {
         step: (row.get("actor_train/lr"), row.get("critic_train/lr"))
         for step, row in results(resumed).items()
     }
     assert rates[4] == (pytest.approx(1e-3 * 2 / 8), None)
     assert rates[5] == (pytest.approx(1e-3 * 1 / 8), pytest.approx(1e-3 * 1 / 8))
-    again = resume_run(str(interrupted(resumed, tmp_path / "again", 4)), live=False)
+    again = resume(str(interrupted(resumed, tmp_path / "again", 4)), live=False)
     assert results(again) == results(resumed)
 
 
@@ -153,7 +153,7 @@ def test_an_evaluation_with_other_rows_reads_all_of_them(
     undisturbed: RunSummary, tmp_path: Path, num_rows: int
 ):
     copy = interrupted(undisturbed, tmp_path, 3)
-    resumed = resume_run(str(copy), [f"data.heldout.limit={num_rows}"], live=False)
+    resumed = resume(str(copy), [f"data.heldout.limit={num_rows}"], live=False)
     samples = launch.samples(str(copy)).to_json()
     for step in (4, 5):
         read = [row["row"] for row in samples if (row["end"], row["step"]) == ("evaluated", step)]
@@ -183,12 +183,12 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_can_be_named(
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RunError, match=rf"step-3 is damaged: {name} does not have the content"):
-        resume_run(str(copy), live=False)
+        resume(str(copy), live=False)
     path.unlink()
     with pytest.raises(RunError, match=rf"step-3 is damaged: {name} is missing"):
-        resume_run(str(copy), live=False)
+        resume(str(copy), live=False)
     with pytest.raises(PlanError, match="cannot resume: setting seed: 0 -> 1"):
-        resume_run(str(copy / "checkpoints" / "step-2"), ["seed=1"], live=False)
+        resume(str(copy / "checkpoints" / "step-2"), ["seed=1"], live=False)
 
 
 FORMAT_1 = ROOT / "tests/fixtures/checkpoint-format-1"
@@ -211,7 +211,7 @@ def of_format_1(tmp_path: Path) -> RunDirectory:
 
 
 def test_a_checkpoint_of_an_earlier_version_continues(of_format_1: RunDirectory):
-    resumed = resume_run(str(of_format_1.path), live=False)
+    resumed = resume(str(of_format_1.path), live=False)
     assert (resumed.reason, resumed.steps) == ("done", 3)
     assert resumed.samples["trained"] == 16
 
@@ -254,7 +254,7 @@ def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, 
     saved = read_saved_run(checkpoint).snapshot.streams[0]
     assert [group.is_accepted for group in saved.groups] == [True, True]
     recipe.write_text(after)
-    resumed = resume_run(str(own.path), live=False)
+    resumed = resume(str(own.path), live=False)
     assert (resumed.reason, resumed.steps, resumed.samples["trained"]) == ("done", 3, 16)
     (row,) = (row for row in results(resumed).values() if "actor_train/num_tokens" in row)
     fields = {"reward", "bonus", "points"}
@@ -347,7 +347,7 @@ def test_files_that_a_run_continues_with_must_be_what_they_were(
 ):
     change(moved)
     with pytest.raises(ConfigError, match=f"cannot resume: {problem}"):
-        resume_run("runs/resumed/latest", ["steps=3"], live=False)
+        resume("runs/resumed/latest", ["steps=3"], live=False)
 
 
 def test_a_model_is_found_again_when_its_link_leads_elsewhere(workplace: Path, moved: Path):
@@ -355,17 +355,17 @@ def test_a_model_is_found_again_when_its_link_leads_elsewhere(workplace: Path, m
     (moved / "base").symlink_to("base-2")
     origin = workplace / "base-1"
     with pytest.raises(ConfigError, match=f"models.ref is not .* set models.ref.path={origin}"):
-        resume_run("runs/resumed/latest", ["steps=3"], live=False)
-    resumed = resume_run("runs/resumed/latest", ["steps=3", f"models.ref.path={origin}"], live=False)
+        resume("runs/resumed/latest", ["steps=3"], live=False)
+    resumed = resume("runs/resumed/latest", ["steps=3", f"models.ref.path={origin}"], live=False)
     assert (resumed.reason, resumed.steps, resumed.warnings) == ("done", 3, ())
 
 
 def test_other_rows_of_an_evaluation_are_warned_of_once(moved: Path):
     replaced(moved / "heldout.jsonl", "13+01", "31+01")
-    resumed = resume_run("runs/resumed/latest", ["steps=3"], live=False)
+    resumed = resume("runs/resumed/latest", ["steps=3"], live=False)
     (warning,) = resumed.warnings
     assert re.search(r"data.heldout is not what .*/heldout.jsonl has other content; results may", warning)
-    assert resume_run("runs/resumed/latest", ["steps=4"], live=False).warnings == ()
+    assert resume("runs/resumed/latest", ["steps=4"], live=False).warnings == ()
 
 
 def test_overrides_without_effect_are_refused_or_warned_of(moved: Path):
@@ -385,13 +385,13 @@ def test_a_manifest_without_an_entry_is_refused(moved: Path):
     del values["files"]["actor/model.safetensors"]
     manifest.write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"damaged: manifest.json does not have the content"):
-        resume_run("runs/resumed/latest", ["steps=3"], live=False)
+        resume("runs/resumed/latest", ["steps=3"], live=False)
 
 
 def test_a_run_that_still_goes_on_is_not_resumed(undisturbed: RunSummary, tmp_path: Path):
     copy = interrupted(undisturbed, tmp_path, 2)
     with RunDirectory(copy).locked(), pytest.raises(ConfigError, match=r"is still going \(process \d+\)"):
-        resume_run(str(copy), live=False)
+        resume(str(copy), live=False)
 
 
 MEGATRON = [
@@ -412,7 +412,7 @@ def test_a_run_over_several_ranks_continues_bit_for_bit(
 ):
     whole = run(RECIPE, tmp_path, *COMMON, *LAYOUTS[layout], "steps=3", processes=two_processes)
     copy = interrupted(whole, tmp_path, 1)
-    resumed = resume_run(str(copy), live=False, environment=RunEnvironment(processes=two_processes))
+    resumed = resume(str(copy), live=False, environment=RunEnvironment(processes=two_processes))
     assert results(resumed) == results(whole)
     for model in ("actor", "critic"):
         assert largest_difference(weights_of(resumed, model), weights_of(whole, model)) == 0
@@ -423,7 +423,7 @@ def test_a_run_over_several_ranks_continues_bit_for_bit(
 def test_a_run_continues_in_another_layout(undisturbed: RunSummary, tmp_path: Path, two_processes: RayActors):
     copy = interrupted(undisturbed, tmp_path, 3)
     environment = RunEnvironment(processes=two_processes)
-    resumed = resume_run(str(copy), ["cluster=cpu-1x2", "workers=ray"], live=False, environment=environment)
+    resumed = resume(str(copy), ["cluster=cpu-1x2", "workers=ray"], live=False, environment=environment)
     assert (resumed.reason, resumed.steps) == ("done", 5)
     assert largest_difference(weights_of(resumed), weights_of(undisturbed)) < 1e-4
     assert audit(copy / "ledger.sqlite") == []
@@ -450,11 +450,11 @@ def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
     assert saved.snapshot.streams[0].groups
     copy = tmp_path / "synchronous"
     shutil.copytree(first.directory, copy, symlinks=True)
-    resumed = resume_run(str(first.directory), live=False)
+    resumed = resume(str(first.directory), live=False)
     assert (resumed.reason, resumed.steps) == ("done", 6)
     assert resumed.samples["trained"] == 6 * 4 * 8
     assert audit(first.directory / "ledger.sqlite") == []
-    synchronous = resume_run(str(copy), ["schedule.max_staleness=0"], live=False)
+    synchronous = resume(str(copy), ["schedule.max_staleness=0"], live=False)
     lags = [row["staleness/max"] for step, row in results(synchronous).items() if step > first.steps]
     assert lags == [0.0] * (6 - first.steps)
     assert audit(copy / "ledger.sqlite") == []

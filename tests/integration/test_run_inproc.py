@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hflow import launch
 from hflow.base.errors import ConfigError, PlanError
-from hflow.launch.checkpoints.export import export_model
+from hflow.launch.checkpoints.export import export
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.results.runs import read_report
-from hflow.launch.running.run_recipe import resume_run
+from hflow.launch.running.run_recipe import resume
 from hflow.report.html.run import render_run_page
 from hflow.report.text.results import render_run_report
 from hflow.report.text.summary import RunSummary
@@ -281,8 +281,8 @@ def test_what_a_checkpoint_has_beside_its_weights_stays_as_it_is(
     begun = run("recipes/sft.py", tmp_path, *options, *INPROC)
     saved = begun.directory / "checkpoints" / "latest" / "actor"
     assert other_files(saved) == wanted
-    resume_run(str(begun.directory), ["steps=2"], live=False)
+    resume(str(begun.directory), ["steps=2"], live=False)
     assert other_files(saved) == wanted
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.temperature == 0.6
-    export_model(str(begun.directory), tmp_path / "exported")
+    export(str(begun.directory), tmp_path / "exported")
     assert other_files(tmp_path / "exported") == wanted

@@ -15,7 +15,7 @@ from runs import TINY, run, steps_of
 from hflow.base.errors import ConfigError, RecipeError
 from hflow.config.schema import ReportConfig
 from hflow.launch.planning.read_recipe import read_recipe
-from hflow.launch.running.run_recipe import resume_run
+from hflow.launch.running.run_recipe import resume
 from hflow.launch.running.trackers import MlflowTracker, ObserverThread, check_trackers
 from hflow.observer import RunInfo
 from hflow.report.text.summary import RunSummary
@@ -76,7 +76,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
         trackers = ["report.wandb=team/project", f"report.mlflow=file://{directory / 'mlruns'}"]
         summary = run(recipe, directory / "runs", *ASKED, *trackers, "steps=2")
         calls = list(sys.modules["hflow_recipe_tracked"].CALLS)
-        again = resume_run(str(summary.directory), ["steps=4"], False)
+        again = resume(str(summary.directory), ["steps=4"], False)
         calls += sys.modules["hflow_recipe_tracked"].CALLS
     return again, directory, calls
 

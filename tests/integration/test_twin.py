@@ -14,7 +14,7 @@ import pytest
 from runs import ROOT, module, run
 
 from hflow.base.errors import ConfigError, PlanError, RunError
-from hflow.launch.running.twin import TwinReport, run_twin
+from hflow.launch.running.twin import TwinReport, twin
 from hflow.report.text.twin import (
     CHANGE_TOLERANCE,
     LEAST_SCALE,
@@ -95,8 +95,10 @@ def judge() -> Iterator[list[str]]:
     server.server_close()
 
 
-def twin(recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayActors) -> TwinReport:
-    return run_twin(ROOT / recipe, overrides, layouts, 3, lambda line: None, processes)
+def twin_report(
+    recipe: str, overrides: list[str], layouts: list[str] | None, processes: RayActors
+) -> TwinReport:
+    return twin(ROOT / recipe, overrides, layouts, 3, lambda line: None, processes)
 
 
 RECIPES: list[tuple[str, str, list[str]]] = [
@@ -164,7 +166,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
         path = "null" if name in RANDOM else checkpoint
         overrides += [f"models.{model}.path={path}", f"models.{model}.optim.warmup_steps=0"]
     overrides += {"custom/llm_judge": judge, "distill": teacher, "opd": teacher}.get(name, [])
-    (result,) = twin(f"recipes/{name}.py", overrides, [layout], processes).results
+    (result,) = twin_report(f"recipes/{name}.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
     assert {pair.model for pair in result.weights} >= set(LEARNERS.get(name, ["actor"]))
@@ -178,7 +180,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
 def test_experts_are_divided_over_ranks(layout: str, rows: list[str], processes: RayActors) -> None:
     """From random weights. Each engine of the embedded kind has all experts, gathered from the trainer."""
     overrides = [*SMALL, *rows, "model@models.actor=tiny-qwen3-moe", "models.actor.path=null"]
-    (result,) = twin("recipes/grpo.py", overrides, [layout], processes).results
+    (result,) = twin_report("recipes/grpo.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
     assert all(pair.scale > 0 for pair in result.metrics if pair.name.endswith("/grad_norm"))
@@ -190,7 +192,7 @@ def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], p
     overrides += ["models.actor.backend=megatron", "models.actor.layout=t2", "models.critic.layout=d2"]
     engine = ("engine=vllm", "layout=t2", "cache_gib=1")
     overrides += [f"models.actor.gen.{option}" for option in engine]
-    found = twin("recipes/ppo.py", overrides, None, processes)
+    found = twin_report("recipes/ppo.py", overrides, None, processes)
     assert [result.layout for result in found.results] == ["as configured"]
     assert found.results[0].is_equal
     assert found.notes == (
@@ -203,7 +205,7 @@ def test_a_body_that_depends_on_its_rank_is_detected(tmp_path: Path, processes: 
     recipe = tmp_path / "ranked.py"
     recipe.write_text(RANKED)
     overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition", "batch=8"]
-    found = run_twin(recipe, overrides, ["d2"], 3, lambda line: None, processes)
+    found = twin(recipe, overrides, ["d2"], 3, lambda line: None, processes)
     (result,) = found.results
     assert not result.is_equal
     assert next(pair.at for pair in result.failed_metrics) == "learn/grad_norm at step 1"
@@ -246,7 +248,7 @@ def test_a_twin_without_anything_to_compare_is_refused(
     own = rows if "lr" in changes[0] else []
     overrides = [*SMALL, *own, "models.actor.path=null", *changes, "nodes.actor_gen.max_tokens=4"]
     with pytest.raises(RunError, match=problem):
-        twin("recipes/grpo.py", overrides, ["d2"], processes)
+        twin_report("recipes/grpo.py", overrides, ["d2"], processes)
 
 
 FROZEN = """
@@ -263,11 +265,11 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, processes: Ray
     frozen.write_text(FROZEN)
     overrides = ["+model@models.actor=tiny-qwen2", "+data@data.train=addition"]
     with pytest.raises(ConfigError, match=r"frozen.py trains no model, so a twin would compare nothing"):
-        run_twin(frozen, overrides, ["d2"], 3, lambda line: None, processes)
+        twin(frozen, overrides, ["d2"], 3, lambda line: None, processes)
     with pytest.raises(ConfigError, match=r"--steps is 1; it must be at least 2"):
-        run_twin(sft, [], ["d2"], 1, lambda line: None, processes)
+        twin(sft, [], ["d2"], 1, lambda line: None, processes)
     with pytest.raises(PlanError, match=r"layout 'x2' is not understood"):
-        run_twin(sft, [], ["x2"], 2, lambda line: None, processes)
+        twin(sft, [], ["x2"], 2, lambda line: None, processes)
 
 
 def test_the_tolerance_of_equal_values() -> None:

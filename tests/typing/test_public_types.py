@@ -20,6 +20,7 @@ from hflow import (
     encode,
     generate,
     infer,
+    launch,
     train,
     update,
 )
@@ -125,11 +126,12 @@ def test_optional_objects_of_a_recipe_may_be_none():
 
 
 PUBLIC_NAMES = """
-BackendError ConfigError Context DataError Dataset Endpoint Engine EpisodeError HflowError Json Level
-Messages Metrics Model NodeType NotYetError Observer Option Output PerGroup PerSequence PerToken
-PlanError Recipe RecipeError RunError RunInfo Sequences Shapes State Tensor TensorDict Text Tokenizer
-ToolCall Trajectory algo check compute encode first_pass generate infer nodes plan rewards run sandbox
-simulate train typed_options update use
+BackendError ConfigError Context DataError Dataset Endpoint Engine EpisodeError HflowError Json
+Level Messages Metrics Model NodeType NotYetError Observer Option Output PerGroup PerSequence
+PerToken Plan PlanError Recipe RecipeError RunError RunInfo RunSummary Sequences Shapes Simulation
+State Tensor TensorDict Text Tokenizer ToolCall Trajectory algo check compare compute encode
+evaluate export first_pass generate infer nodes plan read_report resume rewards run sandbox serve
+simulate size train twin typed_options update use
 """
 """What recipes and authors of node types may import. Change it only with the reference."""
 
@@ -155,3 +157,7 @@ def test_importing_hflow_is_light():
 def test_the_functions_of_the_commands_return_typed_values():
     assert hflow.check("recipes/sft.py").name == "sft"
     assert hflow.plan(ROOT / "recipes/sft.py").recipe == "sft"
+
+
+def test_the_names_of_launch_are_in_its_table():
+    assert all(hasattr(launch, name) for name in launch.__all__)

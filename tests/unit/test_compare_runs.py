@@ -13,7 +13,7 @@ from run_files import DONE, reward_rows, write_run
 
 from hflow.base.errors import ConfigError
 from hflow.cli import main
-from hflow.launch.results.compare import compare_runs
+from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_run
 from hflow.report.formatting import ends_of, thinned
 from hflow.report.html.run.compare_view import compare_page_view
@@ -33,7 +33,7 @@ def test_seeds_of_one_configuration_are_one_side(tmp_path: Path) -> None:
         for seed, last in rewards.items()
     ]
     other = write_run(tmp_path / "b", reward_rows(0.9, 0.2), DONE, models={"actor": {"lr": 0.2}})
-    comparison = compare_runs([str(path) for path in (*seeds, other)])
+    comparison = compare([str(path) for path in (*seeds, other)])
     assert [side.seeds for side in comparison.sides] == [(0, 1), (0,)]
     assert comparison.config == (("models.actor.lr", ("0.1", "0.2")),)
     reward = next(metric for metric in comparison.metrics if metric.name == "gen/reward")
@@ -123,10 +123,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     }
     for runs, message in cases.items():
         with pytest.raises(ConfigError, match=message):
-            compare_runs(runs)
+            compare(runs)
     other = str(write_run(tmp_path / "other", reward_rows(0.2)))
     with pytest.raises(ConfigError, match="did you mean 'gen/reward'"):
-        compare_runs([good, other], ["gen/rewrad"])
+        compare([good, other], ["gen/rewrad"])
 
 
 def test_the_page_has_every_curve_of_every_side(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -134,7 +134,7 @@ def test_the_page_has_every_curve_of_every_side(tmp_path: Path, monkeypatch, cap
         write_run(tmp_path / f"a{seed}", reward_rows(0.1, 0.2), DONE, seed=seed)
     write_run(tmp_path / "b", [*reward_rows(0.1), {"step": 2, "gen/<b>": 1.0}], DONE, name="<i>", steps=2)
     runs = [str(tmp_path / name) for name in ("a0", "a1", "b")]
-    view = compare_page_view(compare_runs(runs, ("gen/*",)))
+    view = compare_page_view(compare(runs, ("gen/*",)))
     assert [(side.letter, side.colour, side.seeds) for side in view.sides] == [
         ("A", 1, "2 runs, seeds 0, 1"),
         ("B", 2, "seed 0"),

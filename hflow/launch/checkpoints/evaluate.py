@@ -21,7 +21,6 @@ from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.queries import reported_field
-from hflow.launch.checkpoints.evaluation_options import EvaluationOptions
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.checkpoints.saved import find_saved_models
 from hflow.launch.planning.compile import Compiled, learn_from_run
@@ -38,6 +37,27 @@ from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
 ENDING = "-eval"
 """Ending of the name of an evaluation's run."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is evaluated, and how."""
+
+    recipe: str | None = None
+    """The recipe's file; None: that of the run that saved the checkpoint."""
+    model: str | None = None
+    """The model that a checkpoint of one model is for; None: that of its directory's name, or the only
+    one."""
+    streams: tuple[str, ...] = ()
+    """Streams to evaluate; empty: those that are not trained, or else all."""
+    num_samples: int | None = None
+    """Also draw so many samples of every prompt."""
+    temperature: float = 1.0
+    """Temperature of these samples."""
+    pass_at: tuple[int, ...] = ()
+    """Values of k for pass@k; empty: powers of two up to the samples of a prompt."""
+    threshold: float = 1.0
+    """Lowest score with which a sample counts as correct."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +86,27 @@ class EvaluationReport:
         return asdict(self)
 
 
-def evaluate_checkpoint(
+def evaluate(
     target: str,
-    overrides: Sequence[str],
-    options: EvaluationOptions,
+    overrides: Sequence[str] = (),
+    options: EvaluationOptions | None = None,
     live: bool | None = None,
     *,
     is_quiet: bool = False,
 ) -> EvaluationReport:
-    """Score the models of a checkpoint; arguments and errors are those of `hflow.launch.evaluate`."""
+    """Score the models of a checkpoint on whole datasets.
+
+    Args:
+        target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
+        overrides: keys of the configuration to change, such as `data.heldout.path=test.jsonl`.
+        options: what is evaluated, and how; None: the streams that are not trained, as their nodes say.
+        live: as for `hflow.run`.
+        is_quiet: show nothing while it runs.
+
+    Raises:
+        HflowError: if there is no checkpoint or recipe, or nothing scores samples; and as `hflow.run`.
+    """
+    options = options or EvaluationOptions()
     saved = find_saved_models(target)
     file = read_plan_file(saved.run.plan) if saved.run is not None and options.recipe is None else None
     models = {name: model_directory(path) for name, path in saved.models.items()}

@@ -42,7 +42,7 @@ class ExportedModel:
     has_chat_template: bool
 
 
-def export_model(
+def export(
     target: str, directory: Path, model: str | None = None, dtype: Dtype | None = None
 ) -> ExportedModel:
     """Write a saved model without its optimizer state, for any program that reads Hugging Face files.

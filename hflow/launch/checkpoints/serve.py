@@ -27,7 +27,7 @@ from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.episodes.endpoint.server import EndpointServer, base_url
 from hflow.episodes.episode_engine import EpisodeEngine
 from hflow.episodes.recorded_effects import RecordedEffects
-from hflow.launch.checkpoints.served import ServedCheckpoint
+from hflow.launch.checkpoints.served import ServedCheckpoint, find_checkpoint
 from hflow.launch.running.run_recipe import stop_signals
 from hflow.models.hf_config import max_length, read_config
 from hflow.models.settings import ModelSettings
@@ -46,14 +46,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of `hflow serve`."""
+    """An endpoint's address and key."""
 
     host: str
     port: int
     api_key: str | None
     """None: requests need no key."""
-    engine: str | None
-    """None: vLLM on CUDA if it is installed, else the embedded engine."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,28 @@ class ServedEndpoint:
     """A shell command that completes something."""
 
 
-def run_server(
-    checkpoint: ServedCheckpoint,
-    options: ServeOptions,
-    report_progress: Callable[[str], None],
-    on_ready: Callable[[ServedEndpoint], None],
+def serve(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    engine: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+    on_ready: Callable[[ServedEndpoint], None] = lambda endpoint: None,
 ) -> bool:
-    """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
+    """Serve a checkpoint with OpenAI's API until Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
-        checkpoint: what to serve.
-        options: how.
+        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
+        overrides: keys of `models.NAME` as `key=value`, such as `gen.max_model_len=4096`.
+        model: the model of a run; None: the only one that generates.
+        engine: `embedded` or `vllm`; None: vLLM on CUDA where it is installed, else the embedded engine.
+        host: address to listen on.
+        port: 0 for a free one.
+        api_key: key that requests need; None: none.
         report_progress: called with a line when the engine starts.
         on_ready: called when requests can be sent.
 
@@ -88,13 +97,15 @@ def run_server(
         Whether Ctrl-C ended it.
 
     Raises:
-        ConfigError: if the port is in use, or the engine cannot serve the model.
+        ConfigError: if there is no checkpoint, the port is in use, or the engine cannot serve the model.
         BackendError: if the engine cannot be built.
         RunError: if the engine fails.
     """
+    checkpoint = find_checkpoint(target, overrides, model)
+    options = ServeOptions(host, port, api_key)
     disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine, why = _choose_engine(options.engine, device)
+    engine, why = _choose_engine(engine, device)
     tokenizer = TextTokenizer(checkpoint.tokenizer)
     settings = ModelSettings(
         checkpoint.name, path=str(checkpoint.directory), dtype=checkpoint.dtype, device=device

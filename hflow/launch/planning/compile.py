@@ -33,7 +33,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PLACEMENT, PastSearches, free_settings, with_settings, without_places
-from hflow.runtime.simulation.simulate_plan import simulated_period
+from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, simulated_period
 
 AUTO = "auto"
 """The value of `placement` with which the planner places every replica."""
@@ -124,6 +124,25 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
         PlanError: if the graph cannot be placed on the cluster as configured.
     """
     return compile_recipe(recipe, overrides).plan
+
+
+def simulate(
+    recipe: str | Path, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
+) -> Simulation:
+    """Run a recipe's plan on a virtual clock. No device is needed.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration as `key=value`.
+        steps: training steps; None: the plan's steps, or as many as show a steady speed.
+        seed: seed of the response lengths.
+
+    Raises:
+        HflowError: as `plan`, and if the plan has no estimates of time.
+    """
+    if steps is not None:
+        overrides = (*overrides, f"steps={steps}")
+    return simulate_plan(plan(recipe, overrides), steps, seed)
 
 
 def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""`compare_runs`: how runs were configured differently, and what their metrics reached.
+"""`hflow compare`: how runs were configured differently, and what their metrics reached.
 
 Runs that differ only in their seed are one side of the comparison: their values are given as mean and
 standard deviation.
@@ -85,7 +85,7 @@ class Comparison:
         return asdict(self)
 
 
-def compare_runs(runs: Sequence[str], patterns: Sequence[str] = ()) -> Comparison:
+def compare(runs: Sequence[str], patterns: Sequence[str] = ()) -> Comparison:
     """Compare runs.
 
     Args:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmana
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
@@ -20,7 +21,7 @@ from hflow.base.files import WriteError, replace_text, resolved
 from hflow.base.terminal import SafeConsole
 from hflow.config import flatten, to_yaml
 from hflow.graph.queries import saved_models
-from hflow.launch.planning.compile import Compiled, plan_file_text
+from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.inputs import run_inputs
 from hflow.launch.running.preflight import (
     check_determinism,
@@ -71,6 +72,40 @@ class RunEnvironment:
     """Show nothing while it runs, and report to no tracker or observer."""
 
 
+def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
+    """Run a recipe.
+
+    Args:
+        recipe: path of the recipe's Python file.
+        overrides: configuration as `key=value`.
+        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
+
+    Raises:
+        HflowError: for any error that a user can fix, before or during the run.
+    """
+    return run_compiled(compile_recipe(recipe, overrides), live)
+
+
+def run_plan(
+    file: str | Path,
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    live: bool | None = None,
+) -> RunSummary:
+    """Run exactly the plan in a plan file or in the directory of an earlier run.
+
+    Args:
+        file: a file printed by `hflow plan RECIPE --json`, or a run's directory.
+        recipe: the recipe's file, if it has moved; None: the stored path.
+        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
+        live: as for `run`.
+
+    Raises:
+        HflowError: as `run`, and if the recipe's plan differs from the stored one.
+    """
+    return run_compiled(compile_plan_file(file, recipe, overrides), live)
+
+
 def run_compiled(
     compiled: Compiled, live: bool | None, environment: RunEnvironment | None = None
 ) -> RunSummary:
@@ -87,8 +122,8 @@ def run_compiled(
     return _run(compiled, live, environment or RunEnvironment(), None)
 
 
-def resume_run(
-    run: str,
+def resume(
+    run: str | Path,
     overrides: Sequence[str] = (),
     live: bool | None = None,
     environment: RunEnvironment | None = None,
@@ -98,13 +133,13 @@ def resume_run(
     Args:
         run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
         overrides: configuration to change, such as `steps=500`.
-        live: as for `run_compiled`.
-        environment: as for `run_compiled`.
+        live: as for `run`.
+        environment: factories and processes to use; None: those of `hflow run`.
 
     Raises:
-        HflowError: as `run_compiled`, and if the run cannot continue.
+        HflowError: as `run`, and if the run cannot continue.
     """
-    resumed = find_resumed(run, overrides)
+    resumed = find_resumed(str(run), overrides)
     return _run(resumed.compiled, live, environment or RunEnvironment(), resumed)
 
 

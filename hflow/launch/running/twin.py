@@ -70,27 +70,30 @@ class TwinReport:
     """How the compared runs differ from the configuration, in words."""
 
 
-def run_twin(
+def twin(
     recipe: str | Path,
-    overrides: Sequence[str],
-    layouts: Sequence[str] | None,
-    steps: int,
-    report_progress: Callable[[str], None],
+    overrides: Sequence[str] = (),
+    layouts: Sequence[str] | None = (),
+    steps: int = 3,
+    report_progress: Callable[[str], None] = lambda line: None,
     processes: RayActors | None = None,
 ) -> TwinReport:
-    """Run a recipe for some steps in one process, then distributed, and compare.
+    """Run a recipe for some steps in one process, then distributed over many ranks, and compare.
 
     Args:
-        recipe: path of its Python file.
+        recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        layouts: layouts to compare, each used for all models; None: as configured.
+        layouts: layouts to compare, each used for all models, on megatron; empty: `LAYOUTS`, as far as this
+            machine can hold them; None: as configured.
         steps: training steps, from 2 to 10,000.
         report_progress: called with a line when a run starts.
         processes: worker processes to use; None: start new ones, and stop them at the end.
 
     Raises:
-        HflowError: as `run_compiled`.
+        HflowError: as `hflow.run`.
     """
+    if layouts is not None and not layouts:
+        layouts = default_layouts(recipe, overrides, report_progress)
     if not MIN_STEPS <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps is {steps}; it must be at least {MIN_STEPS}, and at most {MAX_STEPS:,}")
     with TemporaryDirectory(prefix="hflow-twin-") as out:
