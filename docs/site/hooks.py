@@ -115,7 +115,19 @@ def _name_of_hflow(text: str) -> str:
     path = f"{value.__module__}.{value.__qualname__}" if is_defined_elsewhere else f"hflow.{name}"
     options = {"heading": name, "toc_label": name, **({} if text == name else {"members": False})}
     anchor = "" if path == f"hflow.{name}" else f'<a id="hflow.{name}"></a>\n\n'
-    return anchor + _directive(path, options)
+    return anchor + _directive(path, options) + _options(value)
+
+
+def _options(value: Any) -> str:
+    """Return a list of a decorator's options, which its signature does not show; empty for other values."""
+    if not (inspect.isclass(value) and issubclass(value, hflow.NodeType)) or value is hflow.NodeType:
+        return ""
+    lines = [
+        f"- **`{name}`** (`{option.type}`, default `{option.default!r}`): {option.text}"
+        for name, option in value.options.items()
+        if option.text
+    ]
+    return "\n".join(["\n\n**Options**\n", *lines])
 
 
 def _directive(path: str, options: Mapping[str, Any]) -> str:

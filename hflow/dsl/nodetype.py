@@ -17,7 +17,7 @@ from hflow.base.errors import RecipeError, nearest
 from hflow.base.recipe_files import MODULE_PREFIX
 from hflow.dsl.annotations import Form
 from hflow.dsl.first_pass import first_pass_of, with_first_pass
-from hflow.dsl.options import COMMON, GROUPED, Options
+from hflow.dsl.options import NodeOptions, Options, options_of
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_fields
 from hflow.dsl.signature import Signature, read_signature
 from hflow.graph.errors import SourceLocation, caller_location, definition_location, recipe_error
@@ -92,7 +92,7 @@ class NodeType:
     runs_as: ClassVar[str] = "compute"
     level: ClassVar[Level] = Level.BATCH
     num_models: ClassVar[tuple[int, int | None]] = (0, None)
-    options: ClassVar[Options] = COMMON | GROUPED
+    options: ClassVar[Options] = options_of(NodeOptions)
     objects: ClassVar[Mapping[str, type]] = {}
     provides: ClassVar[tuple[str, ...]] = ("sequences", "state", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ()
@@ -294,7 +294,7 @@ def typed_options(constructor: Constructor) -> Constructor:
     return cast(Constructor, init)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Definition(Generic[Arguments, Result]):
     """One node of a recipe. Calling it calls its body, with the body's own parameters and result."""
 
@@ -316,6 +316,18 @@ class Definition(Generic[Arguments, Result]):
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call the body."""
         return self.body(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """Return the node as a recipe writes it: with what differs from the decorated function."""
+        own = definition_of(self.body)
+        given = {**self.kind.given_options, **self.kind.given_objects, **self.knobs}
+        usual = {**own.kind.given_options, **own.kind.given_objects, **own.knobs} if own else {}
+        changed = {key: value for key, value in given.items() if key not in usual or value != usual[key]}
+        named: dict[str, Any] = {"name": self.name} if self.name != self.body.__name__ else {}
+        named |= {"reads": dict(self.reads)} if self.reads else {}
+        models = [model.name for model in self.kind.models]
+        texts = [*models, *(f"{key}={value!r}" for key, value in (named | changed).items())]
+        return f"use({', '.join([self.body.__name__, *texts])})"
 
 
 def definition_of(node: object) -> Definition[..., Any] | None:

@@ -178,9 +178,11 @@ def _read(name: str, node: Definition[..., Any]) -> CatalogNode:
             for knob in node.signature.knobs
         ),
         options=tuple(
-            NodeOption(key, option.type, node.kind.option_values[key], of_decorator.get(key, ""))
+            NodeOption(
+                key, option.type, node.kind.option_values[key], option.text or of_decorator.get(key, "")
+            )
             for key, option in node.kind.options.items()
-            if key in accepted
+            if option.text or key in accepted
         ),
     )
 

@@ -95,3 +95,8 @@ __all__ = [
     "topk_inf",
     "turn_advantage",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the nodes, without the modules that define them."""
+    return __all__

@@ -11,3 +11,8 @@ from hflow.rewards.programs import code
 from hflow.rewards.structure import json_schema
 
 __all__ = ["brevity", "code", "combine", "exact", "final_number", "json_schema", "math", "overlong", "regex"]
+
+
+def __dir__() -> list[str]:
+    """Return the names of the rewards, without the modules that define them."""
+    return __all__
