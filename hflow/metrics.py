@@ -23,7 +23,7 @@ class Metric:
     """One metric, or a family of metrics whose names differ in one part."""
 
     name: str
-    """As in `metrics.jsonl`. A family has a placeholder in its name: `refused/{reason}`."""
+    """The name in `metrics.jsonl`. A family has a placeholder in it: `refused/{reason}`."""
     unit: str
     """Such as `s` or `samples`. A `share` is between 0 and 1."""
     help: str

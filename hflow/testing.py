@@ -78,7 +78,7 @@ class ScriptedEngine:
         logprob: the log-prob of every generated token.
         version: the version of the weights of every generated token.
         temperature: the only temperature that requests to an endpoint may have, as a generate node has one.
-        top_p: as `temperature`.
+        top_p: the completion's `top_p`; None: any.
         seed: the seed of `random`.
         now: the time in seconds; every call of `time` adds one.
 
@@ -247,7 +247,7 @@ def try_recipe(
         batch: groups per step.
 
     Raises:
-        HflowError: as `hflow.run`.
+        HflowError: for the reasons of `hflow.run`.
     """
     from hflow import launch
     from hflow.launch.planning.read_recipe import read_recipe

@@ -61,7 +61,7 @@ def clipped_surrogate(
 def is_clipped(
     theta: Tensor, prox: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return where PPO's clipped branch is the active one, so that a token has no gradient.
+    """Return a mask of the tokens without a gradient, as PPO's clipped branch is the active one.
 
     A ratio below `1 - clip` is clipped only if A < 0, and one above `1 + clip_high` only if A > 0. Elsewhere
     the minimum takes the branch that is not clipped.
@@ -69,7 +69,7 @@ def is_clipped(
     Args:
         theta: log-probs of the policy that is trained.
         prox: log-probs of the policy that ratios are clipped around.
-        advantages: of the same shape.
+        advantages: advantages of the same shape.
         clip: largest distance of the ratio below 1.
         clip_high: largest distance of the ratio above 1. None: `clip`.
 
@@ -145,12 +145,12 @@ def binary_divergence(theta: Tensor, behav: Tensor, kind: Literal["tv", "kl"]) -
 def is_diverged(
     theta: Tensor, behav: Tensor, advantages: Tensor, max_divergence: float, kind: Literal["tv", "kl"]
 ) -> tuple[Tensor, Tensor]:
-    """Return where DPPO drops a token: it has diverged, and its gradient would take it further.
+    """Return a mask of the tokens that DPPO drops: they diverged, and their gradient would take them further.
 
     Args:
         theta: log-probs of the policy that is trained.
         behav: log-probs of the policy that generated the tokens.
-        advantages: of the same shape.
+        advantages: advantages of the same shape.
         max_divergence: largest divergence of a token that is trained in any direction.
         kind: see `binary_divergence`.
 
@@ -228,7 +228,7 @@ def clipped_log_ratio(
     Args:
         theta: log-probs with gradient.
         prox: log-probs of the policy that ratios are relative to.
-        advantages: of each token's sequence.
+        advantages: the advantage of each token's sequence.
         clip: largest log-ratio below 0, in nats.
         clip_high: largest log-ratio above 0, in nats. None: `clip`.
 
@@ -360,7 +360,7 @@ def pairwise_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
     A reward model is trained on a margin of scores, a policy (DPO) on a margin of log-ratios to a reference.
 
     Args:
-        margin: of the chosen answer over the rejected one.
+        margin: the margin of the chosen answer over the rejected one.
         label_smoothing: the probability s that a label is wrong:
             `-(1 - s) log sigmoid(margin) - s log sigmoid(-margin)` (Mitchell 2023, "A note on DPO with noisy
             preferences": conservative DPO).
@@ -404,7 +404,7 @@ def token_covariance(logprobs: Tensor, advantages: Tensor, seqs: Sequences) -> T
 
 
 def largest_share(values: Tensor, seqs: Sequences, share: float) -> Tensor:
-    """Return which learned tokens are the share with the largest values, bool `[T]`: KL-Cov's choice.
+    """Return a mask `[T]` of the share of learned tokens with the largest values: KL-Cov's choice.
 
     `floor(share N)` of the N learned tokens, and at least one. Of equal values the first are taken.
     """
@@ -422,8 +422,8 @@ def random_share(
         seqs: the layout of the minibatch.
         share: `floor(share N)` of the N learned tokens are taken, and at least one; fewer if fewer are within
             the bounds.
-        lower: of the values; a value equal to it is outside.
-        upper: of the values; a value equal to it is outside.
+        lower: the lower bound of the values; a value equal to it is outside.
+        upper: the upper bound of the values; a value equal to it is outside.
 
     Returns:
         bool `[T]`.

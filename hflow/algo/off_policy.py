@@ -116,7 +116,7 @@ def divergence_of(
 
 
 def second_moment_mask(prox: Tensor, behav: Tensor, seqs: Sequences, max_second_moment: float) -> Tensor:
-    """Return which tokens to keep so that the mean of `(prox - behav)^2` over them is within a limit: M2PO.
+    """Return a mask of tokens over which the mean of `(prox - behav)^2` is within a limit: M2PO.
 
     It drops the tokens with the largest squares, and as few as possible.
 

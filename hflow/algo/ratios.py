@@ -22,5 +22,5 @@ def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def is_bounded(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return which ratios `policy_ratio` bounds, bool of the same shape."""
+    """Return a mask of the ratios that `policy_ratio` bounds, bool of the same shape."""
     return (logprobs - old_logprobs).detach().abs() > MAX_LOG_RATIO

@@ -46,7 +46,7 @@ def mask_secrets(text: str) -> str:
 
 
 def secret_in(key: str, value: object) -> str | None:
-    """Return why a value of the configuration is a secret, as a phrase after its key; None if it is none."""
+    """Return the reason why a value of the configuration is a secret; None if it is none."""
     if not isinstance(value, str) or not value:
         return None
     for name, secret in secret_variables().items():

@@ -104,10 +104,10 @@ def file_checksum(path: Path) -> FileChecksum:
 
 
 def write_error(directory: Path, error: BaseException) -> WriteError | None:
-    """Return what to raise in place of an error of the system while files were written.
+    """Return the error to raise in place of an error of the system while files were written.
 
     Args:
-        directory: that was written, or a file.
+        directory: the directory that was written, or a file.
         error: raised by Python, safetensors or tokenizers. None is returned for one of another kind.
     """
     number = error.errno if isinstance(error, OSError) else _library_errno(error)
@@ -117,7 +117,7 @@ def write_error(directory: Path, error: BaseException) -> WriteError | None:
 
 
 def file_fix(number: int | None) -> str:
-    """Return what a user can do about an error of the system, an `errno`, on a file."""
+    """Return the fix for an error of the system, an `errno`, on a file."""
     return _FIXES.get(number or 0, "check the path, its permissions and its disk")
 
 
@@ -165,7 +165,7 @@ def read_json(file: Path, what: str = "JSON file") -> Any:
     """Return the value in a JSON file.
 
     Args:
-        file: its path.
+        file: the file's path.
         what: what the file should be, for messages.
 
     Raises:
@@ -187,7 +187,7 @@ def read_json_object(file: Path, what: str = "JSON file") -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: as `read_json`, and for another value than an object.
+        ConfigError: for the reasons of `read_json`, and for another value than an object.
     """
     value = read_json(file, what)
     if not isinstance(value, dict):
@@ -196,7 +196,7 @@ def read_json_object(file: Path, what: str = "JSON file") -> dict[str, Any]:
 
 
 def find_json_problem(value: Any) -> str | None:
-    """Return what keeps a Python value from being JSON, as in `has NaN, ...`; None: nothing."""
+    """Return the reason why a Python value is not JSON, as in `has NaN, ...`; None if it is."""
     values = [value]
     for _ in range(_MAX_DEPTH):
         inner: list[Any] = []

@@ -32,7 +32,7 @@ def check_model_config(config: Mapping[str, Any], may_be_quantised: bool = False
     """Check what a config says of its model.
 
     Args:
-        config: as in `config.json`.
+        config: the content of `config.json`.
         may_be_quantised: the model is only planned.
 
     Raises:

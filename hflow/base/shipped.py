@@ -62,7 +62,7 @@ def find_checkpoint(name: str, key: str) -> Path:
     """Return the directory of a shipped checkpoint.
 
     Args:
-        name: its name, with `CHECKPOINT_PREFIX`.
+        name: the checkpoint's name, with `CHECKPOINT_PREFIX`.
         key: the key of the configuration that names it, for messages.
 
     Raises:

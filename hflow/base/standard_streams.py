@@ -33,7 +33,7 @@ def outlive_reader(*names: str) -> None:
     This happens when the reader of a pipe has ended (`| head`), the terminal is closed or the disk is full.
 
     Args:
-        names: of the streams in `sys`. One that was replaced, as by a test, is left as it is.
+        names: names of streams in `sys`. One that was replaced, as by a test, is left as it is.
     """
     for name in names:
         stream = getattr(sys, name)

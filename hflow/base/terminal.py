@@ -30,7 +30,7 @@ class SafeConsole(Console):
     """A console that shows text of models, rows and errors as it is: no markup, codes or escape sequences.
 
     Args:
-        options: those of `rich.console.Console`.
+        options: the options of `rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:

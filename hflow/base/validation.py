@@ -262,7 +262,7 @@ def unknown_key(path: str, name: object, known: Collection[str], paths: Collecti
 
     Args:
         path: the dotted key.
-        name: its part that does not exist.
+        name: the part of the key that does not exist.
         known: the names that exist there.
         paths: the dotted keys that exist elsewhere in the configuration.
     """

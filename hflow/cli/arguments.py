@@ -77,7 +77,7 @@ def recipe_file(recipe: str) -> str:
 
 
 def recipe_name(file: str) -> str:
-    """Return what a user calls a recipe's file: the name of a shipped recipe, else the file."""
+    """Return the user's name of a recipe: the name of a shipped recipe, else the file."""
     return next((name for name, path in shipped_recipes().items() if str(path) == file), file)
 
 

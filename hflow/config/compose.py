@@ -279,7 +279,7 @@ class ConfigLoader:
 
         Args:
             name: the primary file; None: there is none.
-            overrides: as Hydra takes them, the search path first. Hydra is initialized.
+            overrides: overrides in Hydra's form, the search path first. Hydra is initialized.
         """
         from hydra import compose
         from omegaconf import OmegaConf
@@ -418,7 +418,7 @@ def _parsed(override: str) -> Override:
 
 
 def _notation(override: str, has_several: bool = False) -> str:
-    """Return how to type an override whose value needs quotes: itself if it is short, else an example.
+    """Return an override with the quotes that its value needs: itself if it is short, else an example.
 
     Args:
         override: the override as it was given.

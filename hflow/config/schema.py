@@ -398,7 +398,7 @@ class RunConfig:
     """File of what programs reach on these devices, as `hflow profile` writes it; null: shipped figures."""
     calibrate: FilePath | None = None
     """A run whose measured seconds correct the figures, and whose lengths hold where `workload` leaves them
-    open: its directory, or NAME for the latest run in `runs/NAME`; null: none."""
+    open: the directory of a run, or NAME for the latest run in `runs/NAME`; null: none."""
     device_memory_gib: StrictFloat | None = Field(default=None, ge=0, le=1_000_000)
     """Memory of one device that the plan may use; null: all of it."""
     placement: str | None = None

@@ -33,7 +33,7 @@ class OptionalPart:
     packages: tuple[str, ...]
     """Importable names."""
     find_problem: Callable[[], str] = str
-    """Return why the installed packages do not fit others; empty if they do."""
+    """Return the reason why the installed packages do not fit others; empty if they do."""
 
 
 def _transformer_engine_problem() -> str:
@@ -68,7 +68,7 @@ RAY_TIMEOUT = 90.0
 
 
 packages_distributions = cache(metadata.packages_distributions)
-"""Return which distributions provide each importable package, read once."""
+"""Return the distributions that provide each importable package, read once."""
 
 
 def check_machine(start_ray: bool = True) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ def attention_error(device: str, dtype: torch.dtype) -> AttentionError:
 
     Args:
         device: `cpu` or `cuda`, the current one.
-        dtype: of queries, keys and values.
+        dtype: the dtype of queries, keys and values.
 
     Raises:
         RuntimeError: what torch raises where a kernel does not run.

@@ -55,9 +55,9 @@ class LayerError(NamedTuple):
     """How far results of two kernels are apart, relative to the largest entry of each tensor."""
 
     output: float
-    """Of the logits."""
+    """The largest difference of the logits."""
     gradient: float
-    """Of the weight whose gradients differ most."""
+    """The difference of the weight whose gradients differ most."""
 
 
 def layer_error(device: str, dtype: str, architecture: Mapping[str, Any]) -> LayerError:
@@ -67,7 +67,7 @@ def layer_error(device: str, dtype: str, architecture: Mapping[str, Any]) -> Lay
 
     Args:
         device: `cuda`, the current one.
-        dtype: of the forward pass.
+        dtype: the dtype of the forward pass.
         architecture: `DENSE` or `EXPERTS`.
 
     Raises:
@@ -119,7 +119,7 @@ def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, di
 
 
 def _noise(block: Block) -> Tensor:
-    """Return what is added to the weight of a norm, as a weight of 1 would hide that another one is used."""
+    """Return the noise of a norm's weight, as a weight of 1 would hide that another one is used."""
     generator = torch.Generator().manual_seed(crc32(block.tensor.encode()))
     return 0.1 * torch.randn(block.shape, generator=generator)[box_slices(block.box)]
 

@@ -44,7 +44,7 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "send")
 
 
 NUM_BYTES = {"cpu": 4 * MIB, "cuda": 256 * MIB}
-"""Of the whole tensor. Large ones show the bandwidth."""
+"""The bytes of the whole tensor. Large ones show the bandwidth."""
 
 
 NUM_TIMES = 5
@@ -121,7 +121,7 @@ class MeasuredGroups:
 
 
 def measure_groups(kind: str, num: int) -> MeasuredGroups:
-    """Return what the groups of plans of some devices do.
+    """Return the times of the groups that plans of some devices use.
 
     Args:
         kind: `cuda`, or `cpu`, where a device is a process.
@@ -147,7 +147,7 @@ def measure_groups(kind: str, num: int) -> MeasuredGroups:
 
 
 def _times(row: Mapping[str, Any], num_bytes: int, hardware: Hardware | None) -> GroupTimes:
-    """Return what rank 0 has written of some groups, with what plans count with."""
+    """Return the times that rank 0 has written of some groups, with those that plans count with."""
     size = len(row["ranks"][0])
     operations = [OperationTime(**operation) for operation in row["operations"]]
     return GroupTimes(

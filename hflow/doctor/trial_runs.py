@@ -76,7 +76,7 @@ TRIAL_RUNS = (
     *_ON_EVERY_MACHINE,
     *(run for name in (*BACKENDS, *ENGINES) for run in descriptor(name).trial_runs),
 )
-"""Those that need nothing else, and those of each backend and engine."""
+"""The runs that need nothing else, and those of each backend and engine."""
 
 
 def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
@@ -174,7 +174,7 @@ def _execute(arguments: list[str], directory: Path) -> str | None:
 
 
 def _first_difference(first: Path, second: Path) -> str | None:
-    """Return what two runs saved differently; None if all tensors are equal bit for bit."""
+    """Return the difference of two runs' saved tensors; None if all are equal bit for bit."""
     files = sorted(path.relative_to(first) for path in first.glob(_SAVED))
     if not files or len(files) != len(list(second.glob(_SAVED))):
         return "a run saved no weights"

@@ -53,7 +53,7 @@ _NODE_OF_LOSS = {
 
 
 def loss_hint(module: str, function: str, knob: str, value: Any) -> str:
-    """Return which node has a policy's loss that a recipe wants to choose with `loss=`, or an empty string.
+    """Return a hint at the node that has a policy's loss, for a recipe that sets `loss=`, or an empty string.
 
     Args:
         module: the module of the node's body.
@@ -70,7 +70,7 @@ def loss_hint(module: str, function: str, knob: str, value: Any) -> str:
 
 
 def missing_extra(extra: str, *packages: str) -> str | None:
-    """Return what to install if a package of an optional part of hflow is missing.
+    """Return the command that installs an optional part of hflow, if a package of it is missing.
 
     Args:
         extra: the extra of the distribution that brings the packages.

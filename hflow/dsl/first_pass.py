@@ -37,13 +37,13 @@ class FirstPass:
 
     function: Callable[..., Any]
     outputs: tuple[str, ...]
-    """Those of `OUTPUTS` and `RANDOM` that it receives."""
+    """The parameters of `OUTPUTS` and `RANDOM` that it receives."""
     parameters: tuple[Parameter, ...]
-    """Its parameters that are parameters of the loss's body too."""
+    """The parameters that are parameters of the loss's body too."""
     provided: tuple[tuple[str, str], ...]
     knobs: tuple[Knob, ...]
     unit: Unit
-    """Of its result."""
+    """The units of the result."""
 
 
 def first_pass(function: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -54,9 +54,9 @@ def first_pass(function: Callable[..., Any]) -> Callable[[Function], Function]:
     runs. Results do not depend on micro-batches or ranks.
 
     Args:
-        function: its parameters before `*` are `logprobs` and `entropy` (PerToken, the model's output under
-            the weights of this optimizer step), `random` (PerToken, numbers from 0 to 1 that depend only on
-            the run's seed, the step, the sample and the position), a `Sequences`, and parameters of the body
+        function: the function. Its parameters before `*` are `logprobs` and `entropy` (PerToken, the model's
+            output under the weights of this optimizer step), `random` (PerToken, numbers from 0 to 1 that
+            depend only on the run's seed, the step, the sample and the position), a `Sequences`, and parameters of the body
             by name. Those after `*` are knobs of the node. It returns one PerToken or PerSequence, which the
             body receives in a parameter named like the function.
     """
@@ -138,7 +138,7 @@ def with_first_pass(signature: Signature, function: Callable[..., Any], error: E
 
 
 def first_pass_problem(first: FirstPass, node: Node, graph: Graph) -> str | None:
-    """Return why a first pass cannot work with the model and options of its node, and how to fix it."""
+    """Return the reason why a first pass cannot work with its node's model and options, with the fix."""
     head = graph.model(node.spec.models[0]).head
     outputs = [name for name in first.outputs if name in OUTPUTS]
     if outputs and head != "lm":

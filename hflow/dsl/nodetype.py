@@ -69,7 +69,7 @@ class NodeType:
     of this class too, and has everything that the decorator has.
 
     Class attributes say what all nodes of this kind have in common. The constructor takes what one node
-    chooses: its models and its options. Layouts, cost, drawing and weights are read once, when the recipe
+    chooses: a node's models and options. Layouts, cost, drawing and weights are read once, when the recipe
     is converted to a graph, so that planning needs no instance.
 
     A subclass may declare a constructor with typed parameters, for editors and type checkers; see
@@ -156,7 +156,7 @@ class NodeType:
         return ()
 
     def layout(self, field: str) -> str:
-        """Return where a returned field is stored.
+        """Return the stream that stores a returned field.
 
         `sharded`: over the first ranks of the data-parallel groups of a replica; `single`: in one place.
         """
@@ -192,7 +192,7 @@ class NodeType:
         return context.body(**inputs, **context.knobs)
 
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
-        """Return what a body with this result annotation returns.
+        """Return the fields of a body with this result annotation.
 
         Args:
             hint: the result annotation.

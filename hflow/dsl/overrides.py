@@ -51,7 +51,7 @@ def overridable_keys(node: NodeSpec) -> tuple[str, ...]:
 
 
 def override_values(node: NodeSpec) -> dict[str, Any]:
-    """Return what a configuration may change of a node, with the values that it has now.
+    """Return the options of a node that a configuration may change, with their present values.
 
     The cadence of an implicit node is left out: it follows that of its train node.
     """

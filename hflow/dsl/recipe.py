@@ -226,7 +226,7 @@ class Recipe:
         )
 
     def bodies(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Callable[..., Any]]:
-        """Return what a worker calls for each node, with inputs and knobs by name.
+        """Return the function that a worker calls for each node, with inputs and knobs by name.
 
         Args:
             options: node -> options that a configuration changed, for node types that override `run`.
@@ -374,7 +374,7 @@ def _import(file: Path) -> ModuleType:
 
 
 def _meant(error: BaseException) -> str:
-    """Return which name of a module was probably meant, such as `"; did you mean 'group_advantage'?"`."""
+    """Return the name that was probably meant, such as `"; did you mean 'group_advantage'?"`."""
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         return nearest(error.name or "", dir(error.obj))
     return ""

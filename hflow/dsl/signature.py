@@ -48,7 +48,7 @@ def read_signature(
 
     Args:
         body: the function.
-        where: its location, for messages.
+        where: the function's location, for messages.
         form: the form of its fields.
         provides: the kinds of provided parameters that it may have.
 

@@ -62,7 +62,7 @@ class JournalRecorder:
         self.has_diverged = False
         self._past = past.entries if past else ()
         self._entries: list[JournalEntry] = []
-        """As they began."""
+        """The effects, in the order in which they began."""
         self._outcomes: dict[int, tuple[Any, bool]] = {}
         """Index -> the outcome recorded since, and whether it is final."""
 

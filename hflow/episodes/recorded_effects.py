@@ -52,7 +52,7 @@ class RecordedEffects:
         self._recorder = JournalRecorder(journal)
         self._environments: list[Any] = []
         self._environment_locks: list[asyncio.Lock] = []
-        """Of each environment: its calls are made one after the other, in the order in which they begin."""
+        """One lock for each environment: its calls are made one after the other, as they begin."""
         self._offered: set[Function] = set()
         self._offered_names: set[str] = set()
         """Names of the tools that were offered by their JSON schema."""
@@ -110,7 +110,7 @@ class RecordedEffects:
         Args:
             model: the model of the engine that was called.
             tool: the function.
-            arguments: its arguments, which JSON can hold.
+            arguments: the call's arguments, which JSON can hold.
             failure: makes the result of a tool that failed.
 
         Raises:

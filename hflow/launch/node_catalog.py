@@ -54,9 +54,9 @@ class CatalogNode:
     """A ready node, or a node of a recipe."""
 
     name: str
-    """As recipes write it, such as `nodes.actor_train`; in a recipe, its own name."""
+    """The name that recipes write, such as `nodes.actor_train`; in a recipe, the node's own name."""
     kind: str
-    """Its decorator."""
+    """The node's decorator."""
     level: str
     """`sample`, `group` or `batch`: what one call receives."""
     summary: str
@@ -69,7 +69,7 @@ class CatalogNode:
     knobs: tuple[NodeOption, ...]
     options: tuple[NodeOption, ...]
     function: str = ""
-    """Of a recipe's node: the function that it runs, and where it is. Nodes may share one."""
+    """The function that a recipe's node runs, and its place. Nodes may share one."""
 
     @property
     def config_name(self) -> str:

@@ -12,7 +12,7 @@ from hflow.types import Metrics, PerSequence, PerToken, Sequences, State, Text
 
 
 def _unit_problem(knobs: Mapping[str, Any], *names: str) -> str | None:
-    """Return which of some knobs is not from 0 to 1, and how to fix it."""
+    """Return the problem of a knob that is not from 0 to 1, with the fix."""
     wrong = next((name for name in names if not 0 <= knobs[name] <= 1), None)
     return None if wrong is None else f"{wrong} is {knobs[wrong]}; it must be from 0 to 1"
 
@@ -100,7 +100,7 @@ def gae(
     Args:
         token_reward: `[T]`.
         values: `[T]`, V before each token.
-        stop_reason: of each sequence; `length` means that it was cut off.
+        stop_reason: the stop reason of each sequence; `length` means that it was cut off.
         seqs: the layout of the batch.
         bootstrap: `[S]`, V after the last token. It is used for sequences that were cut off.
         gamma: discount of rewards.

@@ -91,7 +91,7 @@ def is_trusted(
     lower: float | None = None,
     upper: float = 0.02,
 ) -> tuple[PerToken, Metrics]:
-    """Return which tokens are near enough to the policy that generated them; `mask="is_trusted"` uses it.
+    """Return a mask of tokens near enough to the policy that generated them; `mask="is_trusted"` uses it.
 
     Args:
         behav_logprobs: `[T]`, recorded at generation.
@@ -123,7 +123,7 @@ def _check_m2po(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
 def m2po_mask(
     behav_logprobs: PerToken, prox_logprobs: PerToken, seqs: Sequences, *, max_second_moment: float = 0.04
 ) -> tuple[PerToken, Metrics]:
-    """Return which tokens M2PO trains (`algo.second_moment_mask`); `mask="is_trusted"` uses it.
+    """Return a mask of the tokens that M2PO trains (`algo.second_moment_mask`); `mask="is_trusted"` uses it.
 
     Args:
         behav_logprobs: `[T]`, recorded at generation.

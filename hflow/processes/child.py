@@ -35,7 +35,7 @@ class ChildProcess:
 
     Attributes:
         directory: a temporary directory, removed by `close`.
-        connection: to the process, once it was started.
+        connection: the connection to the process, once it was started.
     """
 
     def __init__(self, name: str, module: str, advice: str) -> None:
@@ -53,7 +53,7 @@ class ChildProcess:
 
         Args:
             environment: variables besides those of this process.
-            arguments: of the module, after the file descriptor.
+            arguments: arguments of the module, after the file descriptor.
         """
         ours, theirs = socket.socketpair()
         with theirs, self._log.open("wb") as log:
@@ -86,7 +86,7 @@ class ChildProcess:
                 self._process.wait(seconds)
 
     def death(self) -> WorkerFailureError:
-        """Return why the process has ended, after it had time to."""
+        """Return the error with which the process has ended, after it had time to."""
         assert self._process is not None
         self.wait(_END_SECONDS)
         code, reason = self._process.returncode, _last_error(self._log)

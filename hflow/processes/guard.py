@@ -171,7 +171,7 @@ def _guard(anchor: int, server: int, owner: int) -> None:
 
 
 def shared_file_prefix(owner: int) -> str:
-    """Return how the names of a process's shared files begin. If it ends without removing them, a guard does.
+    """Return the prefix of a process's shared files. If it ends without removing them, a guard does.
 
     Containers may share the directory of these files and have equal process ids, so a name has the id of the
     container's processes too, and the time at which its process started.

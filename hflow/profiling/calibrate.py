@@ -93,7 +93,7 @@ def measure_hardware(
     """Measure the device at hand and write a calibration for `calibration=FILE`.
 
     Args:
-        device: its name in the hardware files; None: `cpu`, or what CUDA calls its first device.
+        device: the device's name in the hardware files; None: `cpu`, or what CUDA calls its first device.
         file: where to write it; None: `DEVICE.yaml` in the working directory.
         report_progress: called with a line for each part.
 
@@ -200,9 +200,9 @@ def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dic
     """Return a calibration with the kernels of one device and its engine.
 
     Args:
-        hardware: its calibration has the other figures.
+        hardware: the hardware, whose calibration has the other figures.
         report: called with a line for each part.
-        missed: to which is added how far the figures miss.
+        missed: a mapping to which the errors of the figures are added.
     """
     device, found = hardware.device, hardware.calibration
     kind, bandwidth = device.type, device.memory_gb_per_s * 1e9
@@ -258,10 +258,10 @@ def _with_training(
     """Return a calibration with the times of backends, and on a CPU of collectives.
 
     Args:
-        hardware: its calibration has the other figures.
+        hardware: the hardware, whose calibration has the other figures.
         sharded: seconds of `measure.sharded_steps`, on a CPU.
         report: called with a line for each part.
-        missed: to which is added how far the figures miss.
+        missed: a mapping to which the errors of the figures are added.
     """
     found, kind = hardware.calibration, hardware.device.type
     dtype, is_ahead = _dtype(kind), kind != "cpu"
@@ -288,13 +288,13 @@ def _dtype(kind: str) -> Literal["bf16", "fp32"]:
 def _sharded_steps(
     sharded: Sequence[float], calls: Sequence[StepTime], hardware: Hardware, dtype: Literal["fp32", "bf16"]
 ) -> list[ShardedTime]:
-    """Return what sharded training takes longer than the same on one rank.
+    """Return the seconds by which sharded training takes longer than the same on one rank.
 
     Args:
         sharded: seconds of each model's training, with the first batch on each rank.
-        calls: those of one rank, for each model and batch inference and training.
+        calls: the calls of one rank, for each model and batch inference and training.
         hardware: the calibration gives the seconds of copies and of the optimizer.
-        dtype: of the models.
+        dtype: the models' dtype.
     """
     alone, rows = calls[1 :: 2 * len(measure.BATCHES)], []
     work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2)

@@ -42,7 +42,7 @@ class CollectiveTime:
     """Seconds of a collective on some ranks of one machine."""
 
     num_bytes: int
-    """Of the whole tensor: before an all-reduce or a reduce-scatter, or after an all-gather."""
+    """The bytes of the whole tensor: before an all-reduce or a reduce-scatter, or after an all-gather."""
     ranks: int
     seconds: float
     is_all_reduce: bool = True
@@ -170,7 +170,7 @@ def fit_memory(
 
     Args:
         rows: products whose weights come from memory.
-        rate: that of products whose weights do not.
+        rate: the rate of products whose weights do not.
         peak: FLOP/s of the data sheet.
         bytes_per_s: memory bandwidth of the data sheet.
         itemsize: bytes of a weight.
@@ -199,7 +199,7 @@ def cold_seconds(
 
 
 def fit_decode(rows: Sequence[StepTime]) -> HostTimes:
-    """Return what a decode step takes besides its products: per layer, step, sequence and element."""
+    """Return the seconds of a decode step besides its products: per layer, step, sequence and element."""
     seconds = np.array([row.seconds for row in rows])
     columns = [[row.num_layers, 1.0, row.sequences, row.pass_seconds] for row in rows]
     besides = seconds - np.array([row.kernel_seconds for row in rows])
@@ -216,7 +216,7 @@ def decode_seconds(row: StepTime, host: HostTimes) -> float:
 
 
 def fit_training(rows: Sequence[StepTime], is_ahead: bool) -> HostTimes:
-    """Return what a backend's calls take besides products: per layer and pass, and per element.
+    """Return the seconds of a backend's calls besides products: per layer and pass, and per element.
 
     Args:
         rows: calls that train or infer.

@@ -70,7 +70,7 @@ def read_run_times(run: RunDirectory, plan: Plan) -> RunTimes:
 
     Args:
         run: the run.
-        plan: its plan.
+        plan: the run's plan.
 
     Raises:
         ConfigError: if it has too few steps.

@@ -76,7 +76,7 @@ def neighbours(device: str, num: int) -> Iterator[Event]:
 
     Args:
         device: `cpu`, or `cuda`, whose devices have memory of their own.
-        num: of the others.
+        num: the number of the others.
 
     Raises:
         RunError: if a process that is to keep one busy ends.
@@ -260,7 +260,7 @@ def ring_collectives(
 
     Args:
         whole: reduced, or gathered into, with this rank's part in its place.
-        part: of the sum. `whole` has one for each rank.
+        part: a part of the sum. `whole` has one for each rank.
         group: the ranks; None: all.
     """
     return (
@@ -300,7 +300,7 @@ class SmallModel:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Its Hugging Face config."""
+        """The model's Hugging Face config."""
         num_heads = self.hidden // self.head_size
         heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads // 2}
         sizes = {"hidden_size": self.hidden, "intermediate_size": self.intermediate}
@@ -378,7 +378,7 @@ def _steps(backend: ModelBackend, batch: Batch) -> tuple[Callable[[], object], C
 
 
 MODELS = (SmallModel(128, 512, 2), SmallModel(256, 768, 6), SmallModel(768, 2048, 3))
-"""Their weights are in a cache of the second level, of the third level, and in no cache of most CPUs."""
+"""The models' weights fit a cache of the second level, of the third level, and no cache of most CPUs."""
 LAYERS = {
     "cpu": (SmallModel(512, 1536, 3), (64, 32)),
     "cuda": (SmallModel(3584, 18944, 2, head_size=128, max_tokens=1024), (8, 1024)),

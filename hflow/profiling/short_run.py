@@ -56,10 +56,10 @@ def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices
     """Run a recipe, and return what it takes beside what the planner predicts for its kernels.
 
     Args:
-        kernels: their figures.
+        kernels: the kernels' figures.
         file: which has them.
-        device: its name in the hardware files.
-        num_devices: of this machine.
+        device: the device's name in the hardware files.
+        num_devices: the number of devices of this machine.
 
     Raises:
         ShortRunError: if the run fails.
@@ -80,14 +80,14 @@ def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices
 def find_overheads(
     kernels: Calibration, plan: Plan, times: RunTimes, predict: Predict, num_samples: int
 ) -> Overheads:
-    """Return what a run took beside its kernels. Every third step is held out.
+    """Return the seconds of a run beside its kernels. Every third step is held out.
 
     Args:
-        kernels: their figures.
+        kernels: the kernels' figures.
         plan: the run's plan.
         times: what the run measured.
         predict: predictions by the cost model.
-        num_samples: of a batch.
+        num_samples: the number of samples of a batch.
     """
     base = replace(kernels, sample_us=0.0, node_us=0.0)
     medians, predicted = seen_medians(times), predict(base)

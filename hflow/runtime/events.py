@@ -26,7 +26,7 @@ class Refusal(enum.StrEnum):
     SMALL_GROUP = "small_group"
     """Too few other members of its group remained."""
     STALE = "stale"
-    """Its oldest token was older than the age rule allows."""
+    """The oldest token was older than the age rule allows."""
     QUEUE_FULL = "queue_full"
     """More groups were accepted than may wait for their batch, and its group was the oldest."""
     STOPPED = "stopped"

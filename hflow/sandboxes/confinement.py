@@ -69,7 +69,7 @@ def check_machine() -> None:
 
 
 def missing_protection() -> str | None:
-    """Return why the kernel cannot protect files; None if it can."""
+    """Return the reason why the kernel cannot protect files; None if it can."""
     if _landlock_version() < 1:
         return "this kernel has no Landlock, which protects files (Linux 5.13 or newer, and in its lsm= list)"
     return None
@@ -152,7 +152,7 @@ def _allow_path(rules: int, path: str, rights: int) -> None:
 
 
 def _system_paths() -> list[str]:
-    """Return what programs need to run: Python, installed packages and system libraries."""
+    """Return the paths that programs need to run: Python, installed packages and system libraries."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     own = str(Path(__file__).parents[1])
     return [

@@ -66,7 +66,7 @@ class Sandboxes:
 
         Args:
             tool: the function.
-            limits: its limits.
+            limits: the tool's limits.
             arguments: JSON values.
 
         A call that was lost is repeated in a server of its own: its server ended, as another call may have
@@ -101,7 +101,7 @@ class Sandboxes:
         self._servers.clear()
 
     def _place(self, tool: Tool, limits: Sandbox) -> asyncio.Semaphore:
-        """Return what a call waits for until one of the processes is free, on this event loop."""
+        """Return the semaphore by which calls wait until a process is free, on this event loop."""
         loop = asyncio.get_running_loop()
         owner, free = self._places.get((tool, limits), (None, None))
         if free is None or owner is not loop:

@@ -39,11 +39,11 @@ def find_sampling_problem(
 
 
 def environment_number(tool: Callable[..., Any], environments: Sequence[object]) -> int | None:
-    """Return which environment's method a tool is; None if it is a function or a method of a class.
+    """Return the environment whose method a tool is; None if it is a function or a method of a class.
 
     Args:
         tool: what is called with `engine.call`.
-        environments: those that `engine.environment` has created for the episode, in order.
+        environments: the environments that `engine.environment` has created for the episode, in order.
 
     Raises:
         RecipeError: for a method of another object, whose state would be lost when the episode is replayed,
@@ -74,15 +74,15 @@ class EpisodeState(enum.StrEnum):
     """What an episode is doing. It can be interrupted in any state and continues from there."""
 
     PENDING = "pending"
-    """Its body has not started yet."""
+    """The episode's body has not started yet."""
     GENERATING = "generating"
     """An engine generates tokens for it, or will once it is awake."""
     PROCESSING_TOOLS = "processing_tools"
     """A tool is running."""
     INTERACTING = "interacting"
-    """Its body is doing something else: it computes, or waits for a service."""
+    """The episode's body is doing something else: it computes, or waits for a service."""
     TERMINATED = "terminated"
-    """Its body has returned, failed or been cancelled."""
+    """The episode's body has returned, failed or been cancelled."""
 
 
 class Endpoint(Protocol):

@@ -39,7 +39,7 @@ def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> Attention
 
     Args:
         device: `cpu`, `cuda`.
-        dtype: of q, k and v: `fp32`, `bf16`.
+        dtype: the dtype of q, k and v: `fp32`, `bf16`.
         has_flash_attn: whether the package flash-attn is installed.
     """
     if device != "cuda" or dtype == "fp32":
@@ -48,7 +48,7 @@ def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> Attention
 
 
 def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
-    """Return why a kernel cannot compute heads of a size; None if it can."""
+    """Return the reason why a kernel cannot compute heads of a size; None if it can."""
     if kernel not in (AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN):
         return None
     if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
@@ -137,7 +137,7 @@ def choose_kernels(
     Args:
         setting: `models.NAME.kernels`.
         device: `cpu` or `cuda`.
-        dtype: of the forward pass, `fp32` or `bf16`.
+        dtype: the dtype of the forward pass, `fp32` or `bf16`.
         installed: Transformer Engine; None if it is not installed.
     """
     if setting != AUTO_KERNELS:
@@ -148,7 +148,7 @@ def choose_kernels(
 
 
 def unsupported(device: str, dtype: str) -> str:
-    """Return why Transformer Engine computes no model on a device in a dtype; empty if it does.
+    """Return the reason why Transformer Engine computes no model on a device in a dtype; empty if it does.
 
     It multiplies fp32 in TF32, which has 10 bits of mantissa, while fp32 means 23 everywhere else.
     """
@@ -158,7 +158,7 @@ def unsupported(device: str, dtype: str) -> str:
 
 
 def install_problem(installed: TransformerEngine | None) -> str:
-    """Return why a machine cannot use Transformer Engine, by the metadata of packages; empty if it can."""
+    """Return the reason why packages rule out Transformer Engine on this machine; empty if they do not."""
     return f"{TE_PACKAGE} is not installed" if installed is None else installed.mismatch
 
 
@@ -192,7 +192,7 @@ def import_transformer_engine() -> None:
 
 
 def _mismatch(version: str) -> str:
-    """Return why the installed megatron-core is not made for a version; empty if it is, or is missing."""
+    """Return the reason why megatron-core is not made for a version; empty if it is, or is missing."""
     try:
         megatron = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:

@@ -9,5 +9,5 @@ ATTRIBUTE = "__hflow_setup__"
 
 
 def setup_of(body: Callable[..., Any]) -> Callable[[], None] | None:
-    """Return what prepares a process for calls of a body; None if its node type has no `setup`."""
+    """Return the setup of a process for calls of a body; None if its node type has no `setup`."""
     return getattr(body, ATTRIBUTE, None)

@@ -71,7 +71,7 @@ def pack_rows(recorded: Sequence[bytes], num_tokens: int, form: RoutingFormat) -
 
 
 def is_recorded(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return which of the tokens `[T, K]` have a record: bool `[T]`."""
+    """Return a mask of the tokens `[T, K]` that have a record: bool `[T]`."""
     unknown = np.array(-1).astype(rows.dtype)
     recorded: npt.NDArray[np.bool_] = rows[:, 0] != unknown
     return recorded

@@ -179,8 +179,8 @@ class Workers(abc.ABC):
         Returns when the worker knows what to write. It writes in the background.
 
         Args:
-            worker: that holds the samples.
-            directory: of all workers' samples.
+            worker: the worker that holds the samples.
+            directory: the directory of all workers' samples.
             samples: root stream -> samples of which the fields in the worker's store are saved, those of
                 derived streams included.
             unfinished: source -> samples of which the journals are saved, if their episodes run on the
@@ -203,8 +203,8 @@ class Workers(abc.ABC):
         """Put saved samples into a worker's store.
 
         Args:
-            worker: that will hold them; it need not be the one that saved them.
-            directory: of `save_samples`.
+            worker: the worker that will hold them; it need not be the one that saved them.
+            directory: the directory of `save_samples`.
             files: name of a file, such as `worker-0` -> root stream -> samples to read from it. A sample of
                 which several workers held fields is read from several files.
 
@@ -347,7 +347,7 @@ class SavedJournals:
     """Where the journals of a group's unfinished samples are; one that has none begins from its row."""
 
     directory: str
-    """Of `Workers.save_samples`."""
+    """The directory of `Workers.save_samples`."""
     files: Mapping[int, str]
     """Sample -> name of the file, such as `worker-0`."""
 
@@ -439,7 +439,7 @@ class NodeResult:
     state: str | None = None
     """JSON of the node's `State` after the call; None if the node has none."""
     skipped: tuple[int, ...] = ()
-    """Those of its samples that were in an update that was skipped, as the gradient was not finite."""
+    """The samples in an update that was skipped, as the gradient was not finite."""
 
 
 @dataclass(frozen=True)
@@ -452,9 +452,9 @@ class WeightsLoaded:
     num_bytes: int = 0
     """Bytes that they pulled from other workers."""
     sent_checksums: tuple[int, ...] = ()
-    """Of what each was sent, computed by the senders, plus what it held itself."""
+    """The checksum of what each was sent, computed by the senders, plus what it held itself."""
     engine_checksums: tuple[int, ...] = ()
-    """Of what each generates with now, computed in its engine."""
+    """The checksum of what each generates with now, computed in its engine."""
 
 
 @dataclass(frozen=True)
@@ -487,7 +487,7 @@ class SampleTurn:
     """With special tokens."""
     is_trained: bool
     tokens: tuple[tuple[str, float, int], ...] = ()
-    """Of generated tokens: the text of each, its log-prob by the engine in nats, and the version of the
+    """For generated tokens: the text of each, its log-prob by the engine in nats, and the version of the
     weights that drew it; empty for all others, and for long turns."""
 
 
@@ -532,7 +532,7 @@ class BodyRetry:
     node: str
     key: int
     message: str
-    """Of the failure."""
+    """The failure's message."""
     start: float
     """When it failed, in seconds since the epoch."""
     wait: float

@@ -80,7 +80,7 @@ MESSAGES: Mapping[str, Message] = {
 
 
 def activity_of(method: str, *arguments: Any) -> str:
-    """Return what a device does while it runs a message with these arguments."""
+    """Return the activity of a device while it runs a message with these arguments."""
     activity = MESSAGES[method].activity
     assert activity is not None, f"{method} does not run on the device"
     return activity(*arguments)

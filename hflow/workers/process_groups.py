@@ -42,7 +42,7 @@ class ProcessGroups:
         """Join the groups; returns when all members have joined.
 
         Args:
-            rank: of this process.
+            rank: the rank of this process.
             replicas: the plan's; each that trains or infers on several workers gets a group.
             device: `cpu` (gloo) or `cuda` (NCCL).
             timeout: seconds after which a collective with a missing rank fails.
@@ -76,7 +76,7 @@ class ProcessGroups:
                     self._groups[ranks] = group
 
     def wait_for_all(self) -> None:
-        """Return when every member has called this. It needs no communicator, and so no device memory."""
+        """Wait until every member has called this. It needs no communicator, and so no device memory."""
         if self._store.add("hflow/num-waiting", 1) == self._num_members:
             self._store.set("hflow/all-wait", "")
         self._store.wait(["hflow/all-wait"])

@@ -47,7 +47,7 @@ class ProcessDevices:
     host: str
     """Name of its machine."""
     names: tuple[str, ...]
-    """Its CUDA devices, as other processes there name them in CUDA_VISIBLE_DEVICES; empty on CPUs."""
+    """The CUDA devices, as other processes there name them in CUDA_VISIBLE_DEVICES; empty on CPUs."""
     kind: str
     """What the driver calls the first of them, which the process uses; empty on CPUs."""
     memory_bytes: int
@@ -71,7 +71,7 @@ class ProcessDevices:
 
 
 def find_devices() -> ProcessDevices:
-    """Return what this process finds."""
+    """Return the devices that this process finds."""
     import torch
 
     problem = cuda_problem()
@@ -100,11 +100,11 @@ def capability_of(device: Any) -> tuple[int, int]:
 
 
 def build_problem(name: str, capability: tuple[int, int]) -> str:
-    """Return why this build of torch has no kernels for a GPU, in one line; empty if it has.
+    """Return the reason why this build of torch has no kernels for a GPU, in one line; empty if it has.
 
     Args:
-        name: of the GPU.
-        capability: its compute capability.
+        name: the name of the GPU.
+        capability: the GPU's compute capability.
     """
     import torch
 
@@ -140,7 +140,7 @@ def can_execute(built: Iterable[str], capability: tuple[int, int]) -> bool:
 
 
 def flash_attn_problem() -> str:
-    """Return why the package flash-attn cannot be imported; empty if it can, or if there is none."""
+    """Return the reason why flash-attn cannot be imported; empty if it can, or if there is none."""
     if flash_attn_version() is None:
         return ""
     try:
@@ -171,7 +171,7 @@ def package_versions() -> tuple[tuple[str, str], ...]:
 
 
 def cuda_problem() -> str:
-    """Return why torch cannot use CUDA here, in one line; empty if it can."""
+    """Return the reason why torch cannot use CUDA here, in one line; empty if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -187,9 +187,9 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
     """Check that the processes of a run are what its plan assumes.
 
     Args:
-        plan: of the run.
+        plan: the run's plan.
         found: what each worker's process finds.
-        versions: of the controller's packages.
+        versions: versions of the controller's packages.
 
     Raises:
         RunError: naming the worker, its machine, and what to change.

@@ -429,7 +429,7 @@ class Worker:
 
         Args:
             replica: the generation replica.
-            version: of the weights.
+            version: the version of the weights.
             num_losses: how often the replica has lost an engine.
         """
         published = self._publisher.publish(replica, version, num_losses)
@@ -441,7 +441,7 @@ class Worker:
 
         Args:
             replica: the engine's.
-            version: of the weights.
+            version: the version of the weights.
             *published: what each sender published; none: a training replica here has the weights.
         """
         incoming = self._publisher.incoming(replica, published) if published else None

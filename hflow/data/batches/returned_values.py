@@ -139,9 +139,9 @@ def checked_value(node: str, name: str, unit: Unit, value: Any, num_tokens: int,
     Args:
         node: the node, for errors.
         name: the field.
-        unit: its unit.
+        unit: the field's unit.
         value: what the body returned.
-        num_tokens: of the sample.
+        num_tokens: the sample's number of tokens.
         declared: the type that the body declares, such as `float`; empty: any of the unit.
 
     Raises:
@@ -217,7 +217,7 @@ def plain_value(value: Any) -> Any:
     Tuples become lists, as in JSON.
 
     Raises:
-        Exception: of an unknown kind, if it has a part that is nothing of these.
+        Exception: if it has another part. The kind is unknown.
     """
     if type(value) in _PLAIN:
         return value

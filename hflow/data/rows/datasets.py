@@ -114,11 +114,11 @@ class DataSettings:
     names: Mapping[str, str] = field(default_factory=dict)
     """Declared column -> the source's name for it, where that differs."""
     weight: float = 1.0
-    """Of a source: its share of the rows of a trained dataset, relative to the other sources."""
+    """The share of a source in the rows of a trained dataset, relative to the other sources."""
     sources: tuple[DataSettings, ...] = ()
     """The sources of a dataset that has several. It has no path and no generator then."""
     key: str = "data.NAME"
-    """Its key in the configuration, for errors."""
+    """The source's key in the configuration, for errors."""
 
 
 class RowSource(Protocol):

@@ -146,7 +146,7 @@ def _library(path: str) -> Any:
 
 
 def _fix(error: Exception, path: str, key: str) -> str:
-    """Return what to change about a dataset of the Hub that cannot be loaded."""
+    """Return the fix for a dataset of the Hub that cannot be loaded."""
     text = str(error)
     if isinstance(error, ConnectionError) or "offline" in text.lower():
         return _OFFLINE.format(key=key)

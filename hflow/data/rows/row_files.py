@@ -81,7 +81,7 @@ class JsonLines:
         """Check the first row of a file.
 
         Raises:
-            DataError: as `row`, and if the file cannot be read.
+            DataError: for the reasons of `row`, and if the file cannot be read.
         """
         try:
             with path.open("rb") as file:

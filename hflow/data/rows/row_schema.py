@@ -26,7 +26,7 @@ def json_value(value: Any, kind: pa.DataType) -> Any:
 
     Args:
         value: the value in Python.
-        kind: its Arrow type.
+        kind: the column's Arrow type.
     """
     if value is None:
         return None

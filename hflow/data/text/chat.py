@@ -23,7 +23,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 def find_length_problem(tokenizer: Any, text: str, max_tokens: int | None) -> str | None:
-    """Return why a text cannot fit into a sequence of a model; None if it may.
+    """Return the reason why a text cannot fit into a sequence of a model; None if it may.
 
     Only the beginning of a long text is encoded. If that has twice the tokens that fit, the rest cannot make
     them so few.
@@ -51,9 +51,9 @@ def check_known(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
     allowed.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: a tokenizer of Hugging Face.
         text: what was encoded.
-        ids: its tokens.
+        ids: the sample's tokens.
 
     Raises:
         DataError: if the vocabulary lacks a character; names it.
@@ -91,7 +91,7 @@ def _probes(text: str) -> list[list[dict[str, Any]]]:
 
 
 def template_problem(render: Callable[[list[dict[str, Any]]], str]) -> str | None:
-    """Return why a chat template cannot be used, as the end of a sentence about it; None if it can.
+    """Return the reason why a chat template cannot be used, as a sentence's end; None if it can.
 
     Args:
         render: applies the template to messages.
@@ -117,7 +117,7 @@ def template_problem(render: Callable[[list[dict[str, Any]]], str]) -> str | Non
 
 
 def written_template_problem(template: str) -> str | None:
-    """Return why the text of a chat template cannot be used, before there is a tokenizer; None if it can."""
+    """Return the reason why a template's text cannot be used, without a tokenizer; None if it can."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
@@ -140,7 +140,7 @@ class ChatTemplate:
         """Check the template.
 
         Args:
-            tokenizer: of Hugging Face, with the template.
+            tokenizer: a tokenizer of Hugging Face, with the template.
             stop_ids: tokens that end a turn.
             max_tokens: tokens of the model's longest sequence; None: there is no bound.
 

@@ -130,7 +130,7 @@ class TextTokenizer:
 
         Raises:
             BackendError: if the text is too long for the model.
-            DataError: as `encode`.
+            DataError: for the reasons of `encode`.
         """
         problem = find_length_problem(self._hf, text, self.settings.max_tokens)
         if problem is not None:
@@ -303,8 +303,8 @@ def eos_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Return the end-of-text tokens in a model's or generation config.
 
     Args:
-        config: its content.
-        where: its name, for the message.
+        config: the file's content.
+        where: the file's name, for the message.
 
     Raises:
         DataError: for anything but ids.

@@ -215,7 +215,7 @@ def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     """Return the format of a generate node.
 
     Args:
-        option: its `tool_format`: `hermes`, two or three characters, or None for `hermes`.
+        option: the node's `tool_format`: `hermes`, two or three characters, or None for `hermes`.
         has_template: whether the tokenizer has a chat template, which describes tools.
 
     Raises:

@@ -222,7 +222,7 @@ class _Conversation:
     why_new: str
     engine: ConversationEngine = field(init=False)
     messages: tuple[Message, ...] = ()
-    """As the client sent and received them."""
+    """The messages, as the client sent and received them."""
     trajectory: Trajectory | None = None
     turns: list[_Turn] = field(default_factory=list)
     is_busy: bool = False

@@ -124,7 +124,7 @@ def parse_text(body: Any) -> CompletionRequest:
     """Read the body of a request for the completion of a text.
 
     Raises:
-        RequestRefused: as `parse_chat`.
+        RequestRefused: for the reasons of `parse_chat`.
     """
     options = _options(body, _TEXT)
     prompt = options.get("prompt")

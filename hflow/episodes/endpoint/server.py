@@ -132,7 +132,7 @@ class EndpointServer:
 
     @asynccontextmanager
     async def admit_key(self, key: str | None, responder: Responder) -> AsyncIterator[None]:
-        """As `admit`, for requests with this key; None: for all requests."""
+        """Admit requests as `admit` does, with this key; None: all requests."""
         await self.start()
         self._responders[key] = responder
         self._tasks[key] = set()

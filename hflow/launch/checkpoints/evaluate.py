@@ -100,7 +100,7 @@ def evaluate(
         target: a run's directory, NAME for the latest run in `runs/NAME`, or a checkpoint's directory.
         overrides: keys of the configuration to change, such as `data.heldout.path=test.jsonl`.
         options: what is evaluated, and how; None: the streams that are not trained, as their nodes say.
-        live: as for `hflow.run`.
+        live: whether a panel shows progress, as for `hflow.run`.
         is_quiet: show nothing while it runs.
 
     Raises:

@@ -36,9 +36,9 @@ class ExportedModel:
     source: Path
     directory: Path
     num_bytes: int
-    """Of all files."""
+    """The bytes of all files."""
     dtype: str
-    """That of the weights, as config.json calls it."""
+    """The dtype of the weights, as config.json calls it."""
     has_chat_template: bool
 
 

@@ -42,7 +42,7 @@ def model_directory(directory: Path) -> Path:
     Of an adapter it is what was saved beside it, or a merged copy, which exists until the process ends.
 
     Raises:
-        ConfigError: as `merge_adapter`.
+        ConfigError: for the reasons of `merge_adapter`.
     """
     if not is_adapter(directory):
         return directory

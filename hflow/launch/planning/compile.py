@@ -100,7 +100,7 @@ class Compiled:
     recipe: Path
     """The recipe's Python file."""
     observers: tuple[Observer, ...] = ()
-    """Those of the recipe."""
+    """The recipe's models."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
 
@@ -119,8 +119,8 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a recipe.
 
     Raises:
-        RecipeError: as `check`.
-        ConfigError: as `check`.
+        RecipeError: for the reasons of `check`.
+        ConfigError: for the reasons of `check`.
         PlanError: if the graph cannot be placed on the cluster as configured.
     """
     return compile_recipe(recipe, overrides).plan
@@ -138,7 +138,7 @@ def simulate(
         seed: seed of the response lengths.
 
     Raises:
-        HflowError: as `plan`, and if the plan has no estimates of time.
+        HflowError: for the reasons of `plan`, and if the plan has no estimates of time.
     """
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -182,7 +182,7 @@ def compile_recipe(
         with_limits: also find the settings that make a step longer than necessary.
 
     Raises:
-        HflowError: as `plan`.
+        HflowError: for the reasons of `plan`.
     """
     read = RecipeReader(recipe).read(overrides, config)
     return compile_read(read, engines, candidates, with_limits=with_limits)
@@ -200,13 +200,13 @@ def compile_read(
 
     Args:
         read: a recipe with its configuration.
-        engines: as in `compile_recipe`.
-        candidates: as in `compile_recipe`.
-        with_limits: as in `compile_recipe`.
-        searches: of plans with other settings, which are not repeated.
+        engines: the engines, as in `compile_recipe`.
+        candidates: the number of candidates, as in `compile_recipe`.
+        with_limits: whether limits are looked for, as in `compile_recipe`.
+        searches: searches of plans with other settings, which are not repeated.
 
     Raises:
-        HflowError: as `plan`.
+        HflowError: for the reasons of `plan`.
     """
     config, graph, recipe = read.config, read.graph, read.path
     replaced = () if read.is_decided else tuple(replaced_data_warnings(config, graph, recipe, read.overrides))

@@ -81,7 +81,7 @@ def check_data(config: RunConfig, graph: Graph) -> None:
 
 
 def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
-    """Return what nodes of the library need of a dataset's conversations: column -> a check.
+    """Return the checks of a dataset's conversations that nodes of the library need, by column.
 
     The body of any other node may change a conversation first, so it is checked when it is encoded.
     """
@@ -129,7 +129,7 @@ def replaced_data_warnings(
 
 
 def _rows(config: DataConfig) -> str:
-    """Return which rows a dataset has, as the key that says so."""
+    """Return the key that says which rows a dataset has."""
     if config.sources:
         return f"sources={{{','.join(config.sources)}}}"
     if config.generator is not None:

@@ -80,7 +80,7 @@ def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", 
     """Return the precision of a model: as configured, else that of its `init_from`, else the device's.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         spec: the model.
         device: `cpu` or `cuda`.
     """
@@ -388,7 +388,7 @@ class _StoredTensor:
     file: Path
     name: str
     form: tuple[str, tuple[int, ...]]
-    """Its dtype and shape."""
+    """The tensor's dtype and shape."""
     start: int
     num_bytes: int
 

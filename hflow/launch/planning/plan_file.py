@@ -159,7 +159,7 @@ def _check(file: Path, values: Any) -> None:
 
 
 def _fix(file: Path) -> str:
-    """Return what to do about a plan file that cannot be read: for that of a run, how to keep its weights."""
+    """Return the advice for a plan file that cannot be read: for a run's, how to keep its weights."""
     checkpoints = file.parent / "checkpoints"
     if not checkpoints.is_dir():
         return "create it again with `hflow plan RECIPE --json`"

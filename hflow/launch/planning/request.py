@@ -161,7 +161,7 @@ def calibration_of(values: Mapping[str, Any], file: str | Path) -> Calibration:
 
     Args:
         values: the content of the file.
-        file: its path, for messages.
+        file: the file's path, for messages.
 
     Raises:
         ConfigError: naming the file, the key, and what is expected.

@@ -55,7 +55,7 @@ def samples(run: str, where: str | None = None, limit: int | None = None) -> Que
     """Return the samples of a run that meet an SQL condition on the columns of the view `samples`.
 
     Args:
-        run: as for `why`.
+        run: the run, as for `why`.
         where: the SQL condition; None: all samples.
         limit: maximum number of samples.
 
@@ -75,12 +75,12 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
     """Return those samples that meet a condition whose text was kept.
 
     Args:
-        run: as for `why`.
-        where: as for `samples`.
+        run: the run, as for `why`.
+        where: the condition, as for `samples`.
         limit: maximum number of samples.
 
     Raises:
-        ConfigError: as `samples`, and if the run kept no text at all.
+        ConfigError: for the reasons of `samples`, and if the run kept no text at all.
     """
     directory = find_run(run, "ledger.sqlite")
     texts = by_sample(read_samples(directory.samples))

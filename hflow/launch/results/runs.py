@@ -118,7 +118,7 @@ class RunRecord:
 
 
 def read_run(run: str) -> RunRecord:
-    """Return what a run has written.
+    """Return the record of a run.
 
     Args:
         run: a run's directory, or NAME for the latest run in `runs/NAME`.
@@ -181,7 +181,7 @@ class MeasuredSpan:
     start: float
     end: float
     step: int | None
-    """Its training step, or the version of the weights that it used or made."""
+    """The training step, or the version of the weights that the span used or made."""
 
 
 @dataclass(frozen=True)

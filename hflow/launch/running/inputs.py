@@ -71,8 +71,8 @@ def changed_inputs(
     """Yield the inputs whose files have changed.
 
     Args:
-        before: of the run when it began, or was continued last.
-        after: of the run that is to continue.
+        before: inputs of the run when it began, or was continued last.
+        after: inputs of the run that is to continue.
         earlier: the configuration with which it ran before.
         compiled: the recipe that is to continue.
     """

@@ -57,7 +57,7 @@ def _refuse_missing_gpus(compiled: Compiled) -> None:
 
 
 def _other_engine(replica: Replica, device: str) -> str:
-    """Return how to choose an engine that this machine can run; empty if there is none."""
+    """Return the setting of an engine that this machine can run; empty if there is none."""
     if replica.role != "gen":
         return ""
     is_divided = replica.layout.num_shards > 1

@@ -236,7 +236,7 @@ class RolloutTracker:
         self._latest.update(values)
 
     def view(self) -> RolloutView | None:
-        """Return what the panel shows of generation; None where generation and training take turns."""
+        """Return the panel's view of generation; None where generation and training take turns."""
         episodes = _family(metrics.EPISODES, self._latest)
         if not (self._runs_ahead or episodes):
             return None

@@ -98,10 +98,10 @@ def run_plan(
         file: a file printed by `hflow plan RECIPE --json`, or a run's directory.
         recipe: the recipe's file, if it has moved; None: the stored path.
         overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
-        live: as for `run`.
+        live: whether a panel shows progress, as for `run`.
 
     Raises:
-        HflowError: as `run`, and if the recipe's plan differs from the stored one.
+        HflowError: for the reasons of `run`, and if the recipe's plan differs from the stored one.
     """
     return run_compiled(compile_plan_file(file, recipe, overrides), live)
 
@@ -133,11 +133,11 @@ def resume(
     Args:
         run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
         overrides: configuration to change, such as `steps=500`.
-        live: as for `run`.
+        live: whether a panel shows progress, as for `run`.
         environment: factories and processes to use; None: those of `hflow run`.
 
     Raises:
-        HflowError: as `run`, and if the run cannot continue.
+        HflowError: for the reasons of `run`, and if the run cannot continue.
     """
     resumed = find_resumed(str(run), overrides)
     return _run(resumed.compiled, live, environment or RunEnvironment(), resumed)
@@ -258,9 +258,9 @@ class _Attempts:
 
     compiled: Compiled
     processes: RayActors | None
-    """Of the workers; None: they are in this process."""
+    """The Ray cluster of the workers; None: they are in this process."""
     setup: WorkerSetup
-    """Of a run that begins."""
+    """The inputs of a run that begins."""
     rows: dict[str, DatasetRows]
     directory: RunDirectory
     observer: RunObserver
@@ -382,7 +382,7 @@ def _checkpoint_notes(compiled: Compiled, resumed: ResumedRun | None) -> Iterato
 
 
 def _resume_hint(directory: RunDirectory, checkpoints: Checkpoints) -> str:
-    """Return which step is safe, and how to continue from there."""
+    """Return the step that is safe, and the command that continues from there."""
     saved = "nothing is saved yet" if checkpoints.last is None else f"step {checkpoints.last} is saved"
     return f"{saved}; to continue: hflow run --resume {directory.path}"
 

@@ -90,7 +90,7 @@ def twin(
         processes: worker processes to use; None: start new ones, and stop them at the end.
 
     Raises:
-        HflowError: as `hflow.run`.
+        HflowError: for the reasons of `hflow.run`.
     """
     if layouts is not None and not layouts:
         layouts = default_layouts(recipe, overrides, report_progress)
@@ -339,7 +339,7 @@ def compare_with_twin(reference: RunSummary, twin: RunSummary, layout: str) -> T
     Args:
         reference: the run in one process, which has an earlier checkpoint too.
         twin: the distributed run.
-        layout: its name.
+        layout: the layout's name.
     """
     return TwinResult(layout, tuple(_metric_pairs(reference, twin)), tuple(_weight_pairs(reference, twin)))
 

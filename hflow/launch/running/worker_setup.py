@@ -74,7 +74,7 @@ def make_processes(plan: Plan, variables: Mapping[str, str] | None = None) -> Ra
     """Return the processes of a run's workers on Ray. They are not started.
 
     Args:
-        plan: of the run.
+        plan: the run's plan.
         variables: environment variables of all workers.
     """
     from hflow.workers.ray.ray_actors import RayActors
@@ -249,7 +249,7 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
 
 
 def _training_hint(path: str) -> str:
-    """Return how to train the checkpoint that is missing at a path, if it is of a run of a shipped recipe."""
+    """Return the command that trains a missing checkpoint, if it is of a run of a shipped recipe."""
     out, name, *_ = (*Path(path).parts, "", "")
     is_shipped = out == RunConfig.out and name in shipped_recipes()
     return f"train it with `hflow run {name}`, or " if is_shipped else ""
@@ -311,7 +311,7 @@ def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> b
 
     Args:
         spec: the model.
-        config: its configuration.
+        config: the model's configuration.
         followers: models that start from its weights.
 
     Only weights and optimizer state are restored, not the position in the data, samples or the ledger.

@@ -390,7 +390,7 @@ def _placement(placement: Rows) -> dict[str, ShownValue]:
 
 
 def _firing(node: Rows, *, is_save: bool) -> dict[str, ShownValue]:
-    """Return when a node runs, and how often if it saves. For other nodes, the graph has that."""
+    """Return a node's level, and how often it runs if it saves. For other nodes, the graph has that."""
     fires = {"": ShownValue(node["level"], f"per {node['level']}")}
     return fires | ({"every": shown(node["every"]), "after": shown(node["after"])} if is_save else {})
 

@@ -51,7 +51,7 @@ transformers' defaults for keys that a config lacks. None: as many key-value hea
 head size."""
 
 EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts" in sizes)
-"""Those of them with experts."""
+"""The families with experts."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:

@@ -113,7 +113,7 @@ class TrialRun:
     """Devices that it runs on; None: all."""
     min_devices: int = 1
     multiple: int = 1
-    """Of the devices, as many are used as are a multiple of it."""
+    """The number of devices that are used is a multiple of this."""
     package: str | None = None
     """Importable name of a package that it needs."""
     on_cpu: bool = True
@@ -192,7 +192,7 @@ class Descriptor:
     trial_runs: tuple[TrialRun, ...] = ()
     """Runs that try it on real devices."""
     purpose: str = ""
-    """Its purpose, in a few words."""
+    """The purpose, in a few words."""
     is_required: bool = False
     """Whether hflow cannot run without it."""
     find_conflict: Callable[[str], InstallProblem | None] = _no_conflict

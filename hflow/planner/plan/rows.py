@@ -356,7 +356,7 @@ class Plan:
         return next(r for r in self.replicas if r.name == name)
 
     def placement(self, node: str) -> Placement:
-        """Return where a node runs."""
+        """Return the placement of a node."""
         return next(p for p in self.placements if p.node == node)
 
     def workers_of(self, node: str) -> set[int]:

@@ -102,7 +102,7 @@ def _following(row: Changed) -> Iterator[str]:
 
 
 def _what(change: Change) -> str:
-    """Return what changed in words; a setting is its key."""
+    """Return the changes in words; a setting is its key."""
     if change.topic not in FOLLOWING:
         return change.subject
     name, _, attribute = change.subject.partition(" ")

@@ -81,7 +81,7 @@ NO_REMEDY = "More staleness and other placements were tried: none makes a step n
 
 
 def limit_text(limit: Limit) -> str:
-    """Return what limits a step, and by how much each remedy shortens it."""
+    """Return the limit of a step, and by how much each remedy shortens it."""
     if not limit.remedies:
         return f"{limit.cause}. {NO_REMEDY}" if limit.idle else f"{limit.cause}."
     first, *others = limit.remedies

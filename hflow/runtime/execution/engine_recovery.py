@@ -79,7 +79,7 @@ class EngineRecovery:
         return self._losses[replica].worker
 
     def failure(self, worker: int) -> str:
-        """Return how a worker failed that was replaced."""
+        """Return the failure of a worker that was replaced."""
         return str(self._losses[self._run.workers.replaceable[worker]].failure)
 
     async def replace(self, worker: int, failure: WorkerFailureError) -> None:

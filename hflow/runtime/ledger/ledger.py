@@ -134,7 +134,7 @@ def rewind(path: Path, step: int, position: int) -> None:
     belong to the run's history any more, and its ids may be issued again.
 
     Args:
-        path: of the ledger.
+        path: the ledger's file.
         step: completed steps of the checkpoint; 0 without one.
         position: what `Ledger.position` returned when it was taken; 0 without one.
 

@@ -60,7 +60,7 @@ class SampleHistory:
     """What happened to one sample. Times are seconds since the run's start."""
 
     sample: Mapping[str, Any]
-    """Its row of the view `samples`."""
+    """The sample's row of the view `samples`."""
     dataset: str | None
     segments: tuple[tuple[int, int], ...]
     """Consecutive tokens that one version generated: (version, number of tokens)."""

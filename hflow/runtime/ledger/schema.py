@@ -198,7 +198,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a ledger for reading; what shows that the file is damaged becomes a `ConfigError`.
 
     Raises:
-        ConfigError: as `open_ledger`, and for rows that cannot be read.
+        ConfigError: for the reasons of `open_ledger`, and for rows that cannot be read.
     """
     with closing(open_ledger(path)) as database:
         try:

@@ -93,8 +93,8 @@ class SampleTextLog:
         """Read the text and the numbers of one of the samples that a node refused.
 
         Args:
-            refusal: of samples whose data has not been freed.
-            worker: their home.
+            refusal: refusals of samples whose data has not been freed.
+            worker: the worker that holds the samples.
         """
         is_told = refusal.reason in (Refusal.KEEP, Refusal.FAILED, Refusal.TIMEOUT)
         if not is_told or self._num_refused >= self._num_samples:
@@ -190,7 +190,7 @@ def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Contai
     """Drop the rows of samples that are not known: the run gives their ids to other samples.
 
     Args:
-        directory: of the files.
+        directory: the directory of the files.
         known_among: returns which of these samples are known.
     """
     files = {path: _read(path) for path in directory.glob("step-*.jsonl")}

@@ -79,7 +79,7 @@ class Checkpoints:
             step: completed steps.
             files: path in the directory -> size and checksum, of the files that workers wrote. Others are
                 read again here.
-            plan_digest: of the plan that runs.
+            plan_digest: the digest of the plan that runs.
         """
         directory, final = self.unfinished(step), self.path(step)
         paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -141,7 +141,7 @@ class Checkpoints:
         """Note the metrics of a run that continues, so that its best checkpoint so far is kept.
 
         Args:
-            rows: of `metrics.jsonl`, with `step`. Of the rows of a step, the last with the metric counts.
+            rows: rows of `metrics.jsonl`, with `step`. A step's last row with the metric counts.
         """
         for row in rows:
             value, step = row.get(self._metric or ""), row["step"]
@@ -219,7 +219,7 @@ def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def other_version_fix(directory: Path) -> str:
-    """Return what to do about a checkpoint that another version of hflow wrote."""
+    """Return the advice for a checkpoint that another version of hflow wrote."""
     return (
         "use the version of hflow that wrote it, or begin another run with "
         f"models.NAME.path={directory}/NAME models.NAME.resume=true"

@@ -41,7 +41,7 @@ class RunDirectory:
 
         Args:
             out: where runs are.
-            name: of the run.
+            name: the name of the run.
             config: content of `config.yaml`.
             plan: content of `plan.json`.
 

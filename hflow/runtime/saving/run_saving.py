@@ -61,7 +61,7 @@ class RunSaving:
         """Steps -> why the directory of a model could not be made."""
         self._writing = asyncio.Lock()
         self._directory = ""
-        """Of the samples of the checkpoint that the run continues from."""
+        """The stores of the samples of the checkpoint that the run continues from."""
         self._file_of: dict[tuple[str, int], str] = {}
         """Root stream and sample of that checkpoint -> the name of its file."""
         self._extra_updates: dict[str, int] = {}
@@ -180,7 +180,7 @@ class RunSaving:
         Args:
             snapshot: names the samples.
             homes: (stream, sample) -> its worker when the snapshot was made.
-            directory: of the files.
+            directory: the directory of the files.
         """
         finished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         unfinished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -271,7 +271,7 @@ class RunSaving:
         )
 
     def journals(self, stream: str, samples: Sequence[int]) -> SavedJournals | None:
-        """Return where the journals are with which samples of a checkpoint continue.
+        """Return the files of the journals with which samples of a checkpoint continue.
 
         Where running samples are never interrupted, all their tokens are of one version. So they begin again.
         So do those of a worker that had nothing to save.

@@ -97,7 +97,7 @@ class ResumePoint:
     """A checkpoint from which a run continues."""
 
     path: Path
-    """Its directory."""
+    """The run's directory."""
     saved: SavedRun
 
     @property

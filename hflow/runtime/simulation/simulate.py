@@ -86,7 +86,7 @@ def simulate_run(
             `publish.REPLICA`, to publish them. What is not named takes no time.
         rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
-        speeds: of streams; in others the samples that run do not change each other's pace.
+        speeds: speeds of streams; in others the samples that run do not change each other's pace.
         steady_only: whether to stop when the steps of the steady state are complete. The period and the idle
             shares are the same; lags, interruptions and refusals are those until then.
 
@@ -163,13 +163,13 @@ class _Source:
     """Whether all engines are awake."""
     running: dict[int, _SampleInFlight] = field(default_factory=dict)
     waiting: dict[int, _SampleInFlight] = field(default_factory=dict)
-    """Those in flight that are not being generated, in the order in which they will be: interrupted first."""
+    """The samples in flight that wait for generation, in order: interrupted samples first."""
     version: int = -1
-    """Of the weights that generate; -1 without an engine."""
+    """The version of the weights that generate; -1 without an engine."""
     first_group: int = 0
     """The group that has the dataset's first row in this evaluation."""
     speed: float = 1.0
-    """Of the samples that run."""
+    """The number of tokens of the samples that run."""
 
 
 class _Simulator:
@@ -324,7 +324,7 @@ class _Simulator:
         self._update_speed(source)
 
     def _due(self, sample: _SampleInFlight) -> tuple[float, int, _SampleInFlight]:
-        """Return when a sample that runs will be finished, as an entry of the heap."""
+        """Return the time at which a sample that runs will be finished, as an entry of the heap."""
         sample.due = due = self._now + sample.seconds_left / sample.source.speed
         return due, next(self._order), sample
 

@@ -159,8 +159,8 @@ def simulated_period(
 
     Args:
         schedule: what runs. Evaluations are left out.
-        seconds: of one execution of each node, of new weights of an engine, and of publishing them.
-        pace: of generation.
+        seconds: seconds of one execution of each node, of new weights of an engine, and of publishing them.
+        pace: the pace of generation.
         workload: lengths of the samples.
         num_steps: steps to simulate.
         num_samples: about the most samples to simulate.

@@ -94,7 +94,7 @@ class Admission:
         return max(0, self.max_samples - sum(stream.num_generating for stream in self._parts.streams))
 
     def _trained_capacity(self) -> int:
-        """Return how many groups of the trained stream may be opened now.
+        """Return the number of groups of the trained stream that may be opened now.
 
         This is called after every event, and usually there is no room, so that is checked first.
         """

@@ -69,7 +69,7 @@ class Evaluation(StreamState):
         """The version that was being evaluated when the run was saved, and its groups."""
 
     def evaluation_snapshot(self) -> EvaluationSnapshot:
-        """Return what a side stream knows besides its groups."""
+        """Return the progress of a side stream, besides its groups."""
         formed, last = tuple(sorted(self.formed)), self.last
         if self._has_batch_nodes and last in self.formed and last >= self._progress.num_formed:
             formed, last = formed[:-1], last - 1  # its batch nodes have not run: it is evaluated again

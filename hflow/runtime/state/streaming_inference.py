@@ -63,7 +63,7 @@ class StreamingReplicas:
         return frozenset(self._replica_of)
 
     def num_runs(self) -> tuple[tuple[str, int], ...]:
-        """Return how many times a model has run from each queue."""
+        """Return the number of times that a model has run from each queue."""
         return tuple((name, replica.num_runs) for name, replica in self.queues.items())
 
     def restore(self, num_runs: Iterable[tuple[str, int]]) -> None:

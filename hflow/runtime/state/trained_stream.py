@@ -287,6 +287,6 @@ def _why(message: str) -> str:
 
 
 def _describe_running(group: Group, member: Member) -> str:
-    """Return which nodes a member that became too old still waited for."""
+    """Return the nodes that a member which became too old still waited for."""
     nodes = ", ".join(sorted(member.running | group.running))
     return f"{nodes} had not answered" if nodes else ""

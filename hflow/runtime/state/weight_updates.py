@@ -206,7 +206,7 @@ def _sleep_if_needed(engine: EngineState, parts: StateParts) -> None:
 
 
 def _sleep_level(engine: EngineState, parts: StateParts) -> SleepLevel:
-    """Return what an engine keeps while it sleeps."""
+    """Return the level at which an engine sleeps."""
     devices = parts.devices_of_engine.get(engine.name)
     if devices is None:
         return SleepLevel.PAUSE

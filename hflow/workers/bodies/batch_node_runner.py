@@ -36,7 +36,7 @@ class BatchNodeRunner:
         backends: replica -> its shard on this worker.
         computes: runs per-sample and per-group bodies that are scheduled on a batch.
         states: node -> JSON of the `State` with which it continues.
-        seed: of the run, for what bodies draw.
+        seed: the run's seed, for what bodies draw.
         hosted: index of this worker, or of all workers in this process.
 
     Attributes:

@@ -47,7 +47,7 @@ class ComputeRunner:
             sample, or on a formed batch (`run_on_batch`).
         store: where inputs are read and outputs are stored.
         num_processes: processes of the pool.
-        seed: of the run, for what bodies draw.
+        seed: the run's seed, for what bodies draw.
         on_retry: called when a call failed that is made again.
         on_error: called with an exception that ends the run.
         on_span: called with the time from when calls were queued together to the last of their results.

@@ -76,7 +76,7 @@ class Pool:
     Args:
         bodies: node name -> body.
         num_processes: processes for synchronous bodies; one more is for asynchronous ones.
-        seed: of the run; what a body draws depends on it, and on what the body is called for.
+        seed: the run's seed; what a body draws depends on it, and on what the body is called for.
         on_results: called with the results of jobs that finished at the same time.
         on_retry: called when a job failed that is tried again.
         on_error: called with an exception after which the pool cannot continue.
@@ -289,7 +289,7 @@ class Pool:
             self._on_results(final)
 
     def _max_retries(self, result: JobResult) -> int:
-        """Return how often a job with this failure may be tried again."""
+        """Return the number of times that a job with this failure may be tried again."""
         retries = self._bodies[result.node].retries
         return retries if retries is not None else KILLED_RETRIES if result.by_signal else 0
 

@@ -87,7 +87,7 @@ class _ChildState:
     problems: dict[str, str] = field(default_factory=dict)
     """Node -> why its setup failed."""
     seed: int = 0
-    """Of the run."""
+    """The run's seed."""
     loop: asyncio.AbstractEventLoop | None = None
     running: dict[JobId, asyncio.Task[JobResult]] = field(default_factory=dict)
 
@@ -119,7 +119,7 @@ def run_setup(body: Callable[..., Any]) -> str:
 
 
 def setup_problem(node: str) -> str:
-    """Return why the setup of a node failed in this process; empty if it did not."""
+    """Return the reason why the setup of a node failed in this process; empty if it did not."""
     return _child.problems.get(node, "")
 
 
@@ -215,7 +215,7 @@ async def _await(job: Job) -> JobResult:
 
 
 def _checked(job: Job, result: Any) -> JobResult:
-    """Return what a body returned as plain values, or why it is not what the body declares."""
+    """Return a body's result as plain values, or the reason why it is not what the body declares."""
     declared = _child.returns.get(job.node)
     try:
         if declared is None:

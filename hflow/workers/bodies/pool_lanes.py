@@ -74,7 +74,7 @@ class FinishedCall:
     future: Future[bytes]
 
     def results(self) -> list[JobResult] | None:
-        """Return what the child process reported, or None if it was killed or died.
+        """Return the child process's report, or None if it was killed or died.
 
         Raises:
             Exception: when the process pool itself failed.
@@ -98,7 +98,7 @@ class FinishedCall:
         )
 
     def death(self) -> str | None:
-        """Return how the process of a call without results died; None if it was killed as it was slow."""
+        """Return the death of the process of a call without results; None if it was killed as it was slow."""
         error = None if self.future.cancelled() else self.future.exception()
         if isinstance(error, TimeoutError):
             return None
@@ -179,7 +179,7 @@ class SharedLane(PoolLane):
         stop_processes(self._processes)
 
     def set_up(self, node: str) -> Future[str]:
-        """Return why the setup of a node fails, empty if it does not."""
+        """Return the reason why the setup of a node fails, empty if it does not."""
         future: Future[str] = self._processes.schedule(setup_problem, args=(node,))
         return future
 
@@ -200,7 +200,7 @@ class SyncLane(SharedLane):
 
     Args:
         start_pool: starts the process pool.
-        num_processes: its number of processes.
+        num_processes: the lane's number of processes.
         concurrency: node -> most jobs of it that run at the same time.
         on_return: called with every call that ended, from any thread.
     """

@@ -154,7 +154,7 @@ class EngineManager:
         self._on_span(Span(f"{what} {replica}", "weights", start, time.time(), args))
 
     def take_stats(self) -> EngineStats:
-        """Return what the engines did since the last call."""
+        """Return the engines' work since the last call."""
         with self._lock:
             total = sum((driver.stats for driver in self._drivers.values()), EngineStats())
             new, self._taken_stats = total - self._taken_stats, total

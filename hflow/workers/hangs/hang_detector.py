@@ -31,7 +31,7 @@ class WorkerCall:
     """Something that several workers do together on their devices."""
 
     activity: str
-    """As in `running node 'actor_train', step 3`."""
+    """What the worker does, as in `running node 'actor_train', step 3`."""
     workers: tuple[int, ...]
     """All that take part."""
     replica: Replica | None = None
@@ -72,7 +72,7 @@ def hang_message(call: WorkerCall, timeout: float, snapshots: Snapshots) -> str:
     Args:
         call: what hangs.
         timeout: seconds that a worker waited.
-        snapshots: of all workers that take part.
+        snapshots: snapshots of all workers that take part.
     """
     waiting = waiting_workers(snapshots)
     missing = [worker for worker in snapshots if worker not in waiting]
@@ -110,7 +110,7 @@ def _waits(waiting: Sequence[int], snapshots: Snapshots, missing: str) -> list[s
 
 
 def _location(call: WorkerCall, snapshot: StackSnapshot | None) -> str:
-    """Return where a worker is, as in `is in score (file:line)`."""
+    """Return a worker's place, as in `is in score (file:line)`."""
     if snapshot is None:
         return "does not respond, because its process is stopped or its interpreter is blocked"
     if not snapshot.activity:

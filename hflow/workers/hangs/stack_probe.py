@@ -36,7 +36,7 @@ class StackSnapshot:
     """What a worker's device thread was doing at one moment."""
 
     activity: str = ""
-    """As in `running node 'actor_train', step 3`; empty: it was idle."""
+    """What the worker did, as in `running node 'actor_train', step 3`; empty: it was idle."""
     location: str = ""
     """`function (file:line)`: the innermost line of the node's own file, else of hflow."""
     collective: str = ""
@@ -105,7 +105,7 @@ class StackProbe:
             self._activity = ""
 
     def snapshot(self) -> StackSnapshot:
-        """Return where the device thread is now. Can be called from any thread."""
+        """Return the device thread's place. Can be called from any thread."""
         frame = sys._current_frames().get(self._thread)
         if not self._activity or frame is None:
             return StackSnapshot(collective_counts=self._collective_counts())

@@ -29,12 +29,12 @@ class Machine:
     node: str
     """Ray's id."""
     address: str
-    """Its IP address."""
+    """The machine's IP address."""
     cpus: float
     gpus: float
 
     def num_workers(self, device: str) -> int:
-        """Return how many workers it can hold: one for each GPU or CPU, and each has a CPU."""
+        """Return the number of workers that it can hold: one for each GPU or CPU, and each has a CPU."""
         return int(min(self.cpus, self.gpus) if device == "cuda" else self.cpus)
 
 
@@ -45,7 +45,7 @@ class ChosenMachines:
     nodes: tuple[str, ...]
     """Ray's ids."""
     cpus_per_worker: int
-    """As many as all of them have for each of their workers."""
+    """The number of cores that each machine has for each of its workers."""
 
 
 def all_machines() -> list[Machine]:
@@ -68,8 +68,8 @@ def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> Chosen
     """Choose a machine for each machine of a plan: one that is not used yet, and the smallest that fits.
 
     Args:
-        cluster: of the plan.
-        machines: of the Ray cluster, which may differ in size, and of which some may have no GPU.
+        cluster: the plan's cluster.
+        machines: machines of the Ray cluster, which may differ in size. Some may have no GPU.
 
     Raises:
         RunError: when there are too few, which are listed.

@@ -74,7 +74,7 @@ class WorkerProcess:
             recipe_directory: the directory of the recipe's file on the controller's machine.
             packed_files: what it holds; None: this process is on that machine.
             pickled: the `WorkerSetup`.
-            rank: of this process among those that train or infer; None: it takes part in no collective.
+            rank: the rank of this process among those that train or infer; None: it joins no collective.
             peers: the actors of all workers.
             devices: the CUDA device of each worker, as on its machine; empty on CPUs.
         """
@@ -101,7 +101,7 @@ class WorkerProcess:
         self._peers[worker] = actor
 
     def probe(self) -> StackSnapshot:
-        """Return where the device's thread is."""
+        """Return the place of the device's thread."""
         return self._probe.snapshot()
 
     def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:

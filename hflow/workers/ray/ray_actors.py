@@ -216,7 +216,7 @@ def _kill_daemons(node: Any, report: Callable[[str], None]) -> None:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs a Ray that starts on this machine finds: those of CUDA_VISIBLE_DEVICES, or all."""
+    """Return the number of GPUs that a Ray on this machine finds: those of CUDA_VISIBLE_DEVICES, or all."""
     manager = get_accelerator_manager_for_resource("GPU")
     assert manager is not None, "Ray counts GPUs of every vendor"
     visible = manager.get_current_process_visible_accelerator_ids()

@@ -354,7 +354,7 @@ class RayWorkers(Workers):
             self._pending.remove(pending)
 
     async def _probe(self, worker: int) -> StackSnapshot | None:
-        """Return where a worker's device thread is; None: the worker does not answer."""
+        """Return the place of a worker's device thread; None: the worker does not answer."""
         seconds = min(PROBE_SECONDS, self._timeout)
         try:
             snapshot: StackSnapshot = await asyncio.wait_for(
@@ -381,8 +381,8 @@ class RayWorkers(Workers):
         them ends the run.
 
         Args:
-            worker: that answers.
-            reference: to its answer.
+            worker: the worker that answers.
+            reference: the reference to its answer.
             pending: the call that it answers; None: the message is not for its device.
 
         Raises:
@@ -431,7 +431,7 @@ class RayWorkers(Workers):
         return next((pending for pending in self._pending if worker in pending.unanswered), None)
 
     def _activity(self, worker: int) -> str:
-        """Return what a worker does, as in `running node 'actor_train', step 3`."""
+        """Return a worker's activity, as in `running node 'actor_train', step 3`."""
         if (pending := self._pending_call(worker)) is not None:
             return pending.call.activity
         has_engine = any(r.role == "gen" and worker in r.workers for r in self._plan.replicas)

@@ -48,7 +48,7 @@ class DatasetReader:
 
 
 def body_arguments(program: NodeProgram, row: DatasetRow) -> dict[str, Any]:
-    """Return what a source's body reads of a dataset row, by parameter."""
+    """Return a source's arguments from a dataset row, by parameter."""
     return {
         read.parameter: read_as(row[read.field][1], row[read.field][0], read.unit) for read in program.reads
     }

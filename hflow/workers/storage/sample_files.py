@@ -57,7 +57,7 @@ class SampleFiles:
 
     Attributes:
         directory: where the files are written.
-        name: of the files, without their ending.
+        name: the name of the files, without their ending.
         samples: source -> stream -> what is stored of its samples; a sample is saved with all of its source's
             streams or not at all.
         journals: source -> sample -> journal.
@@ -228,7 +228,7 @@ class SampleFilesReader:
     """Reads files that `SampleFiles.write` wrote.
 
     Args:
-        directory: of the files.
+        directory: the directory of the files.
         name: without their ending.
 
     Raises:

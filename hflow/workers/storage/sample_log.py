@@ -29,7 +29,7 @@ class SampleLog:
     """Writes samples to numbered files, and removes a file when all its samples are released.
 
     Args:
-        directory: of the files.
+        directory: the directory of the files.
         store: the worker's.
         families: root stream -> the streams with its samples' data: itself, those of the same source, and all
             that derive from them.
@@ -108,7 +108,7 @@ class SampleLog:
             return {root: tuple(ids) for root, ids in restored.items()}
 
     def _new_values(self, root: str, samples: Sequence[int]) -> dict[str, StoredStream]:
-        """Return what the store holds of samples and the log does not."""
+        """Return the fields that the store holds of samples and the log does not."""
         family: dict[str, StoredStream] = {}
         for stream in self._families[root]:
             stored = self._store.stored(stream, samples)

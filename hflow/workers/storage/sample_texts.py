@@ -73,10 +73,10 @@ def split_turns(
     """Yield the parts of a sample that are trained, and those between them, as text with special tokens.
 
     Args:
-        ids: its tokens.
+        ids: the sample's tokens.
         mask: which of them are trained.
-        messages: its conversation, of which the parts get their roles.
-        tokenizer: of its model.
+        messages: the sample's conversation, of which the parts get their roles.
+        tokenizer: the model's tokenizer.
         drawn: log-prob and version of each token; the version of a token that no engine drew is -1.
     """
     runs = [

@@ -66,7 +66,7 @@ class SampleWriter:
         return cls(program, streams, store, routing)
 
     def read(self, result: Any) -> SampleResult:
-        """Return what a body returned for one sample, checked.
+        """Return a body's result for one sample, checked.
 
         Raises:
             ReturnError: when that is not what it declares.
@@ -137,7 +137,7 @@ def sample_ready_event(
 
     Args:
         stream: the first stream that the source opens, which names the sample.
-        sample: its id.
+        sample: the sample's id.
         trajectories: one per stream. The version of a token is -1 where it was not generated.
         value: the number that the source reports of the sample.
     """

@@ -96,7 +96,7 @@ class PageView:
 
 
 def page_view(plan: Plan) -> PageView:
-    """Return what the page of a plan shows; `plan.serialise.plain` makes JSON of it."""
+    """Return the content of a plan's page; `plan.serialise.plain` makes JSON of it."""
     times = plan.forecast.times if plan.forecast else ()
     return PageView(
         recipe=plan.recipe,

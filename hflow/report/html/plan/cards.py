@@ -194,14 +194,14 @@ class Card:
         return tuple(tops)
 
     def port(self, arrow: str) -> float:
-        """Return where an edge arrives, relative to the card's top."""
+        """Return the height at which an edge arrives, relative to the card's top."""
         for row, top in zip(self.rows, self.row_tops(), strict=True):
             if row.arrow == arrow:
                 return top + LINE / 2
         return PORT
 
     def exit(self, kind: EdgeKind) -> float:
-        """Return where edges of a kind leave, relative to the card's top."""
+        """Return the height at which edges of a kind leave, relative to the card's top."""
         wanted = {EdgeKind.DATA: "data", EdgeKind.WEIGHTS: "weights"}.get(kind)
         for row, top in zip(self.rows, self.row_tops(), strict=True):
             if row.side == "out" and row.kind == wanted:
@@ -216,7 +216,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
         plan: says where it runs.
         node: the node.
         arriving: edges that end at it, in the order of their rows.
-        seconds: its time as text; empty if unknown.
+        seconds: the node's time as text; empty if unknown.
     """
     placement = plan.placement(node.name)
     level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)

@@ -247,7 +247,7 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
 
 
 def transport_text(route: WeightRoute) -> str:
-    """Return what carries the bytes of a route, and why; empty if no transport does."""
+    """Return the transport of a route, and the reason; empty if no transport carries it."""
     return f"{route.transport}: {route.why}" if route.transport else ""
 
 

@@ -153,7 +153,7 @@ class DeviceView:
     fill: float
     """Share of its memory that is used in its fullest phase; 0 if unknown."""
     names: tuple[str, ...]
-    """Its replicas."""
+    """The device's replicas."""
 
 
 @dataclass(frozen=True)

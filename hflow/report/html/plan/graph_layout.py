@@ -278,7 +278,7 @@ def find_places(
         cards: node -> its card.
         arrows: all edges.
         layers: node -> column.
-        chains: those of the arrows that go to the right.
+        chains: the chains of the arrows that go to the right.
         columns: order within each column, dummies included.
     """
     dummies = {dummy: float(DUMMY) for chain in chains.values() for dummy in chain.dummies}

@@ -42,7 +42,7 @@ class CycleLink:
     ref: str
     seconds: str
     percent: float
-    """Its share of the cycle's seconds."""
+    """The share of the cycle's seconds."""
     share: str
     why: str
     leads_back: bool

@@ -45,7 +45,7 @@ class ComparePageView:
 
 
 def compare_page_view(comparison: Comparison) -> ComparePageView:
-    """Return what the page of a comparison shows."""
+    """Return the content of a comparison's page."""
     sides = tuple(
         SideView(
             letter=side_letter(i),

@@ -210,7 +210,7 @@ class RunPageView:
 
 
 def run_page_view(report: RunReport) -> RunPageView:
-    """Return what the page of a run shows."""
+    """Return the content of a run's page."""
     record = report.record
     nodes = record.plan["graph"]["nodes"]
     train_nodes = [node["spec"]["name"] for node in nodes if node["spec"]["verb"] == "train"]
@@ -264,7 +264,7 @@ def story(report: RunReport) -> Iterator[str]:
 
 
 def _missing(report: RunReport, name: str) -> str:
-    """Return what the last value of an evaluation's metric lacks; empty if it lacks nothing."""
+    """Return a note on the last value of an evaluation's metric; empty if it lacks nothing."""
     curves, stream = report.record.curves, name.partition("/")[0]
     counts = [curves.get(f"{stream}/{kind}", ((0, 0.0),))[-1][1] for kind in ("refused", "evaluated")]
     return missing_text(int(counts[0]), int(sum(counts))) if counts[0] else ""

@@ -56,7 +56,7 @@ def replicas_section(plan: Plan, width: int) -> Section:
 
 
 def _chosen(plan: Plan) -> list[Text]:
-    """Return why replicas have the layouts that the planner chose."""
+    """Return the reasons of the layouts that the planner chose."""
     whys = plan.forecast.layouts if plan.forecast is not None else ()
     return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
 

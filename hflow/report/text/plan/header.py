@@ -84,7 +84,7 @@ def experts_line(plan: Plan) -> str:
 
 
 def largest_batch_line(plan: Plan) -> str:
-    """Return how many sequences the caches of engines hold, where these do not grow; else an empty text."""
+    """Return the number of sequences that engines' caches hold, if they do not grow; else an empty text."""
     return "; ".join(
         f"{plural(engine.largest_batch, 'sequence')} of mean length, in {bytes_text(engine.cache_bytes)} of "
         f"KV cache of {engine.replica}"

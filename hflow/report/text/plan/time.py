@@ -173,7 +173,7 @@ def _idle(period: Period, lane: str) -> Text:
 
 
 def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[Text]:
-    """Return what the chart leaves out."""
+    """Return the nodes that the chart leaves out."""
     seconds: dict[str, float] = {}
     for slot in period.slots:
         seconds[slot.node] = slot.seconds
@@ -214,7 +214,7 @@ def times_section(plan: Plan, width: int) -> Section:
 
 
 def _fires(plan: Plan) -> dict[str, str]:
-    """Return what each node is executed for, in the order of the schedule."""
+    """Return the purpose of each node's execution, in the order of the schedule."""
     batches = {s.source: "batch" if s.batch else "evaluation" for s in plan.schedule.streams}
     return batches | {node.name: _per(node, plan.schedule.num_steps) for node in plan.schedule.nodes}
 
