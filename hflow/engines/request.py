@@ -35,7 +35,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
 
     def result(self, stop_reason: str) -> GenerationResult:
-        """Return what the request has drawn."""
+        """Return the request's result."""
         return GenerationResult(
             ids=tuple(self.ids[self.num_prompt :]),
             logprobs=tuple(self.logprobs),
@@ -56,11 +56,11 @@ def new_request(
     """Return a request of an engine that can serve it.
 
     Args:
-        request_id: as in `GenerationEngine.add`.
+        request_id: the request's id, as in `GenerationEngine.add`.
         prompt_ids: the prompt.
         params: how to draw.
         max_length: maximum tokens of a sequence, prompt included.
-        vocab_size: of the model.
+        vocab_size: the model's vocabulary size.
         decode: the engine's, to find stop strings.
 
     Raises:

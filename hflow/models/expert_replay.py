@@ -57,7 +57,7 @@ def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.
     Args:
         batch: has `routed_experts`, `[T, L * K]`.
         sharing: which of its tokens are computed once; None: every token is computed.
-        device: of the model.
+        device: the model's device.
     """
     rows = np.asarray(get_column(batch, ROUTED_EXPERTS).values)
     num_tokens = is_recorded(rows).astype(np.int64)
@@ -73,7 +73,7 @@ def choose_experts(
     """Return the probabilities of each token's experts, and the experts: both `[U, K]`.
 
     Args:
-        probabilities: of the router, `[U, N]`.
+        probabilities: the router's probabilities, `[U, N]`.
         per_token: K.
         replayed: the engine's choice; None: the K experts of the largest probabilities.
         layer: index among the L layers.

@@ -29,8 +29,8 @@ def file_names(name: str, num_experts: int) -> list[str]:
     """Return the names in a checkpoint of the tensors that a stacked one consists of.
 
     Args:
-        name: of a tensor.
-        num_experts: that it stacks; not used for other tensors, which have the same name in a checkpoint.
+        name: a tensor's name.
+        num_experts: the number of experts that it stacks; not used for other tensors, whose name is the checkpoint's.
     """
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
@@ -68,7 +68,7 @@ def read_stacked(stored: Mapping[str, Any], name: str, box: tuple[slice, ...]) -
 
     Args:
         stored: the checkpoint's tensors, as slices that are read when they are indexed.
-        name: of hflow's tensor.
+        name: the name of hflow's tensor.
         box: the range on each axis.
     """
     if not is_stacked(name):
@@ -84,7 +84,7 @@ def stacked_views(family: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[
 
     Args:
         family: `model_type` of the module.
-        named: its tensors by their own names, or parts of them that are whole on all axes but the first.
+        named: the experts' tensors by name, or parts of them that are whole on all axes but the first.
     """
     for name, tensor in named:
         if family in EXPERT_FAMILIES and name.endswith(_FUSED):

@@ -68,7 +68,7 @@ class ScalarHead(nn.Module):
 
 
 def head_prefix(kind: str) -> str:
-    """Return what the names of a scalar head's weights begin with; `kind` is `value` or `score`."""
+    """Return the prefix of the names of a scalar head's weights; `kind` is `value` or `score`."""
     return "score." if kind == "score" else f"{kind}_head."
 
 

@@ -86,8 +86,8 @@ class PackedLayout:
 
         Args:
             lengths: int64 `[S]` on the host, each at least 1.
-            device: of the model.
-            dtype: of q, k and v, on which the kernel depends.
+            device: the model's device.
+            dtype: the dtype of q, k and v, on which the kernel depends.
             shared: rows of shared prefixes; None if there are none.
         """
         uniform = bool((lengths == lengths[0]).all())

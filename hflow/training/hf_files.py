@@ -43,7 +43,7 @@ class FileDivision:
 
         Args:
             num_bytes: name of a tensor -> its size, in the order of the checkpoint.
-            num_ranks: that can write.
+            num_ranks: the number of ranks that can write.
             file_bytes: size that files should not exceed.
         """
         total = max(1, sum(num_bytes.values()))
@@ -72,7 +72,7 @@ class FileDivision:
         """Write which file has which tensor, if there are several files. Return its path.
 
         Args:
-            directory: of the checkpoint.
+            directory: the directory of the checkpoint.
             file_of: name under which a tensor is saved -> its file, if names differ.
         """
         if len(self.writer_of) < 2:

@@ -246,7 +246,7 @@ class ModelBackend(abc.ABC):
         Called when models are built, if the plan says that a frozen model has no weights of its own.
 
         Args:
-            settings: those of the frozen model.
+            settings: settings of the frozen model.
         """
         raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
 

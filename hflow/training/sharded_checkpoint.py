@@ -121,7 +121,7 @@ def copy_shards(
     """Copy this rank's part of a checkpoint, and return the function that writes it; a collective.
 
     Args:
-        directory: of the checkpoint, in a directory that all ranks share.
+        directory: the directory of the checkpoint, in a directory that all ranks share.
         states: the boxes that this rank writes; no other rank writes them.
         info: the same on all ranks.
         group: the replica's ranks; None for one.
@@ -163,8 +163,8 @@ def open_shards(
 
     Args:
         directory: written by `write_shards`.
-        info: of the model that will load it.
-        shapes: of all its tensors.
+        info: the description of the model that will load it.
+        shapes: the shapes of all tensors of the model.
 
     Raises:
         BackendError: if there is no checkpoint, or it is of another model; names the config key or tensors.

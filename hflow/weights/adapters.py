@@ -23,8 +23,8 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
     Args:
         base: some rows and columns of a matrix, `[outputs, inputs]`.
-        a: its columns, `[r, inputs]`.
-        b: its rows, `[outputs, r]`.
+        a: the adapter's first matrix, `[r, inputs]`.
+        b: the adapter's second matrix, `[outputs, r]`.
         scale: alpha / r.
     """
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
@@ -35,7 +35,7 @@ class BaseTensor:
     """What a rank holds of one tensor of the model without adapters."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     box: Box
     values: Tensor
     """The entries of the box, in host memory."""

@@ -40,7 +40,7 @@ class SliceValues(NamedTuple):
     values: Tensor
     """In the shape of the box, on any device. It may share storage with a model or a bucket."""
     checksum: int
-    """As in `hflow.weights.checksum`."""
+    """The checksum, as in `hflow.weights.checksum`."""
 
     @classmethod
     def of(cls, piece: WeightSlice, values: Tensor) -> SliceValues:
@@ -57,7 +57,7 @@ class BucketEntry(NamedTuple):
     start: int
     end: int
     checksum: int
-    """Of the slice when it was packed."""
+    """The checksum of the slice when it was packed."""
 
 
 class IncomingTensor(NamedTuple):
@@ -69,7 +69,7 @@ class IncomingTensor(NamedTuple):
     boxes: tuple[Box, ...]
     """The parts that have arrived; they do not overlap."""
     checksums: tuple[int, ...]
-    """Of each box."""
+    """The checksum of each box."""
 
 
 class BucketHeader(NamedTuple):
@@ -92,7 +92,7 @@ class BucketVersion(NamedTuple):
     """Place of the bucket in its stream."""
     version: int
     num_bytes: int
-    """Of the whole payload."""
+    """The checksum of the whole payload."""
     base: int | None = None
     """The version to which the payload's changes apply; None: the payload is whole."""
     num_changed: int = 0

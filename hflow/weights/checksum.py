@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums_of(boxes: Sequence[tuple[str, tuple[int, ...], Box, Tensor]]) -> list[int]:
-    """Return what each of some boxes adds to the checksum of its model; one transfer from their device.
+    """Return the share of each of some boxes in the checksum of its model; one transfer from their device.
 
     Args:
         boxes: (name of the tensor, shape of the whole tensor, box, its entries in the shape of the box); all
@@ -50,7 +50,7 @@ def checksums_of(boxes: Sequence[tuple[str, tuple[int, ...], Box, Tensor]]) -> l
 
 
 def box_checksum(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> int:
-    """Return what one box of a tensor adds to the checksum of its model."""
+    """Return the share of one box of a tensor in the checksum of its model."""
     return checksums_of([(name, shape, box, values)])[0]
 
 

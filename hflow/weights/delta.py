@@ -54,7 +54,7 @@ class DeltaSender:
         return self._base
 
     def encode(self, receivers: Receivers, bucket: Bucket) -> Bucket:
-        """Return what to send of the next bucket of a stream."""
+        """Return the delta of the next bucket of a stream."""
         number = self._numbers[receivers]
         self._numbers[receivers] += 1
         last, self._sent[receivers, number] = self._sent.get((receivers, number)), bucket
@@ -84,7 +84,7 @@ def _places_of_changes(new: Tensor, old: Tensor) -> Tensor:
 
 @cache
 def delta_receiver(channel: ChannelSettings) -> DeltaReceiver:
-    """Return what this process has received through a channel, which is kept for later versions."""
+    """Return the receiver of a channel in this process, which is kept for later versions."""
     return DeltaReceiver()
 
 

@@ -61,9 +61,9 @@ class IncomingWeights:
         self.num_bytes = 0
         """Bytes that were received so far."""
         self.checksum = 0
-        """Of all slices as they arrived; complete when the iteration has ended."""
+        """The checksum of all slices as they arrived; complete when the iteration has ended."""
         self.local_checksum = 0
-        """Of the slices that this process holds itself; complete when the iteration has ended."""
+        """The checksum of the slices that this process holds; complete when the iteration has ended."""
 
     @classmethod
     def of_tensors(cls, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> IncomingWeights:

@@ -24,9 +24,9 @@ class LoadedWeights:
     num_bytes: tuple[int, ...]
     """Bytes that each rank received from other processes."""
     local_checksums: tuple[int, ...]
-    """Of the slices that did not come from other processes."""
+    """The checksum of the slices that did not come from other processes."""
     checksums: tuple[int, ...]
-    """Of everything that reached the rank. The rank holds it, as far as it holds these entries at all."""
+    """The checksum of everything that reached the rank, which it holds as far as it needs these entries."""
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[LoadedWeights]) -> LoadedWeights:

@@ -34,7 +34,7 @@ def outgoing_slices(
         route: says which slices.
         cluster: says which workers share a machine.
         worker: the sender.
-        backend: its shard of the model.
+        backend: the sender's shard of the model.
         to_itself: whether its own engine, in another process, receives what the worker holds.
     """
     read = _SliceReader(backend)

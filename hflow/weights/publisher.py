@@ -83,7 +83,7 @@ class WeightPublisher:
 
         Args:
             replica: the generation replica.
-            version: of the weights.
+            version: the version of the weights.
             num_losses: how often the replica has lost an engine. If it has lost one since the last call, new
                 processes receive, which have nothing.
         """
@@ -278,7 +278,7 @@ class WorkerRoutes:
         return (self._worker,)
 
     def outgoing(self, replica: str) -> OutgoingWeights:
-        """Return what this process sends to a generation replica that pulls weights.
+        """Return the slices that this process sends to a generation replica that pulls weights.
 
         A route with rows says what each worker sends, without a collective. By a route without rows, the
         worker of the source's rank 0 sends everything, and the others take part in gathering it. A process

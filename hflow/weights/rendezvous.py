@@ -42,7 +42,7 @@ def connect_store(address: str, timeout: datetime.timedelta) -> TCPStore:
     """Join a store that another process has opened.
 
     Args:
-        address: its `host:port`.
+        address: the store's `host:port`.
         timeout: how long to wait for a key.
 
     Raises:

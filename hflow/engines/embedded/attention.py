@@ -67,7 +67,7 @@ def attend(
         module: the layer's attention module; its `layer_idx` selects the cache's layer.
         query: `[1, heads, rows, head_dim]`.
         key: `[1, kv_heads, rows, head_dim]`.
-        value: as `key`.
+        value: the values, shaped as `key`.
         attention_mask: unused; the step determines what each row sees.
         packed_step: the step, passed through the model's forward.
         scaling: factor of the scores.
@@ -95,7 +95,7 @@ def attend_rows(
         layer: index of the layer in the cache.
         queries: `[rows, heads, head_dim]`.
         keys: `[rows, kv_heads, head_dim]`.
-        values: as `keys`.
+        values: the values, shaped as `keys`.
         scale: factor of the scores.
 
     Returns:

@@ -136,7 +136,7 @@ class DenseDecoder:
             input_ids: int64 `[R]`.
             positions: int64 `[R]`.
             logit_rows: int64: rows whose logits are computed.
-            step: of these rows.
+            step: the step of these rows.
 
         Returns:
             `[len(logit_rows), V]`.

@@ -50,7 +50,7 @@ def _check(served: ServedModel) -> Iterator[str]:
 
 
 def _remark(served: ServedModel) -> str | None:
-    """Return why a model runs through transformers' modules, if its family or adapters are the reason."""
+    """Return the reason why a model runs through transformers' modules, if its family or adapters are it."""
     if served.family is None:
         return None
     objection = own_forward_objection({"model_type": served.family}, served.config.lora is not None)

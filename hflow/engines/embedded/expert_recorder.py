@@ -49,7 +49,7 @@ class ExpertRecorder:
 
         Args:
             running: the requests of the first rows, one row each.
-            groups: those that enter; the rows of their prompts follow.
+            groups: the groups that enter; the rows of their prompts follow.
         """
         requests = chain(running, *(group.members for group in groups))
         if not any(request.params.routing_replay for request in requests):

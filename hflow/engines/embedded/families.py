@@ -18,7 +18,7 @@ THROUGH_MODULES = "it runs through the modules of transformers, which is slower"
 
 
 def own_forward_objection(config: Mapping[str, Any], has_adapters: bool) -> str | None:
-    """Return why a model runs through transformers' modules; None if `DenseDecoder` runs it.
+    """Return the reason why a model runs through transformers' modules; None if `DenseDecoder` runs it.
 
     Args:
         config: an HF config as a dict.

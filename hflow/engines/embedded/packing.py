@@ -56,8 +56,8 @@ def pack_step(
         running: the running sequences, in slot order.
         groups: entering prompts; their members take the slots after the running ones, in order.
         cache: gets room for all of them.
-        dtype: of the model.
-        device: of the model.
+        dtype: the model's dtype.
+        device: the model's device.
     """
     num_decoding = len(running)
     last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)

@@ -174,5 +174,5 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | No
 
 
 def _num_ranked(params: Sequence[SamplingParams], vocab_size: int) -> int:
-    """Return how many tokens are ranked first: at least each `top_k` that leaves tokens out."""
+    """Return the number of tokens to rank first: at least each `top_k` that leaves tokens out."""
     return min(vocab_size, max(NUM_RANKED, *(p.top_k or 0 for p in params)))

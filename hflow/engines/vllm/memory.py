@@ -108,7 +108,7 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
 
 
 def process_state(rank: Rank, overhead: int) -> Items:
-    """Return what the engine's own processes keep in all phases, beside weights and cache.
+    """Return the memory that the engine's own processes keep in all phases, beside weights and cache.
 
     With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
     latter is spread over the ranks, and the weights that adapters are merged into have a copy there.

@@ -151,7 +151,7 @@ class RankExtension:
     model_runner: Any
 
     def hflow_outcome(self) -> Outcome:
-        """Return what the last weight update of this rank did."""
+        """Return the result of this rank's last weight update."""
         return self.weight_transfer_engine.outcome
 
     def hflow_expert_layers(self) -> list[int]:
@@ -199,9 +199,9 @@ class _ExpertsInPlace(CPUUnquantizedExperts):
             hidden_states: `[T, D]`.
             w1: gates and ups of N experts, `[N, 2F, D]`.
             w2: downs, `[N, D, F]`.
-            topk_weights: of K experts of each token, `[T, K]`.
-            topk_ids: their numbers.
-            activation: of gates.
+            topk_weights: the weights of K experts of each token, `[T, K]`.
+            topk_ids: the experts' numbers.
+            activation: the gates' activation.
         """
         assert activation == MoEActivation.SILU
         output.zero_()

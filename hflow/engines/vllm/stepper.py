@@ -165,7 +165,7 @@ class Stepper:
 
         Args:
             incoming: the pickled `IncomingWeights` of each rank.
-            version: of the weights.
+            version: the version of the weights.
 
         Raises:
             HflowError: what a rank raised.

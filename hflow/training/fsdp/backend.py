@@ -115,7 +115,7 @@ class TorchModel(ModelBackend):
 
         Raises:
             BackendError: if the model is frozen, or as `infer`.
-            RunError: as `infer`, or if the loss has a wrong shape or a gradient is not finite.
+            RunError: for `infer`'s reasons, or if the loss has a wrong shape or a gradient is not finite.
         """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
@@ -192,7 +192,7 @@ class BaseModel(TorchModel):
         """Use the weights and the ranks of a model with adapters.
 
         Args:
-            settings: those of the frozen model.
+            settings: settings of the frozen model.
             trained: the model with adapters.
         """
         self.settings, self.group = settings, trained.group

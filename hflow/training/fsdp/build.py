@@ -40,7 +40,7 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     adapters, which are fp32, in the model's dtype.
 
     Args:
-        settings: of the model.
+        settings: the model's settings.
         is_sharded: leave parameters that a checkpoint holds on the meta device, for `load_held_weights`.
             Models with adapters, and checkpoints that transformers converts, are read whole all the same.
 

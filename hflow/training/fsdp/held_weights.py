@@ -54,7 +54,7 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
     Args:
         path: the checkpoint's directory.
         model: a causal language model, with its output matrix.
-        head: of the model that is built from it; only `lm` needs the output matrix.
+        head: the head of the model that is built from it; only `lm` needs the output matrix.
     """
     names = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names

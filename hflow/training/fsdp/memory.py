@@ -222,7 +222,7 @@ class _ShardedStep(_Step):
         yield self.head_without_gradient() + self._gathered(num_buffers=1)
 
     def _first_gather(self) -> Items:
-        """Return what gathering the first layer needs, while the buffer of the root still exists."""
+        """Return the memory for gathering the first layer, while the buffer of the root still exists."""
         gathered = self._gathered(num_buffers=1, gathers_layer=True)
         if not self.units.layer:
             return gathered
@@ -260,7 +260,7 @@ def _adapts(rank: Rank) -> bool:
 
 
 def _kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
-    """Return what autograd keeps of the adapters of a layer: r numbers a token, between the two matrices."""
+    """Return the activations of a layer's adapters: r numbers a token, between the two matrices."""
     if rank.config.lora is None:
         return 0
     num_targets = len(layer_template(rank.trained_shape)) // 2

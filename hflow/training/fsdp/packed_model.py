@@ -26,7 +26,7 @@ class PackedModel(nn.Module):
 
     Args:
         backbone: returns hidden states.
-        head: of the hidden states.
+        head: the head of the hidden states.
         head_kind: `lm`, `value` or `score`.
         offload_activations: keep what the backbone saves for its backward pass in host memory.
     """

@@ -50,7 +50,7 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
 
 
 def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
-    """Return what `named_weights` yields, as this rank stores it."""
+    """Return the tensors of `named_weights`, as this rank stores them."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
     trained = [(name, weight.detach()) for name, weight in named_parameters(model, head, kind)]
@@ -76,7 +76,7 @@ def blocks_of(model: PreTrainedModel, name: str, weight: Tensor, values: Tensor)
 
     Args:
         model: the HF model.
-        name: of the weight in the module.
+        name: the name of the weight in the module.
         weight: the weight.
         values: numbers for the rows of it that this rank holds.
     """
@@ -136,10 +136,10 @@ def copy_model(
 
     Args:
         model: the HF model.
-        head: its output matrix, or its scalar head.
-        settings: of the model.
+        head: the model's output matrix, or its scalar head.
+        settings: the model's settings.
         directory: made if necessary, in a directory that all ranks share.
-        dtype: of the files.
+        dtype: the dtype of the files.
         group: the ranks that hold the model; None for one.
         host: makes the copies, which are complete when `host.made()` ends.
 
@@ -195,11 +195,11 @@ def _copy_files(
 
     Args:
         model: the HF model.
-        kind: of its head.
-        directory: of the files.
+        kind: the kind of head.
+        directory: the directory of the files.
         stored: all tensors, which give names and shapes.
         collect: yields what this rank writes, whole, in `dtype` and in host memory.
-        dtype: of the files.
+        dtype: the dtype of the files.
         group: the ranks that hold the model; None for one.
     """
     rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -246,8 +246,8 @@ def _divide_into_files(
 
     Args:
         model: the HF model.
-        whole: its tensors, on the meta device.
-        num_ranks: that write files.
+        whole: the model's tensors, on the meta device.
+        num_ranks: the number of ranks that write files.
     """
     num_bytes = {name: x.nbytes for name, x in whole.items()}
     files = FileDivision.over_ranks(num_bytes, num_ranks)
@@ -303,7 +303,7 @@ def collect_tensors(
 
     Args:
         named: what this rank stores, the same tensors on all ranks.
-        dtype: of floats.
+        dtype: the dtype of floats.
         rank: this one.
         host: makes the copies, which are complete when `host.made()` ends.
         receiver_of: returns the rank to which alone a tensor is yielded.

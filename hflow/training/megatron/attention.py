@@ -50,11 +50,11 @@ class PackedInputs:
         """Compute the rotations.
 
         Args:
-            layout: of the sequences.
+            layout: the layout of the sequences.
             position_ids: int64 `[U]`.
             frequencies: from `rotary_frequencies`, on the same device.
-            dtype: of the forward pass.
-            division: of the rows over context ranks; None without context parallelism.
+            dtype: the dtype of the forward pass.
+            division: the division of the rows over context ranks; None without context parallelism.
             replayed: the experts that routers are to choose; None: they choose themselves.
         """
         angles = position_ids[:, None].float() * frequencies

@@ -72,7 +72,7 @@ class MegatronModel(ModelBackend):
 
         Raises:
             BackendError: if the model is frozen, or as `infer`.
-            RunError: as `infer`, or if the loss has a wrong shape or a gradient is not finite.
+            RunError: for `infer`'s reasons, or if the loss has a wrong shape or a gradient is not finite.
         """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")

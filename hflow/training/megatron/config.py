@@ -65,10 +65,10 @@ def transformer_config(
     """Return megatron's configuration for one rank.
 
     Args:
-        dims: of the model.
-        epsilon: of its norms.
+        dims: the model's dimensions.
+        epsilon: the epsilon of the model's norms.
         settings: select recomputation and sequence parallelism.
-        dtype: of the forward pass.
+        dtype: the dtype of the forward pass.
         parallel: this rank's layout.
     """
     return TransformerConfig(
@@ -148,7 +148,7 @@ def _layer_spec(dims: ModelDims, copies: ProcessGroup | None, parts: LayerParts)
     """Return the submodules of a layer with one MLP.
 
     Args:
-        dims: of the model.
+        dims: the model's dimensions.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         parts: the modules that compute it.
     """

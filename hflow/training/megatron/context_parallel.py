@@ -83,7 +83,7 @@ class RowDivision:
         return gathered
 
     def whole(self, x: Tensor, index: Tensor, size: int) -> Tensor:
-        """Return what all ranks have, `[n, ...]` -> `[size, ...]`, on every rank.
+        """Return the tensors of all ranks, `[n, ...]` -> `[size, ...]`, on every rank.
 
         The gradient of an entry, which is the same on all ranks, goes to the rank that has it.
 
@@ -112,7 +112,7 @@ def divide_rows(
         sharing: which of its tokens are computed once; None: every token is computed.
         group: the context ranks.
         multiple: R is a multiple of it.
-        device: of the index tables.
+        device: the device of the index tables.
         with_outputs: whether outputs are computed, which is on the last stage.
     """
     token_of_row = np.arange(batch.num_tokens) if sharing is None else sharing.token_of_row
@@ -177,7 +177,7 @@ class DividedLogits:
     """`common.output.Logits` of all learned tokens, each computed by the rank that has its row."""
 
     local: Logits
-    """Of this rank's M tokens."""
+    """The positions of this rank's M tokens."""
     division: RowDivision
     num_learned: int
     """N."""

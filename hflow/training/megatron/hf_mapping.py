@@ -85,7 +85,7 @@ class MappedParameter:
 
     @property
     def module_shape(self) -> tuple[int, ...]:
-        """Its shape in the module."""
+        """The tensor's shape in the module."""
         return self.shape[1:] if self.is_one_expert else self.shape
 
     @property
@@ -135,9 +135,9 @@ def rank_parameters(
     """Return the parameters of a rank.
 
     Args:
-        dims: of the model.
-        position: of the rank.
-        kernels: of the layers.
+        dims: the model's dimensions.
+        position: the rank's position.
+        kernels: the layers' kernels.
     """
     return tuple(_stage_parameters(dims, position, kernels))
 

@@ -112,8 +112,8 @@ class Stage:
         Args:
             input_ids: int64 `[U]`, the tokens that are computed.
             position_ids: int64 `[U]`, from 0 in each sequence.
-            layout: of the sequences, made for this stage's dtype.
-            division: of the U rows over context ranks; None without context parallelism.
+            layout: the layout of the sequences, made for this stage's dtype.
+            division: the division of the U rows over context ranks; None without context parallelism.
             replayed: what `replayed_here` returned; None: routers choose experts themselves.
         """
         if division is not None:
@@ -128,11 +128,11 @@ class Stage:
         }
 
     def replayed_here(self, whole: ReplayedExperts, division: RowDivision | None) -> ReplayedExperts:
-        """Return what this rank's routers are to choose: for its part of the U' tokens.
+        """Return the experts that this rank's routers must choose, for its part of the U' tokens.
 
         Args:
             whole: for all U tokens.
-            division: of the U rows over context ranks; None without context parallelism.
+            division: the division of the U rows over context ranks; None without context parallelism.
         """
         index, num_tokens = whole.index, whole.num_tokens
         if division is not None:

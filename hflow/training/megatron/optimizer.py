@@ -233,7 +233,7 @@ class MasterWeight:
 
 
 def updated_ranges(stage: Stage, optimizers: Sequence[Any]) -> dict[str, MasterWeight]:
-    """Return what this rank updates, by parameter name. Parameters that it does not update are left out.
+    """Return the tensors that this rank updates, by parameter name. Others are left out.
 
     Args:
         stage: this rank's.

@@ -175,7 +175,7 @@ class ParallelState:
 
 
 _known_states: list[ParallelState] = []
-"""Those of this process. All ranks of a replica make the same ones, in the same order."""
+"""The groups of this process. All ranks of a replica make the same ones, in the same order."""
 
 
 def _existing_groups() -> Mapping[ProcessGroup, object]:

@@ -30,7 +30,7 @@ class StageTokens:
     tokens: PackedTokens
     """On the last stage a `PackedBatch`, unless it is a placeholder."""
     division: RowDivision | None
-    """Of its rows over context ranks; None without context parallelism."""
+    """The division of the rows over context ranks; None without context parallelism."""
     replayed: ReplayedExperts | None = None
     """The experts that this rank's routers are to choose; None: they choose themselves."""
 

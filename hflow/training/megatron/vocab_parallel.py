@@ -37,10 +37,10 @@ def stage_output(
     Args:
         stage: the last one.
         packed: the micro-batch.
-        division: of its rows over context ranks; None without context parallelism.
+        division: the division of the rows over context ranks; None without context parallelism.
         hidden: the hidden states of this rank's rows.
         temperature: logits are divided by it.
-        requested: as in `LmOutput`.
+        requested: the values requested, as in `LmOutput`.
     """
     if stage.head != "lm":
         scalars = stage.module.output_layer(hidden)

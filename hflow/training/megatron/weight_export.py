@@ -59,7 +59,7 @@ def named_weights(
 
     Args:
         stage: this rank's.
-        dtype: of the tensors; the stage's by default. Weights are cast before they are sent.
+        dtype: the dtype of the tensors; the stage's by default. Weights are cast before they are sent.
         values: parameter name -> tensor of its shape, to use in place of the parameters.
         receiver_of: HF name -> the rank of the replica that needs the tensor, to which alone it is yielded;
             None: every rank needs all.

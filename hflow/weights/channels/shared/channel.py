@@ -30,7 +30,7 @@ class SharedBucket(NamedTuple):
     inode: int
     """Identifies the segment, as descriptors are reused."""
     num_bytes: int
-    """Of the payload, which is at the start of the segment."""
+    """The bytes of the payload, which is at the start of the segment."""
     header: BucketHeader
 
 
@@ -100,9 +100,9 @@ class _Segment:
     """Shared memory that this process has made.
 
     Attributes:
-        file: its descriptor.
+        file: the segment's file descriptor.
         inode: identifies it on this machine.
-        memory: its content.
+        memory: the segment's content.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -113,7 +113,7 @@ class _Segment:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The segment's bytes."""
         return self.memory.bytes.numel()
 
     def close(self) -> None:
