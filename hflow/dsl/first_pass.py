@@ -56,9 +56,9 @@ def first_pass(function: Callable[..., Any]) -> Callable[[Function], Function]:
     Args:
         function: the function. Its parameters before `*` are `logprobs` and `entropy` (PerToken, the model's
             output under the weights of this optimizer step), `random` (PerToken, numbers from 0 to 1 that
-            depend only on the run's seed, the step, the sample and the position), a `Sequences`, and parameters
-            of the body by name. Those after `*` are knobs of the node. It returns one PerToken or PerSequence, which the
-            body receives in a parameter named like the function.
+            depend only on the run's seed, the step, the sample and the position), a `Sequences`, and
+            parameters of the body by name. Those after `*` are knobs of the node. It returns one PerToken or
+            PerSequence, which the body receives in a parameter named like the function.
     """
 
     def attach(body: Function) -> Function:

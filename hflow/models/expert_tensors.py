@@ -30,7 +30,7 @@ def file_names(name: str, num_experts: int) -> list[str]:
 
     Args:
         name: a tensor's name.
-        num_experts: the number of experts that it stacks; not used for other tensors, whose name is the checkpoint's.
+        num_experts: the number of experts that it stacks; other tensors keep their names.
     """
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
