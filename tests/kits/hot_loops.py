@@ -36,7 +36,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "models/host_offload.py": ("activations_in_host_memory", "_to_host", "_to_device"),
     "training/loop/infer.py": EVERYTHING,
     "training/loop/inputs.py": EVERYTHING,
-    "training/learning_rate.py": EVERYTHING,
+    "training/optimizers/learning_rate.py": EVERYTHING,
     "training/loop/loss.py": EVERYTHING,
     "training/loop/metrics.py": EVERYTHING,
     "training/loop/microbatches.py": EVERYTHING,

@@ -1,0 +1,98 @@
+"""Borders where things plug in: the name of one of a kind occurs in its own folder and in few places."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hflow"
+
+BORDERS = {
+    "generation engine": (
+        "(?i)vllm",
+        "engines/vllm/",
+        {
+            "planner/plan/traits.py": "the registry",
+            "base/validation.py": "a key of another library, which means the same",
+            "cli/commands.py": "an example of `hflow serve`",
+            "cli/runs.py": "the help of `hflow serve`",
+            "doctor/gpus.py": "advice on two settings of GPUs",
+            "engines/embedded/descriptor.py": "advice: another engine",
+            "weights/channels/ipc/descriptor.py": "advice: what to try",
+        },
+    ),
+    "training backend": (
+        r"(?i)megatron(?![-_]core|_lm)",
+        "training/megatron/",
+        {
+            "planner/plan/traits.py": "the registry",
+            "cli/runs.py": "the help of `hflow twin`",
+            "doctor/__init__.py": "a check of kernels",
+            "doctor/gpus.py": "a check of kernels",
+            "doctor/layer_check.py": "a check of kernels",
+            "doctor/rank_groups.py": "its process groups, which the doctor tries",
+            "engines/vllm/trials.py": "a trial of both",
+            "types/kernels.py": "versions that fit Transformer Engine",
+        },
+    ),
+    "weight channel": (r"\bipc\b", "weights/channels/ipc/", {"planner/plan/channels.py": "the registry"}),
+    "optimizer": (
+        "(?i)adamw",
+        "training/optimizers/adamw/",
+        {"planner/plan/optimizers.py": "the registry", "config/schema.py": "the default"},
+    ),
+    "loss of a policy": (
+        "cispo",
+        "algo/losses.py",
+        {
+            "algo/__init__.py": "the list of formulas",
+            "nodes/__init__.py": "the list of nodes",
+            "nodes/training.py": "the node",
+            "dsl/bodies.py": "a hint for recipes that choose it by an option",
+            "base/validation.py": "a key of another library, which means the same",
+        },
+    ),
+    "tracker": (
+        "(?i)wandb",
+        "launch/running/trackers.py",
+        {
+            "config/schema.py": "its key",
+            "doctor/__init__.py": "the list of optional packages",
+            "launch/checkpoints/evaluate.py": "an evaluation reports to none",
+        },
+    ),
+}
+"""Kind -> (one of it, its folder or file, the other places that name it: file -> why)."""
+
+
+def places(pattern: str, own: str) -> Counter[str]:
+    """Count lines of code (no comments, no docstrings) that name something, by file outside of its own."""
+    found = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        name, source = str(path.relative_to(PACKAGE)), path.read_text()
+        if name.startswith(own) or not re.search(pattern, source):
+            continue
+        documented = {
+            line
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        code = (tokenize.NAME, tokenize.STRING)
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        lines = {t.start[0] for t in tokens if t.type in code and re.search(pattern, t.string)} - documented
+        found[name] += len(lines)
+    return +found
+
+
+@pytest.mark.parametrize("kind", BORDERS)
+def test_one_of_a_kind_is_named_in_its_folder_and_in_few_places(kind: str):
+    pattern, own, others = BORDERS[kind]
+    assert (PACKAGE / own).exists()
+    assert set(places(pattern, own)) == set(others)
