@@ -85,7 +85,8 @@ class GenConfig:
     """How new weights reach engines that do not share the trainer's memory. `store`: Ray's object store.
     `disk`: files in the run's directory, which all machines must share. `shared`: shared memory of one
     machine. `collective`: broadcasts from device to device (NCCL; gloo on CPUs). `ipc`: the memory of a GPU
-    that trainer and engine share. `auto`: the plan decides, and gives the reason."""
+    that trainer and engine share. `auto`: the plan decides, and gives the reason. Other packages can add
+    names."""
     delta: StrictBool = False
     """Send only what has changed since the last version, in the engine's dtype. Trainers keep a copy of what
     they sent, and engines of what they received."""

@@ -39,6 +39,7 @@ from hflow.planner.plan.calibration import Calibration, check_device
 from hflow.planner.plan.cluster import ClusterSpec, device_of, parse_cluster
 from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.model_shape import ModelShape
+from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
 from hflow.types.kernels import flash_attn_version, installed_transformer_engine
@@ -268,7 +269,7 @@ def plan_request(
         hardware=hardware,
         larger_devices=_larger_devices(config, hardware.device, recipe),
         workload=_workload(config, hardware.device.name, learn),
-        settings={key: value for key, value in flatten(config) if key.startswith(RESULT_KEYS)},
+        settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
         flash_attn=flash_attn_version(),
         transformer_engine=installed_transformer_engine(),
@@ -284,6 +285,18 @@ def plan_request(
             *_system_warnings(graph),
         ),
     )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide results, without the default optimizer.
+
+    Optimizers had no name at first, and a plan keeps the digest that it had then.
+    """
+    return {
+        key: value
+        for key, value in flatten(config)
+        if key.startswith(RESULT_KEYS) and not (key.endswith(".optim.name") and value == OPTIMIZERS.default)
+    }
 
 
 def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
