@@ -28,7 +28,7 @@ __all__ = ["LazyModule", "algo", "sandboxes"]
 
 if TYPE_CHECKING:
     from hflow import algo
-    from hflow.sandboxes import sandboxes
+    from hflow.sandboxes import providers as sandboxes
 else:
     algo = LazyModule("hflow.algo")
-    sandboxes = LazyModule("hflow.sandboxes.sandboxes")
+    sandboxes = LazyModule("hflow.sandboxes.providers")

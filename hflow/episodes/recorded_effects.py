@@ -16,7 +16,7 @@ from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.episodes.journal import Journal, JournalRecorder, completion_request
 from hflow.processes.error_location import error_line
-from hflow.sandboxes.sandboxes import Sandboxes
+from hflow.sandboxes.providers import SandboxProvider
 from hflow.types import EpisodeState
 from hflow.types.engine import environment_number
 from hflow.types.sandbox import ToolFailed, sandbox_of
@@ -42,7 +42,7 @@ class RecordedEffects:
 
     def __init__(
         self,
-        sandboxes: Sandboxes,
+        sandboxes: SandboxProvider,
         state_counts: Counter[EpisodeState] | None = None,
         journal: Journal | None = None,
     ) -> None:

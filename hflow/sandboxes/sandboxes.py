@@ -1,5 +1,7 @@
 """`Sandboxes`: runs calls of tools in confined processes, which are killed when their time is up.
 
+It is the provider `process` (`providers.py`).
+
 These are not the processes of the pool of bodies. The pool may run a body twice, to find which job of a chunk
 is slow, while a tool is called once and never again. And a confined process cannot run a body that needs
 a network.
@@ -152,20 +154,6 @@ class Sandboxes:
                 server.close()
             server = self._servers[tool, limits] = _ToolServer(tool, limits, self._num_processes)
         return server.connect()
-
-
-_sandboxes_of_process: Sandboxes | None = None
-
-
-async def call_in_process(tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-    """Call a tool in the sandboxes that all bodies of this process share, as `Sandboxes.run` does.
-
-    Their servers end with the process.
-    """
-    global _sandboxes_of_process
-    if _sandboxes_of_process is None:
-        _sandboxes_of_process = Sandboxes(len(os.sched_getaffinity(0)))
-    return await _sandboxes_of_process.run(tool, limits, arguments)
 
 
 class _ToolServer:

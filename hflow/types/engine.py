@@ -1,8 +1,7 @@
-"""The values of sampling options that every engine can draw with, for recipes and requests alike.
+"""What bodies receive: `Engine` for episodes, `Tokenizer` for encoders, and `State`.
 
-The stateful environments of an episode, as far as every engine treats them alike.
-
-Protocols of what bodies receive: `Engine` for episodes, `Tokenizer` for encoders, and `State`.
+With it is what every engine treats alike: values of sampling options, environments of an episode, levels of
+sleep, and counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`RoutingFormat`: how the experts that computed a token are stored.
-
-The column of the experts that computed each token, for routing replay.
+"""The experts that computed each token, for routing replay: `RoutingFormat`, and the rows of a column.
 
 Axes: T tokens, K entries of a token (`RoutingFormat`).
 """

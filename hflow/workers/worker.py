@@ -1,25 +1,6 @@
 """The worker of one device, or of all devices of a plan in one process. It receives messages.
 
-Messages and the parts that handle them:
-
-open_groups           encode bodies on a thread, generate bodies on the engines' event loop
-detach_groups         the event loop of episodes
-compute               the pool of body processes; encode and generate bodies of views
-poll                  the mailbox
-run                   batch nodes
-export, receive       the store
-release, summarize    the store
-sample_texts,         the store
-sample_values
-publish,              weights out of a training replica
-free_weights
-load_weights, wake,   engines
-sleep
-save, finish_save     a model and its tokenizer; the background writer
-save_samples,         the store and the event loop of episodes; the background writer
-finish_samples
-restore_samples,      the store, and the log of its samples
-restore_log
+`messages.MESSAGES` lists the messages. The method of a message passes it to the part that handles it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""TensorDicts of a batch: made for bodies that ask for one, and taken from bodies that return one.
-
-The library `tensordict` is an extra. It is imported when a body asks for a TensorDict.
-
-Makes arguments of batch-level bodies from columns, and columns from what they return.
+"""Arguments of batch-level bodies from columns, and columns from what the bodies return.
 
 Batch-level bodies get tensors. For bodies that are called per sample or per group, which get plain Python
 values, see `row_arguments`. A column has the plain name of a field of the batch's own stream; a field of
 another stream is called `stream/field`.
+
+A body may also ask for a TensorDict, and return one. The library `tensordict` is an extra, which is imported
+when a body asks for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A generated dataset of two-digit additions, which a tiny model can learn and whose answers are known.
+"""Datasets: rows by index, with the columns that a recipe declares, from files, the Hub or a generator.
 
-Datasets: rows by index, with the columns that a recipe declares, from files, the Hub or a generator.
+The generator makes two-digit additions, which a tiny model can learn and whose answers are known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Values of Arrow as the JSON values that were written into them.
+"""`RowSchema` checks rows of a source against the columns that a recipe declares.
 
-`RowSchema` checks rows of a source against the columns that a recipe declares.
+Values of Arrow become the JSON values that were written into them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds text that is too long for a model, before it is encoded: that takes up to 400 bytes a character.
+"""Chat templates, and checks of text before a tokenizer encodes it.
 
-`check_known`: refuses text that a tokenizer has no tokens for, which it would replace without a word.
-
-Chat templates: encodes whole conversations with their learned tokens, and the text between two turns.
+`ChatTemplate` encodes whole conversations with their learned tokens, and the text between two turns.
+`find_length_problem` finds text that is too long for a model: encoding takes up to 400 bytes a character.
+`check_known` refuses text that a tokenizer has no tokens for, which it would replace without a word.
 """
 
 from __future__ import annotations

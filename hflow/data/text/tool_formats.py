@@ -1,9 +1,7 @@
-"""Tools that a model may call: functions or JSON schemas, and the schemas of functions for chat templates.
+"""Tools that a model may call, their schemas for chat templates, and the formats of calls, one class each.
 
-Formats in which a model writes tool calls, one class each.
-
-A format parses the text of a turn. Text that is not a call stays text. A block that looks like a call but is
-invalid (broken JSON, an unknown tool) stays text too, and is counted.
+A tool is a function or a JSON schema. A format parses the text of a turn. Text that is not a call stays text.
+A block that looks like a call but is invalid (broken JSON, an unknown tool) stays text too, and is counted.
 """
 
 from __future__ import annotations
@@ -112,6 +110,11 @@ class ToolFormat(Protocol):
     """A format of tool calls."""
 
     @property
+    def vllm_parser(self) -> str | None:
+        """The parser of vLLM's server for the format; None if it has none."""
+        ...
+
+    @property
     def is_described(self) -> bool:
         """Whether the chat template describes the tools to the model."""
         ...
@@ -141,6 +144,7 @@ class ToolFormat(Protocol):
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes and Qwen."""
 
+    vllm_parser: ClassVar[str | None] = "hermes"
     is_described: ClassVar[bool] = True
     stop: ClassVar[tuple[str, ...]] = ()
     _block: ClassVar = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -177,6 +181,7 @@ class Marked:
     opening: str
     closing: str
     failed: str = ""
+    vllm_parser: ClassVar[str | None] = None
     is_described: ClassVar[bool] = False
 
     @property
@@ -211,11 +216,17 @@ class Marked:
         return self.failed or f"error: {message}"
 
 
+FORMATS: dict[str, Callable[[], ToolFormat]] = {"hermes": Hermes}
+"""Name, as in a node's `tool_format` -> constructor."""
+DEFAULT_FORMAT = "hermes"
+"""The format of models whose chat template describes tools."""
+
+
 def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     """Return the format of a generate node.
 
     Args:
-        option: the node's `tool_format`: `hermes`, two or three characters, or None for `hermes`.
+        option: the node's `tool_format`: a name, two or three characters, or None for the default.
         has_template: whether the tokenizer has a chat template, which describes tools.
 
     Raises:
@@ -223,16 +234,17 @@ def tool_format(option: str | None, has_template: bool) -> ToolFormat:
     """
     if option is not None and _are_marks(option):
         return Marked(*option)
-    if option not in (None, "hermes"):
+    if (name := DEFAULT_FORMAT if option is None else option) not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
         raise RecipeError(
-            f"tool_format is {option!r}; set it to 'hermes', or to two different characters such as '[]'"
+            f"tool_format is {option!r}; set it to {known}, or to two different characters such as '[]'"
         )
     if not has_template:
         raise RecipeError(
             "this tokenizer has no chat template to describe tools with; set the generate node's tool_format "
             "to the two characters that enclose a call, such as '[]'"
         )
-    return Hermes()
+    return FORMATS[name]()
 
 
 def _are_marks(option: str) -> bool:

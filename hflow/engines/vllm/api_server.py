@@ -9,6 +9,7 @@ import urllib.request
 from contextlib import suppress
 
 from hflow.base.errors import ConfigError
+from hflow.data.text.tool_formats import tool_format
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
 from hflow.processes.child import ChildProcess
@@ -94,7 +95,8 @@ class VllmApiServer:
             tokenizer.save_for_server(arguments["tokenizer"])
             arguments["generation_config"] = arguments["tokenizer"]
             if tokenizer.chat_template is not None:
-                arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+                parser = tool_format(None, has_template=True).vllm_parser
+                arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
         return command_line(arguments)
 
 

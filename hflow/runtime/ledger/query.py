@@ -1,6 +1,7 @@
-"""Queries on the samples of a run: SQL on the view `samples`, which cannot write anything.
+"""Queries on a run's ledger, none of which can write anything.
 
-`read_overview`: what a run refused and why, how often it went back, and some of its samples.
+`select` runs SQL on the view `samples`. `read_overview` tells what a run refused and why, how often it went
+back, and some of its samples.
 """
 
 from __future__ import annotations

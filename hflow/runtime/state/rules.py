@@ -1,6 +1,6 @@
-"""The versions of the weights that one generation engine holds and loads next.
+"""Rules of the state machine: when nodes fire, how many groups may be admitted, and how old a sample may be.
 
-Rules of the state machine: when nodes fire, how many groups may be admitted, and how old a sample may be.
+`EngineWeights` holds the versions of the weights that one generation engine has and loads next.
 
 Firing. `every`, `after` and the last step decide, by pure functions of the step and the number of steps.
 

@@ -1,6 +1,6 @@
-"""The error message of a hang: which rank is missing and where it is, which ranks wait for it and in what.
+"""`HangDetector` finds the rank that keeps the others of a call waiting, and words the error.
 
-Waits for the answers of workers that act together, and finds the rank that keeps the others waiting.
+The message says which rank is missing and where it is, which ranks wait for it, and in what.
 
 A collective with a missing rank fails on the ranks that wait (gloo) or ends their processes (NCCL). Only the
 missing rank knows why, so hflow samples the stack of every worker when a call fails. As a process that was
