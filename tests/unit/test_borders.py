@@ -20,6 +20,7 @@ BORDERS = {
             "base/validation.py": "a key of another library, which means the same",
             "cli/commands.py": "an example of `hflow serve`",
             "cli/runs.py": "the help of `hflow serve`",
+            "data/text/tool_formats.py": "the name of a format's parser in its own server",
             "doctor/gpus.py": "advice on two settings of GPUs",
             "engines/embedded/descriptor.py": "advice: another engine",
             "weights/channels/ipc/descriptor.py": "advice: what to try",
@@ -56,6 +57,7 @@ BORDERS = {
             "base/validation.py": "a key of another library, which means the same",
         },
     ),
+    "tool-call format": ("(?i)hermes", "data/text/tool_formats.py", {}),
     "tracker": (
         "(?i)wandb",
         "launch/running/trackers.py",
