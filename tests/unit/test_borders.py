@@ -57,7 +57,11 @@ BORDERS = {
             "base/validation.py": "a key of another library, which means the same",
         },
     ),
-    "tool-call format": ("(?i)hermes", "data/text/tool_formats.py", {}),
+    "tool-call format": (
+        "(?i)hermes",
+        "data/text/tool_formats.py",
+        {"dsl/options.py": "the text of the option"},
+    ),
     "tracker": (
         "(?i)wandb",
         "launch/running/trackers.py",
