@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from hflow.base.text import format_gib
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
 from hflow.planner.models.architectures import can_run
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
@@ -137,8 +137,8 @@ def _choice(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest
     fullest = max(stored_bytes(route, src, gen, request).values(), default=0)
     if available is not None and fullest > available:
         return "disk", (
-            f"trainers publish {fullest / GIB:.1f} GiB per machine, but the object store has only about "
-            f"{available / GIB:.1f} GiB"
+            f"trainers publish {format_gib(fullest)} per machine, but the object store has only about "
+            f"{format_gib(available)}"
         )
     return "store", "memory that processes share"
 
