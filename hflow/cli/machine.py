@@ -14,12 +14,12 @@ from rich.text import Text
 
 from hflow import launch
 from hflow.base.terminal import print_text, show
+from hflow.base.text import format_share
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers, read_gpus
 from hflow.doctor.trial_runs import try_runs
-from hflow.report.formatting import share_text
 
 
 def doctor(
@@ -98,6 +98,6 @@ def profile(
     """Measure this machine, for plans with calibration=FILE: kernels, memory, collectives, decode steps."""
     found = launch.measure_hardware(device, out, lambda line: typer.echo(f"measuring {line}", err=True))
     for part, error in found.calibration.missed.items():
-        print_text(f"{part}: misses what it was not fitted to by {share_text(error)}")
+        print_text(f"{part}: misses what it was not fitted to by {format_share(error)}")
     print_text(f"shipped figures for: {', '.join(found.calibration.unmeasured)}")
     print_text(f"{found.file}: use it with calibration={found.file}")

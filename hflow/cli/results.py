@@ -13,8 +13,8 @@ import typer
 from hflow import launch
 from hflow.base.errors import ConfigError
 from hflow.base.terminal import print_data, print_json, print_text, show
+from hflow.base.text import format_bytes
 from hflow.cli.arguments import Overrides, optional_recipe_file, write_html
-from hflow.report.formatting import bytes_text
 from hflow.report.text.compare import names_text, render_comparison
 from hflow.report.text.ledger import as_csv, render_samples, render_story
 from hflow.report.text.results import render_evaluation, render_run_report
@@ -164,7 +164,7 @@ def export(
     done = launch.export(target, directory, model, dtype)
     template = "with" if done.has_chat_template else "without"
     print_text(f"{done.model}: {done.source}")
-    print_text(f"{done.directory}: {bytes_text(done.num_bytes)}, {done.dtype}, {template} a chat template")
+    print_text(f"{done.directory}: {format_bytes(done.num_bytes)}, {done.dtype}, {template} a chat template")
 
 
 LIMIT = 20

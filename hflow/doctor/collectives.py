@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hflow.base.errors import RunError
+from hflow.base.text import format_ranges
 from hflow.doctor.finding import Finding
-from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_collectives(num_gpus: int) -> Iterator[Finding]:
 def group_finding(times: GroupTimes) -> Finding:
     """Return whether the operations of some groups are right, and as fast as plans count with."""
     size, kinds = len(times.ranks[0]), ", ".join(dict.fromkeys(times.kinds))
-    groups = " ".join(device_ranges(ranks) for ranks in times.ranks)
+    groups = " ".join(format_ranges(ranks) for ranks in times.ranks)
     name = f"{size} ranks"
     wrong = [operation.name for operation in times.operations if not operation.is_right]
     if wrong:

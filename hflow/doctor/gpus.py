@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hflow.base.errors import BackendError, HflowError
 from hflow.base.machine_memory import machine_memory
+from hflow.base.text import format_gib
 from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import training_backend
@@ -128,7 +129,7 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     kinds = list(dict.fromkeys((gpu.name, gpu.memory_bytes) for gpu in used))
     if len(kinds) > 1:
         detail = "; ".join(
-            f"{name} with {size / GIB:.1f} GiB: "
+            f"{name} with {format_gib(size)}: "
             + ", ".join(str(i) for i, gpu in enumerate(used) if (gpu.name, gpu.memory_bytes) == (name, size))
             for name, size in kinds
         )
@@ -197,7 +198,7 @@ def check_shared_memory(num_bytes: int) -> Finding:
     """Check the size of /dev/shm, which containers limit."""
     enough = num_bytes >= MIN_SHARED_GIB * GIB
     fix = f"make it {MIN_SHARED_GIB} GiB or more: docker run --shm-size, or an emptyDir of medium Memory"
-    return Finding("host", "/dev/shm", enough, f"{num_bytes / GIB:.1f} GiB", fix)
+    return Finding("host", "/dev/shm", enough, f"{format_gib(num_bytes)}", fix)
 
 
 def check_host_memory(num_bytes: int, gpus: Sequence[Gpu]) -> Finding:

@@ -12,9 +12,10 @@ from typing import Any
 
 from hflow.base.errors import BackendError, RunError
 from hflow.base.machine_memory import machine_memory
+from hflow.base.text import format_ranges
 from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.channels import channel_traits, near_channel
-from hflow.planner.plan.cluster import ClusterSpec, device_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
 from hflow.planner.plan.traits import BACKENDS, ENGINES
@@ -219,7 +220,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
         kinds.setdefault(process.kind, []).append(worker)
         workers_of.setdefault((process.host, process.names[0]), []).append(worker)
     if len(kinds) > 1:
-        listed = "; ".join(f"{kind}: worker {device_ranges(workers)}" for kind, workers in kinds.items())
+        listed = "; ".join(f"{kind}: worker {format_ranges(workers)}" for kind, workers in kinds.items())
         raise RunError(
             f"the workers have different GPUs ({listed}), but a plan has one kind. Use machines of one kind, "
             "or leave out the others with CUDA_VISIBLE_DEVICES"
@@ -227,7 +228,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
     for (host, name), workers in workers_of.items():
         if len(workers) > 1:
             raise RunError(
-                f"workers {device_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
+                f"workers {format_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
                 "each its own. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started"
             )
 

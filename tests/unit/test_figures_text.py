@@ -3,11 +3,11 @@
 import pytest
 from rich.console import Console
 
+from hflow.base.text import format_seconds
 from hflow.launch.planning.variants import Changed, SizedCluster, Sizes, Target, WhatIf, what_if
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
 from hflow.planner.forecast.figures import PlanFigures
-from hflow.report.formatting import seconds_text
 from hflow.report.text.figures import (
     SIZE_HEADINGS,
     broken,
@@ -37,7 +37,7 @@ from hflow.report.text.figures import (
     ],
 )
 def test_durations_have_the_unit_that_a_person_reads(seconds: float, expected: str) -> None:
-    assert seconds_text(seconds) == expected
+    assert format_seconds(seconds) == expected
 
 
 @pytest.mark.parametrize(("days", "expected"), [(23 / 1440, "23 min"), (36 / 1440, "36 min"), (None, "-")])

@@ -29,7 +29,7 @@ from hflow.planner.models.architectures import can_run, read_shape
 from hflow.planner.plan.cluster import used_links
 from hflow.planner.plan.model_shape import active_parameters, num_parameters
 from hflow.planner.plan.request import PlanRequest
-from hflow.report.formatting import size_text
+from hflow.report.formatting import format_replica_size
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"
@@ -470,7 +470,7 @@ def test_models_compute_in_bf16_on_gpus_unless_their_configuration_says_otherwis
     assert {r.name: r.dtype for r in compiled.plan.replicas} == {
         r.name: expected[r.model] for r in compiled.plan.replicas
     }
-    sizes = [size_text(r, dict(compiled.plan.shapes)[r.model]) for r in compiled.plan.replicas]
+    sizes = [format_replica_size(r, dict(compiled.plan.shapes)[r.model]) for r in compiled.plan.replicas]
     assert all(size.endswith(f"in {r.dtype}") for size, r in zip(sizes, compiled.plan.replicas, strict=True))
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from model_configs import model_config
 from plan_graphs import agent, grpo, ppo, request, sft
 
+from hflow.base.text import MINUS
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
-from hflow.report.formatting import MINUS
 from hflow.report.html.plan import page_view, render_page
 from hflow.report.html.plan.devices import memory_view
 from hflow.report.html.plan.gantt import Gantt, gantt_view

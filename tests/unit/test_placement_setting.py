@@ -12,13 +12,13 @@ from model_configs import model_config
 from plan_graphs import ema, grpo, infer, ppo, request
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_ranges
 from hflow.config import load_config
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.compile import compile_plan
 from hflow.planner.make.placement_setting import apply_placement, replace_layout
-from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.rows import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -316,7 +316,7 @@ def test_a_range_that_is_too_long_is_refused_at_once():
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_devices_read_back_from_their_ranges(devices: set[int]):
     held = tuple(sorted(devices))
-    made = compile_plan(grpo(), request("h100-6x8", batch=64, placement=f"actor={device_ranges(held)}"))
+    made = compile_plan(grpo(), request("h100-6x8", batch=64, placement=f"actor={format_ranges(held)}"))
     assert {group.devices for group in made.groups} == {held}
 
 

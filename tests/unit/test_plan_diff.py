@@ -20,7 +20,7 @@ from hflow.graph.ir import BodyRef, DatasetSpec, Graph, Knob, SourceLocation
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import Change, Effect, PlanDiff, diff_plans
 from hflow.planner.diff.compare import decided_values
-from hflow.planner.diff.values import Unmatched, device_ranges, estimated_values
+from hflow.planner.diff.values import Unmatched, estimated_values, format_devices
 from hflow.planner.plan.forecast import (
     CycleStep,
     EdgeTraffic,
@@ -117,7 +117,7 @@ def test_a_resharding_that_changes_results_says_so():
     ],
 )
 def test_devices_in_few_letters(ids: list[int], text: str):
-    assert device_ranges(ids) == text
+    assert format_devices(ids) == text
 
 
 def test_every_replica_that_a_checkpoint_holds_is_resharded():

@@ -38,7 +38,7 @@ from hflow.planner.forecast.memory import (
     transfer,
     unknown_models,
 )
-from hflow.planner.forecast.memory.capacity import share_text
+from hflow.planner.forecast.memory.capacity import largest_part
 from hflow.planner.forecast.memory.parts import largest_microbatch
 from hflow.planner.forecast.memory.rank import stage_sizes
 from hflow.planner.models.descriptors import training_backend
@@ -725,8 +725,8 @@ def test_fetched_weights_take_what_is_left_of_the_object_store():
 
 
 def test_most_of_some_memory_is_more_than_half_of_it():
-    assert share_text(6, 10) == "Most of it is for"
-    assert share_text(3, 10) == "The largest part is for"
+    assert largest_part(6, 10) == "Most of it is for"
+    assert largest_part(3, 10) == "The largest part is for"
 
 
 def test_too_little_host_memory_is_refused_and_little_is_warned_about():

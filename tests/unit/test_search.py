@@ -14,6 +14,7 @@ from rich.console import Console
 from search_kit import LENGTHS, RECIPES, exhaustive, hand_placements, problem
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_seconds
 from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.planner.checks.unrunnable import layout_reasons
 from hflow.planner.compile import compile_plan
@@ -43,7 +44,6 @@ from hflow.planner.search.result import placement_of
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.search.simulated import by_seconds
 from hflow.planner.weights.resharding import add_rows, held_bytes
-from hflow.report.formatting import seconds_text
 from hflow.report.html.plan import render_page
 from hflow.report.text.plan import render_plan
 from hflow.report.text.section import limit_text
@@ -450,7 +450,7 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
     assert (figures.seconds_per_step, figures.is_lower_bound) == (forecast.period.simulated, False)
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render_plan(plan))
-    seconds = seconds_text(forecast.period.seconds)
+    seconds = format_seconds(forecast.period.seconds)
     assert f", with waiting for late responses; without it {seconds}" in console.export_text()
 
     limit = next(limit for limit in forecast.limits if limit.cause.startswith("schedule.max_concurrent=64"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError, PlanError
+from hflow.base.text import format_seconds
 from hflow.config import RunConfig
 from hflow.launch.planning.compile import Compiled, compile_read
 from hflow.launch.planning.read_recipe import RecipeReader
@@ -24,7 +25,6 @@ from hflow.planner.plan.hardware import Device
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PastSearches
-from hflow.report.formatting import seconds_text
 from hflow.runtime.simulation.simulate_plan import simulated_period
 
 PER_MACHINE = 8
@@ -67,7 +67,7 @@ class Target:
             return f"{self.seconds:g} s a step"
         assert self.days is not None
         text = "1 day" if self.days == 1 else f"{self.days:g} days"
-        return text if self.days >= 1 else f"{text} ({seconds_text(self.days * SECONDS_PER_DAY)})"
+        return text if self.days >= 1 else f"{text} ({format_seconds(self.days * SECONDS_PER_DAY)})"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _problem(target: Target, rows: Sequence[SizedCluster]) -> str:
     assert best.figures.days is not None
     reached = (
         f"{best.figures.samples_per_second:.3g} samples/s, {best.figures.seconds_per_step:.3g} s a step, "
-        f"{seconds_text(best.figures.days * SECONDS_PER_DAY)} for the whole run"
+        f"{format_seconds(best.figures.days * SECONDS_PER_DAY)} for the whole run"
     )
     return (
         f"no cluster reaches {target}; the fastest, {best.cluster}, reaches {reached}. Allow larger clusters "

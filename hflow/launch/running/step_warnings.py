@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from hflow.graph.ir import Graph
 from hflow.graph.queries import reported_field
-from hflow.report.formatting import missing_text
+from hflow.report.formatting import format_missing
 from hflow.runtime.records.step_metrics import EVALUATION_REFUSED, NUM_EVALUATED
 from hflow.training.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
 
@@ -101,7 +101,7 @@ class EvaluationWarning:
             if num_refused >= 2 * self._warned.get(stream, 0):
                 self._warned[stream] = num_refused
                 reason = f": {self._messages[stream]}" if stream in self._messages else ""
-                yield f"warning: {stream} after step {step}: {missing_text(*self.missing[stream])}{reason}"
+                yield f"warning: {stream} after step {step}: {format_missing(*self.missing[stream])}{reason}"
 
 
 NUM_IDLE_STEPS = 5

@@ -18,12 +18,12 @@ from hflow.planner.diff.values import (
     distinct_texts,
     estimated_values,
     first_difference,
+    format_plain,
     graph_values,
     is_equal,
     model_names,
     node_names,
     placement_values,
-    plain,
 )
 from hflow.planner.plan.serialise import decisive_rows, rows_digest
 
@@ -199,4 +199,4 @@ def _other_changes(before: Rows, after: Rows) -> Iterator[Change]:
     ours, theirs = decisive_rows(before), decisive_rows(after)
     if not is_equal(ours, theirs):
         path, one, other = first_difference(ours, theirs)
-        yield Change("rest", path, plain(one), plain(other), Effect.NEW)
+        yield Change("rest", path, format_plain(one), format_plain(other), Effect.NEW)

@@ -1,7 +1,7 @@
-"""The values of a plan's JSON rows that a comparison shows, as short texts, and the place where two differ.
+"""The values of a plan that a comparison shows: what it computes, where and when, and what it estimates.
 
-They are what a plan computes, where and when, and what it estimates. Rows that follow from others, such as
-the schedule's copy of the graph, are left out, as they would repeat their differences.
+They are read from a plan's JSON rows, and shown as short texts. What follows from other rows, such as the
+schedule's copy of the graph, is left out, as it would repeat their differences.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.base.text import format_bytes_evenly
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.serialise import without_directories
 
 ABSENT = "none"
 _NUM_RANGES = 6
 """Ranges of devices that are written out."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class ShownValue:
 
 def shown(value: Any) -> ShownValue:
     """Return a value that is shown as it is."""
-    return ShownValue(value, plain(value))
+    return ShownValue(value, format_plain(value))
 
 
-def plain(value: Any) -> str:
+def format_plain(value: Any) -> str:
     """Return a JSON value as short text: names and numbers without quotes, lists with commas."""
     if value is None or value == []:
         return ABSENT
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return ", ".join(map(plain, value))
+        return ", ".join(map(format_plain, value))
     return json.dumps(value, ensure_ascii=False)
 
 
-def device_ranges(ids: Sequence[int]) -> str:
+def format_devices(ids: Sequence[int]) -> str:
     """Return devices in their order, evenly spaced ones as ranges: `0-3 6 5`, `0-60 by 4`."""
     texts, start = [], 0
     while start < len(ids):
@@ -74,25 +74,17 @@ def _range(first: int, last: int, step: int) -> str:
     return f"{first}-{last}" if step == 1 else f"{first}-{last} by {step}"
 
 
-def size(num_bytes: float) -> str:
-    """Return bytes in the unit that gives a number below 1024."""
-    unit = 0
-    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    return f"{num_bytes:.0f} B" if unit == 0 else f"{num_bytes:.1f} {_UNITS[unit]}"
-
-
-def shown_size(num_bytes: int) -> ShownValue:
+def shown_bytes(num_bytes: int) -> ShownValue:
     """Return bytes as a value that is shown in a larger unit."""
-    return ShownValue(num_bytes, size(num_bytes), f"{num_bytes:,} B")
+    return ShownValue(num_bytes, format_bytes_evenly(num_bytes), f"{num_bytes:,} B")
 
 
-def seconds(value: float) -> str:
-    """Return seconds with three significant digits."""
+def format_rounded_seconds(value: float) -> str:
+    """Format seconds with three significant digits: plans whose seconds have equal texts count as equal."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def layout(text: str) -> str:
+def format_layout(text: str) -> str:
     """Return a layout without axes of size 1: `d2t1p1` is `d2`, and a single device is `d1`."""
     whole = Layout.parse(text)
     axes = {"d": whole.data, "t": whole.tensor, "p": whole.pipe, "c": whole.context, "e": whole.expert}
@@ -187,12 +179,12 @@ def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[
         "workload": {stream: _flat(lengths) for stream, lengths in forecast["workload"]},
         "memory": dict(_peaks(forecast["memory"])),
         "traffic": {
-            row["consumer"]: {"": shown_size(row["num_bytes"])}
+            row["consumer"]: {"": shown_bytes(row["num_bytes"])}
             for row in forecast["traffic"]
             if row["consumer"] not in unmatched.nodes
         },
         "time": {
-            row["node"]: {"": ShownValue(row["seconds"], seconds(row["seconds"]))}
+            row["node"]: {"": ShownValue(row["seconds"], format_rounded_seconds(row["seconds"]))}
             for row in forecast["times"]
             if row["node"] not in unmatched.nodes
         },
@@ -219,14 +211,14 @@ def _peaks(phases: list[Rows]) -> Iterator[tuple[str, dict[str, ShownValue]]]:
         totals.setdefault(phase["group"], []).append((total, phase["phase"]))
     for group, found in totals.items():
         total, name = max(found, key=lambda item: item[0])
-        yield f"peak of {group}", {"": ShownValue([total, name], f"{size(total)} in {name}")}
+        yield f"peak of {group}", {"": ShownValue([total, name], f"{format_bytes_evenly(total)} in {name}")}
 
 
 def _period(period: Rows | None) -> Iterator[tuple[str, dict[str, ShownValue]]]:
     if period is None:
         return
     step = max(period["seconds"], period.get("simulated") or 0.0)
-    yield "a step", {"": ShownValue(step, seconds(step))}
+    yield "a step", {"": ShownValue(step, format_rounded_seconds(step))}
     cycle = [[arc["node"], arc["why"], arc["lag"]] for arc in period["cycle"]]
     yield "critical cycle", {"": ShownValue(cycle, " > ".join(node for node, _, _ in cycle))}
     for group, share in period["idle"]:
@@ -290,7 +282,7 @@ def _node(node: Rows) -> dict[str, ShownValue]:
         "name of the body": shown(f"{body['module']}.{body['qualname']}"),
     }
     made |= {
-        f".{knob['name']}": ShownValue([knob["type"], knob["value"]], plain(knob["value"]))
+        f".{knob['name']}": ShownValue([knob["type"], knob["value"]], format_plain(knob["value"]))
         for knob in spec["knobs"]
     }
     made |= {f".{name}": shown(value) for name, value in spec["options"]}
@@ -363,16 +355,16 @@ def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
 
 
 def _cluster(key: str, value: Any) -> ShownValue:
-    return shown_size(value) if key == "memory_bytes" else shown(value)
+    return shown_bytes(value) if key == "memory_bytes" else shown(value)
 
 
 def _devices(ids: list[int]) -> ShownValue:
-    return ShownValue(ids, device_ranges(ids))
+    return ShownValue(ids, format_devices(ids))
 
 
 def _replica(replica: Rows) -> dict[str, ShownValue]:
     return {
-        "": ShownValue(replica["layout"], layout(replica["layout"])),
+        "": ShownValue(replica["layout"], format_layout(replica["layout"])),
         "backend": shown(replica["backend"]),
         "group": shown(", ".join(replica["groups"])),
         "devices": _devices(replica["workers"]),
@@ -419,7 +411,7 @@ def _routing(rows: list[Rows], unmatched: Unmatched) -> Iterator[tuple[str, dict
                 owner,
                 {
                     "": ShownValue(
-                        table, f"{_shards(table)} on {device_ranges([worker for _, worker in table])}"
+                        table, f"{_shards(table)} on {format_devices([worker for _, worker in table])}"
                     )
                 },
             )
@@ -448,10 +440,10 @@ def _route(route: Rows) -> dict[str, ShownValue]:
         "": shown(route["how"]),
         "transport": shown(route["transport"]),
         "what a device holds": shown(route["near"]),
-        "moved": shown_size(route["moved_bytes"]),
-        "across machines": shown_size(route["node_bytes"]),
-        "held already": shown_size(route["held_bytes"]),
-        "saved by the order of ranks": shown_size(route["saved_bytes"]),
+        "moved": shown_bytes(route["moved_bytes"]),
+        "across machines": shown_bytes(route["node_bytes"]),
+        "held already": shown_bytes(route["held_bytes"]),
+        "saved by the order of ranks": shown_bytes(route["saved_bytes"]),
         "rows": ShownValue([route["rows"], route["worker_sets"]], f"{len(route['rows'])} rows"),
     }
 

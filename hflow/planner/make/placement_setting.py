@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hflow.base.errors import PlanError, nearest
+from hflow.base.text import format_ranges
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import trained_models
 from hflow.planner.make.replicas import ALL_DEVICES, GEN_SUFFIX, Devices, replica_roles
-from hflow.planner.plan.cluster import ClusterSpec, device_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 
 _ITEM = re.compile(r"([^=:]+)=([^=:]+)(?::([^=:]+))?")
@@ -181,7 +182,7 @@ def _range(part: str, item: PlacementItem, items: Mapping[str, PlacementItem], c
     if last >= cluster.num_devices:
         raise PlanError(
             f"placement: {item.text!r} names device {last}, but cluster {cluster.name} has devices "
-            f"{device_ranges(range(cluster.num_devices))}"
+            f"{format_ranges(range(cluster.num_devices))}"
         )
     return range(first, last + 1)
 
@@ -210,7 +211,7 @@ def _check_unnamed(
         (name for name, device_set in devices.items() if len(device_set) < cluster.num_devices), None
     )
     if unnamed and partial is not None:
-        free = device_ranges(_free_devices(devices, cluster))
+        free = format_ranges(_free_devices(devices, cluster))
         raise PlanError(
             f"placement does not name {unnamed[0]!r}, which therefore gets all devices and overlaps "
             f"{items[partial].text!r}; place it too, as in {unnamed[0]}={free or partial}"
@@ -220,7 +221,7 @@ def _check_unnamed(
 def _idle_warnings(devices: Mapping[str, Devices], cluster: ClusterSpec) -> Iterator[str]:
     free = _free_devices(devices, cluster)
     if free:
-        yield f"placement leaves devices {device_ranges(free)} of cluster {cluster.name} unused"
+        yield f"placement leaves devices {format_ranges(free)} of cluster {cluster.name} unused"
 
 
 def _free_devices(devices: Mapping[str, Devices], cluster: ClusterSpec) -> list[int]:

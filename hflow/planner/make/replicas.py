@@ -14,10 +14,11 @@ from itertools import combinations
 from typing import Literal
 
 from hflow.base.errors import PlanError, nearest
+from hflow.base.text import format_ranges
 from hflow.graph.ir import Graph, Node
 from hflow.graph.queries import trained_models
 from hflow.planner.models.choices import UNDECIDED
-from hflow.planner.plan.cluster import ClusterSpec, device_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.layout import Layout, even_blocks
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
@@ -215,10 +216,10 @@ def _place(replica: UnplacedReplica, groups: Sequence[DeviceGroup]) -> Replica:
     used = devices[: layout.world]
     for group in groups:
         if set(used).isdisjoint(group.devices):
-            enough = f"{placement_name(replica.name)}={device_ranges(used)}"
+            enough = f"{placement_name(replica.name)}={format_ranges(used)}"
             raise PlanError(
-                f"{replica.name}: layout {layout} uses devices {device_ranges(used)}, but none of group "
-                f"{group.name!r} ({device_ranges(group.devices)}); give it the devices that it uses, as in "
+                f"{replica.name}: layout {layout} uses devices {format_ranges(used)}, but none of group "
+                f"{group.name!r} ({format_ranges(group.devices)}); give it the devices that it uses, as in "
                 f"placement='... {enough}'"
             )
     placed = Replica(

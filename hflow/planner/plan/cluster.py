@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 from hflow.base.errors import PlanError, nearest, shorten
 from hflow.planner.plan.hardware import Device, Hardware, Link
@@ -97,13 +96,6 @@ def used_links(cluster: ClusterSpec, hardware: Hardware) -> list[tuple[Link, str
     if hardware.rack and len(racks) == 1:
         del levels[-1]
     return [(link, where) for link, where, is_used in levels if link is not None and is_used]
-
-
-def device_ranges(devices: Iterable[int]) -> str:
-    """Return ascending devices as text, `0-3,6`."""
-    runs = groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0])
-    ends = [[device for _, device in run] for _, run in runs]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)
 
 
 def _split(name: str) -> tuple[str, int, int]:

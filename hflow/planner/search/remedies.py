@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_gib, format_ranges, format_setting
 from hflow.graph.ir import Graph
 from hflow.planner.checks.unrunnable import runs_family
-from hflow.planner.forecast.memory.capacity import gib
 from hflow.planner.make.placement_setting import placed_devices
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.models.descriptors import engine_kind
-from hflow.planner.plan.cluster import ClusterSpec, device_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
@@ -62,7 +63,7 @@ def pins_of(graph: Graph, request: PlanRequest) -> tuple[PlanRequest, tuple[Pin,
         names = [model + GEN_SUFFIX * (role == "gen") for model, role in replica_roles(graph)]
         items, devices = placed_devices(request, names)
         texts = {
-            name: f"{name}={device_ranges(devices[name])}" + (f":{item.layout}" if item.layout else "")
+            name: f"{name}={format_ranges(devices[name])}" + (f":{item.layout}" if item.layout else "")
             for name, item in items.items()
         }
         for item in dict.fromkeys(items.values()):
@@ -95,7 +96,7 @@ def _groups(request: PlanRequest) -> Iterator[Pin]:
         text = f"{key}={value_of(request, key)}"
         yield Pin("placement", key, text, partial(_without_group, key=key))
     if request.groups:
-        texts = (f"groups.{name}=[{device_ranges(devices)}]" for name, devices in request.groups.items())
+        texts = (f"groups.{name}=[{format_ranges(devices)}]" for name, devices in request.groups.items())
         yield Pin("placement", "groups", " ".join(texts), lambda request: replace(request, groups={}))
 
 
@@ -114,8 +115,7 @@ def _settings(graph: Graph, request: PlanRequest) -> Iterator[Pin]:
     for key in keys:
         if key not in request.free:
             value = value_of(request, key)
-            text = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-            yield Pin("setting", key, text, partial(_with_free, key=key))
+            yield Pin("setting", key, format_setting(key, value), partial(_with_free, key=key))
 
 
 def _set_keys(request: PlanRequest, name: str) -> Iterator[str]:
@@ -205,8 +205,8 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         others = [other for other in causes if other is not pin]
         if (kept := _search(graph, _released(changed, others))) is not None:
             causes, found = others, kept
-    names, needed = " and ".join(dict.fromkeys(pin.text for pin in causes)), gib(_needed(found[1]))
-    changes = list(_as_written(dict(attempt.changes)))
+    names, needed = " and ".join(dict.fromkeys(pin.text for pin in causes)), format_gib(_needed(found[1]))
+    changes = list(starmap(format_setting, dict(attempt.changes).items()))
     is_too_large = attempt.request.cluster != request.cluster
     if is_too_large:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
@@ -260,9 +260,10 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
         fitting = _first_fit(graph, _anywhere_attempts(graph, other))
         if fitting is not None:
             attempt, (_, choice) = _fewest_changes(graph, other, *fitting)
-            settings = " ".join(_as_written(dict(attempt.changes)))
+            settings = " ".join(starmap(format_setting, dict(attempt.changes).items()))
             there = f"cluster={attempt.request.cluster.name} {settings}".rstrip()
-            return f"{text}. Set {there} ({gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+            needed = format_gib(_needed(choice))
+            return f"{text}. Set {there} ({needed}).{_planned_only(request, attempt.changes)}"
     return f"{text}. Use larger devices or a smaller model."
 
 
@@ -285,7 +286,9 @@ def _cause(graph: Graph, request: PlanRequest) -> str | None:
     room = num * (problem.memory_limit - round(request.hardware.device.overhead_gib * GIB))
     where = f"within a machine, where {num} devices have" if num > 1 else "on one device, which has"
     weights = DTYPE_BYTES[dtype] * num_parameters(shape)
-    return f"an engine of {name} is {where} {gib(room)} for {gib(weights)} of weights in {dtype}"
+    return (
+        f"an engine of {name} is {where} {format_gib(room)} for {format_gib(weights)} of weights in {dtype}"
+    )
 
 
 def _first_fit(graph: Graph, attempts: Iterable[Attempt]) -> tuple[Attempt, Found] | None:
@@ -383,12 +386,12 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
         is_opened = before is None and key in attempt.opened
         if is_opened and option.layout != Layout.parse(value_of(request, key)):
             settings[key] = str(option.layout)
-    texts = list(_as_written(settings))
+    texts = list(starmap(format_setting, settings.items()))
     if PLACEMENT in attempt.request.free - request.free:
         texts.insert(0, f"placement='{placement_of(choice)}'")
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
-    return f"Set {' '.join(texts)} ({gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+    return f"Set {' '.join(texts)} ({format_gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
 
 
 def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
@@ -424,17 +427,13 @@ def _replacement(pins: Sequence[Pin], evaluator: Evaluator, choice: Choice) -> s
         chosen[f"models.{option.replica.model}.{'gen.' * (option.replica.role == 'gen')}layout"] = (
             option.layout
         )
-    return " ".join(_as_written({pin.key: chosen[pin.key] for pin in pins if pin.key in chosen}))
+    opened = {pin.key: chosen[pin.key] for pin in pins if pin.key in chosen}
+    return " ".join(starmap(format_setting, opened.items()))
 
 
 def _needed(choice: Choice) -> int:
     """Return the bytes that the fullest device of a choice needs."""
     return max(group.fit.total for group in choice.groups)
-
-
-def _as_written(settings: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in settings.items():
-        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _opened(attempt: Attempt, keys: tuple[str, ...]) -> Attempt:

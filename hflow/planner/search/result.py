@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from hflow.base.text import format_gib, format_ranges
 from hflow.config.schema import ModelConfig, RunConfig
 from hflow.planner.make.replicas import Devices, placement_name
-from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.forecast import Candidate
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest
@@ -86,7 +86,7 @@ def placement_of(choice: Choice) -> str:
         key = choice.devices_of(option.name), str(option.layout)
         items.setdefault(key, []).append(placement_name(option.name))
     return " ".join(
-        f"{','.join(names)}={device_ranges(devices)}:{layout}" for (devices, layout), names in items.items()
+        f"{','.join(names)}={format_ranges(devices)}:{layout}" for (devices, layout), names in items.items()
     )
 
 
@@ -210,7 +210,7 @@ def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, 
         if fit.total > problem.memory_limit:
             yield (
                 option.name,
-                f"with {other.layout} {fit.phase} would need {fit.total / GIB:.1f} GiB of "
+                f"with {other.layout} {fit.phase} would need {format_gib(fit.total)} of "
                 f"{problem.cluster.memory_bytes / GIB:.1f}",
             )
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hflow.report.formatting import plural
+from hflow.base.text import pluralize
 from hflow.report.text.live import sparkline
 from hflow.report.text.section import add_row, dim, number, table, text
 
@@ -69,7 +69,7 @@ def names_text(comparison: Comparison) -> str:
 def seeds_text(side: Side) -> str:
     """Return `seed 0`, or `2 runs, seeds 0, 1`."""
     seeds = ", ".join(map(str, side.seeds))
-    return f"{plural(len(side.runs), 'run')}, seeds {seeds}" if len(side.runs) > 1 else f"seed {seeds}"
+    return f"{pluralize(len(side.runs), 'run')}, seeds {seeds}" if len(side.runs) > 1 else f"seed {seeds}"
 
 
 def side_letter(index: int) -> str:

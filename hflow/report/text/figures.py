@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from hflow.base.text import TIMES, format_bytes, format_count, format_seconds, format_share
 from hflow.planner.diff import Change
 from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures
-from hflow.report.formatting import TIMES, bytes_text, count_text, seconds_text, share_text
 from hflow.report.text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
@@ -121,14 +121,14 @@ def _bounded(figures: PlanFigures, text: str, mark: str = AT_LEAST) -> str:
 
 def duration_text(seconds: float | None) -> str:
     """Return seconds as text."""
-    return UNKNOWN if seconds is None else seconds_text(seconds)
+    return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
 def memory_text(figures: PlanFigures) -> str:
     """Return the memory of the fullest device, and its share of all."""
     if figures.peak_bytes is None:
         return UNKNOWN
-    return f"{bytes_text(figures.peak_bytes)} ({share_text(figures.peak_bytes / figures.memory_bytes)})"
+    return f"{format_bytes(figures.peak_bytes)} ({format_share(figures.peak_bytes / figures.memory_bytes)})"
 
 
 def dollars_text(dollars: float | None) -> str:
@@ -137,7 +137,7 @@ def dollars_text(dollars: float | None) -> str:
         return UNKNOWN
     if 0 < dollars < 0.005:
         return "< 0.01"
-    return f"{dollars:.2f}" if dollars < 100 else count_text(dollars)
+    return f"{dollars:.2f}" if dollars < 100 else format_count(dollars)
 
 
 SIZE_HEADINGS = ("devices", "a step", "samples/s", "whole run", "memory", "$ an hour", "$ of the run")
@@ -170,7 +170,7 @@ def size_cells(row: SizedCluster) -> tuple[str, ...]:
         step_text(figures),
         _bounded(
             figures,
-            UNKNOWN if figures.samples_per_second is None else count_text(figures.samples_per_second),
+            UNKNOWN if figures.samples_per_second is None else format_count(figures.samples_per_second),
             AT_MOST,
         ),
         _bounded(figures, duration_text(None if figures.days is None else figures.days * SECONDS_PER_DAY)),

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.base.terminal import safe_text
-from hflow.report.formatting import plural
+from hflow.base.text import pluralize
 
 if TYPE_CHECKING:
     from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory
@@ -32,7 +32,7 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
         total: number of samples in all, including those of `rows`.
     """
     if not rows:
-        return Text(f"{'none of ' * bool(total)}{plural(total, 'sample')}", style="dim")
+        return Text(f"{'none of ' * bool(total)}{pluralize(total, 'sample')}", style="dim")
     names = [*SHOWN, *(name for name in WHY if any(row[name] is not None for row in rows))]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -41,7 +41,7 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in names))
     more = "" if len(rows) == total else f"the first {len(rows)} of "
-    said = f"{more}{plural(total, 'sample')}; --json and --csv have all columns"
+    said = f"{more}{pluralize(total, 'sample')}; --json and --csv have all columns"
     return Group(table, Text(said, style="dim"))
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.base.terminal import SafeConsole
-from hflow.report.formatting import share_text
+from hflow.base.text import format_share
 
 MAX_BINS = 9
 """Columns of the histogram of lags. The last one counts all larger lags too."""
@@ -122,7 +122,7 @@ def _with_main_reason(samples: Mapping[str, int]) -> str:
 
 
 def _share(share: float | None) -> str:
-    return "" if share is None else share_text(share)
+    return "" if share is None else format_share(share)
 
 
 def _mean(shares: Mapping[int, float]) -> float:

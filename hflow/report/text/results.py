@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Column
 from rich.text import Text
 
-from hflow.report.formatting import ends_of, plural, seconds_text
-from hflow.report.html.run.curves import number_text, with_staleness
+from hflow.base.text import format_number, format_seconds, pluralize
+from hflow.report.formatting import ends_of
+from hflow.report.html.run.curves import with_staleness
 from hflow.report.html.run.view import STEP_SECONDS, faults, planned_seconds, story
 from hflow.report.text.live import sparkline
 from hflow.report.text.section import add_row, dim, number, table, text
@@ -39,7 +40,7 @@ def render_run_report(report: RunReport) -> RenderableType:
     )
     for name in _names(report):
         values = [value for _, value in record.curves[name]]
-        cells = map(number_text, (*ends_of(record.curves[name]), min(values), max(values)))
+        cells = map(format_number, (*ends_of(record.curves[name]), min(values), max(values)))
         add_row(shown, name, *cells, Text(sparkline(values, CURVE_WIDTH), style="cyan"))
     parts += [Text(), shown, dim("first and final: means of a tenth of the values"), Text()]
     if report.ledger and report.ledger.refused:
@@ -63,15 +64,15 @@ def _lines(report: RunReport) -> Iterator[Text]:
     curve, planned = report.record.curves.get(STEP_SECONDS), planned_seconds(report)
     if curve:
         median = statistics.median(value for _, value in curve)
-        beside = f", planned {seconds_text(planned)}" if planned else ""
-        yield Text(f"a step takes {seconds_text(median)}{beside}")
+        beside = f", planned {format_seconds(planned)}" if planned else ""
+        yield Text(f"a step takes {format_seconds(median)}{beside}")
     yield from (Text(line, "yellow") for line in faults(report))
     yield dim(f"--html FILE writes a page with all curves, the timeline and samples of {report.record.name}")
 
 
 def render_evaluation(report: EvaluationReport) -> RenderableType:
     """Render what was evaluated, the scores, and the file that has them."""
-    steps = "" if report.steps is None else f" after {plural(report.steps, 'step')}"
+    steps = "" if report.steps is None else f" after {pluralize(report.steps, 'step')}"
     heads = [
         Text(f"{name}: {path}{steps}", "bold", no_wrap=True, overflow="ignore")
         for name, path in report.models.items()

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hflow.base.terminal import safe_text
-from hflow.report.formatting import plural
+from hflow.base.text import pluralize
 
 NOT_TRAINED = "not trained"
 KEY = "report.samples"
@@ -49,8 +49,8 @@ def render_samples_with_text(
         parts += [_headline(sample), render_texts(texts[sample["stream"], sample["id"]]), Text()]
     some = "" if len(samples) == num_with_text else f"the first {len(samples)} of "
     told = (
-        f"{some}{plural(num_with_text, 'sample')} with text, of {plural(total, 'sample')} in all; {KEY}=N "
-        f"keeps {KEPT}"
+        f"{some}{pluralize(num_with_text, 'sample')} with text, of {pluralize(total, 'sample')} in all; "
+        f"{KEY}=N keeps {KEPT}"
     )
     return Group(*parts, Text(told, style="dim"))
 

@@ -15,8 +15,8 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
+from hflow.base.text import format_share
 from hflow.planner.plan.forecast import Limit, Remedy
-from hflow.report.formatting import share_text
 
 WIDEST = 120
 """Largest width of a report in columns; longer lines are hard to read."""
@@ -85,8 +85,8 @@ def limit_text(limit: Limit) -> str:
     if not limit.remedies:
         return f"{limit.cause}. {NO_REMEDY}" if limit.idle else f"{limit.cause}."
     first, *others = limit.remedies
-    more = "".join(f", with {_settings(other)} {share_text(other.gain)} less" for other in others)
-    return f"{limit.cause}. With {_settings(first)} a step takes {share_text(first.gain)} less{more}."
+    more = "".join(f", with {_settings(other)} {format_share(other.gain)} less" for other in others)
+    return f"{limit.cause}. With {_settings(first)} a step takes {format_share(first.gain)} less{more}."
 
 
 def _settings(remedy: Remedy) -> str:

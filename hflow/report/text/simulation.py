@@ -12,9 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import format_count, format_seconds, format_share, pluralize
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.plan.forecast import Period, Slot
-from hflow.report.formatting import count_text, plural, seconds_text, share_text
 from hflow.report.text.plan.header import staleness_line
 from hflow.report.text.plan.time import gantt
 from hflow.report.text.section import WIDEST, Section, add_row, number, shown, table, text
@@ -49,8 +49,8 @@ def staleness_section(simulation: Simulation, width: int) -> Section:
     for lag, parts in sorted(rows.items()):
         in_flight = sum(flight * num for flight, num in parts) / totals[lag]
         columns = round(room * totals[lag] / max(totals.values()))
-        cells = (count_text(part) for part in (in_flight, lag - in_flight))
-        share = share_text(totals[lag] / sum(totals.values()))
+        cells = (format_count(part) for part in (in_flight, lag - in_flight))
+        share = format_share(totals[lag] / sum(totals.values()))
         add_row(shown, str(lag), f"{totals[lag]:,}", share, *cells, _bar(columns, in_flight, lag))
     legend = Text.assemble((IN_FLIGHT, "yellow"), " in flight  ", (IN_QUEUE, "cyan"), " in queue, or fresh")
     return Section("Staleness", STALENESS_NOTE, (shown, legend))
@@ -122,13 +122,13 @@ def _rows(simulation: Simulation) -> Iterator[tuple[str, Text]]:
     steps, planned_steps = simulation.num_steps, simulation.plan.schedule.num_steps
     yield (
         "simulated",
-        Text(f"{steps:,} of {plural(planned_steps, 'step')}, seed {simulation.seed}; no evaluations"),
+        Text(f"{steps:,} of {pluralize(planned_steps, 'step')}, seed {simulation.seed}; no evaluations"),
     )
-    speed = f" a step: {count_text(1 / period)} steps/s, {count_text(run.samples_per_second)} samples/s"
-    yield "speed", Text.assemble((seconds_text(period), "bold"), speed)
+    speed = f" a step: {format_count(1 / period)} steps/s, {format_count(run.samples_per_second)} samples/s"
+    yield "speed", Text.assemble((format_seconds(period), "bold"), speed)
     yield "plan's period", Text(_planned(simulation))
     yield "limit", Text(_limit(simulation))
-    yield "idle", Text(", ".join(f"{lane} {share_text(share)}" for lane, share in run.idle))
+    yield "idle", Text(", ".join(f"{lane} {format_share(share)}" for lane, share in run.idle))
     yield "staleness", Text(_staleness(simulation))
     yield "interrupted", Text(_interrupted(simulation))
     for label, is_drop in (("refused", False), ("dropped", True)):
@@ -142,7 +142,7 @@ def _planned(simulation: Simulation) -> str:
     more = round(100 * (simulation.period / seconds - 1), 1)
     compared = f"{abs(more):g} % {'more' if more > 0 else 'less'}" if more else "as much"
     bound = ", a lower bound" if is_lower_bound else ""
-    return f"{seconds_text(seconds)} a step{bound}; the simulated step takes {compared}"
+    return f"{format_seconds(seconds)} a step{bound}; the simulated step takes {compared}"
 
 
 def _limit(simulation: Simulation) -> str:
@@ -152,10 +152,10 @@ def _limit(simulation: Simulation) -> str:
         (f"generation and training in turns on the devices of {group}", seconds)
         for group, seconds in simulation.in_turns
     )
-    rows = ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in (*alone, *turns))
+    rows = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in (*alone, *turns))
     return (
-        f"{seconds_text(simulation.limit)} a step at best, the largest of: {rows}. The simulated run reaches "
-        f"{share_text(simulation.limit / simulation.period)} of that speed"
+        f"{format_seconds(simulation.limit)} a step at best, the largest of: {rows}. The simulated run "
+        f"reaches {format_share(simulation.limit / simulation.period)} of that speed"
     )
 
 
@@ -165,19 +165,20 @@ def _staleness(simulation: Simulation) -> str:
     if not found:
         return f"none: nothing is generated ({certificate})"
     mean = sum(lag * num for lag, num in found.items()) / sum(found.values())
-    return f"{count_text(mean)} on average, {max(found)} at most; by the plan {certificate}"
+    return f"{format_count(mean)} on average, {max(found)} at most; by the plan {certificate}"
 
 
 def _interrupted(simulation: Simulation) -> str:
     times, tokens = simulation.run.interruptions, simulation.tokens_kept
     if not times:
         return "none"
-    return f"{plural(times, 'time')}; {count_text(round(tokens))} tokens were kept instead of generated again"
+    kept = format_count(round(tokens))
+    return f"{pluralize(times, 'time')}; {kept} tokens were kept instead of generated again"
 
 
 def _lost(simulation: Simulation, *, is_drop: bool) -> str:
     rows = [(reason, num) for reason, num in simulation.run.refused if (reason in DROPS) == is_drop]
-    return ", ".join(f"{plural(num, 'sample')} {reason}" for reason, num in rows) or "none"
+    return ", ".join(f"{pluralize(num, 'sample')} {reason}" for reason, num in rows) or "none"
 
 
 class SimulationReport:

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.report.formatting import missing_text
+from hflow.report.formatting import format_missing
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunSummary:
         for label, value in self.values.items():
             table.add_row(label, f"{value:.4g}")
         for stream, missing in self.not_evaluated.items():
-            table.add_row(stream, missing_text(*missing))
+            table.add_row(stream, format_missing(*missing))
         if self.samples:
             table.add_row("samples", _counted(self.samples))
         table.add_row("results", Text(str(self.directory)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.base.errors import RunError, WorkerFailureError
-from hflow.planner.plan.cluster import device_ranges
+from hflow.base.text import format_ranges
 from hflow.planner.plan.rows import Replica
 from hflow.workers.hangs.stack_probe import CollectiveError, LostPeerError, StackSnapshot
 
@@ -105,7 +105,7 @@ def _waits(waiting: Sequence[int], snapshots: Snapshots, missing: str) -> list[s
     for collective, workers in by_collective.items():
         subject = "workers {} wait" if len(workers) > 1 else "worker {} waits"
         place = f"in {collective}" if collective else "in a collective that it has not issued"
-        phrases.append(f"{subject.format(device_ranges(workers))} for {missing} {place}")
+        phrases.append(f"{subject.format(format_ranges(workers))} for {missing} {place}")
     return phrases
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.cluster import device_ranges
+from hflow.base.text import format_gib, format_ranges
 from hflow.planner.plan.forecast import PhaseMemory
-from hflow.planner.plan.hardware import GIB
 
 MEMORY_MARGIN = 0.05
 """Share of a device's memory that a plan should leave free: allocators fragment, and estimates err."""
@@ -28,10 +27,10 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
     if largest is None or largest.total <= capacity:
         return
     name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
-    part = share_text(size, largest.total)
+    part = largest_part(size, largest.total)
     raise PlanError(
-        f"{largest.phase} needs {gib(largest.total)} per device but only {gib(capacity)} is available on "
-        f"{_device_range(largest.devices)}. {part} {name} ({gib(size)}). {advice()}"
+        f"{largest.phase} needs {format_gib(largest.total)} per device but only {format_gib(capacity)} is "
+        f"available on {_device_range(largest.devices)}. {part} {name} ({format_gib(size)}). {advice()}"
     )
 
 
@@ -43,9 +42,9 @@ def margin_warnings(
     if largest is None or largest.total <= (1 - MEMORY_MARGIN) * capacity:
         return ()
     return (
-        f"{largest.phase} needs {gib(largest.total)} of the {gib(capacity)} on "
-        f"{_device_range(largest.devices)}, which leaves {gib(capacity - largest.total)} for what estimates "
-        f"miss. {advice()}",
+        f"{largest.phase} needs {format_gib(largest.total)} of the {format_gib(capacity)} on "
+        f"{_device_range(largest.devices)}, which leaves {format_gib(capacity - largest.total)} for what "
+        f"estimates miss. {advice()}",
     )
 
 
@@ -53,19 +52,14 @@ def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
     return max(phases, key=lambda phase: phase.total, default=None)
 
 
-def share_text(num_bytes: int, total: int) -> str:
+def largest_part(num_bytes: int, total: int) -> str:
     """Return the beginning of a sentence about the largest item of some memory."""
     return "Most of it is for" if 2 * num_bytes > total else "The largest part is for"
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes as `57.8 GiB`."""
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def _device_range(devices: tuple[int, ...]) -> str:
     """Return `device 3`, `devices 0-7`, or `4 devices from 1 to 7`."""
     first, last = devices[0], devices[-1]
     if len(devices) == 1 or last - first == len(devices) - 1:
-        return f"device{'s' if len(devices) > 1 else ''} {device_ranges(devices)}"
+        return f"device{'s' if len(devices) > 1 else ''} {format_ranges(devices)}"
     return f"{len(devices)} devices from {first} to {last}"

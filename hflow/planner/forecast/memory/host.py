@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_gib, format_ranges
 from hflow.planner.forecast.memory import activations, transfer
-from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, gib, share_text
+from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, largest_part
 from hflow.planner.forecast.memory.offload import in_host_memory
 from hflow.planner.forecast.memory.parts import ItemKey, Items, engine_weights, item
 from hflow.planner.forecast.memory.phases import MemoryContext
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.plan.channels import channel_traits
-from hflow.planner.plan.cluster import device_ranges
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
@@ -187,8 +187,8 @@ def check_host_memory(rows: Iterable[HostMemory]) -> None:
         is_one = len(row.machines) == 1
         machines, need, have = ("machine", "needs", "has") if is_one else ("machines", "need", "have")
         raise PlanError(
-            f"{machines} {device_ranges(row.machines)} {need} {gib(row.total)} of host memory, but "
-            f"{have} {gib(row.capacity)}. {_largest(row)}, or use more machines."
+            f"{machines} {format_ranges(row.machines)} {need} {format_gib(row.total)} of host memory, but "
+            f"{have} {format_gib(row.capacity)}. {_largest(row)}, or use more machines."
         )
 
 
@@ -196,11 +196,11 @@ def host_memory_warnings(rows: Iterable[HostMemory], request: PlanRequest) -> It
     """Yield a warning for each kind of machine that a plan leaves little memory, and one of small stores."""
     rows = tuple(rows)
     for row in rows:
-        machines = f"machine{'s' * (len(row.machines) > 1)} {device_ranges(row.machines)}"
+        machines = f"machine{'s' * (len(row.machines) > 1)} {format_ranges(row.machines)}"
         if row.capacity is not None and row.total > (1 - MEMORY_MARGIN) * row.capacity:
             yield (
-                f"{machines}: {gib(row.total)} of {gib(row.capacity)} of host memory are needed, without "
-                f"processes and data. {_largest(row)}, or use more machines."
+                f"{machines}: {format_gib(row.total)} of {format_gib(row.capacity)} of host memory are "
+                f"needed, without processes and data. {_largest(row)}, or use more machines."
             )
     yield from _store_warning(rows, store_bytes(request))
 
@@ -216,9 +216,9 @@ def _store_warning(rows: Iterable[HostMemory], store: float | None) -> Iterator[
     model = max(stored[fullest], key=lambda item: item.num_bytes).name.partition("@")[0]
     machines = sorted(machine for row in full for machine in row.machines)
     yield (
-        f"machine{'s' * (len(machines) > 1)} {device_ranges(machines)}: published weights take up to "
-        f"{gib(sizes[fullest])} of Ray's object store, which has {gib(round(store))} by default; Ray would "
-        f"write the rest to disk, which the seconds of the plan leave out. Start Ray with "
+        f"machine{'s' * (len(machines) > 1)} {format_ranges(machines)}: published weights take up to "
+        f"{format_gib(sizes[fullest])} of Ray's object store, which has {format_gib(round(store))} by "
+        f"default; Ray would write the rest to disk, which the seconds of the plan leave out. Start Ray with "
         f"--object-store-memory={sizes[fullest]}, or set models.{model}.gen.transport=disk, which is slower."
     )
 
@@ -227,4 +227,5 @@ def _largest(row: HostMemory) -> str:
     """Return the largest item of a machine, and the fix."""
     name, size, _ = max(row.items, key=lambda item: item.num_bytes)
     fix = next((text for end, text in _FIXES.items() if name.endswith(end)), "Set a larger cluster")
-    return f"{share_text(size, row.total)} {name} ({gib(size)}). {fix.format(model=name.partition('@')[0])}"
+    part = largest_part(size, row.total)
+    return f"{part} {name} ({format_gib(size)}). {fix.format(model=name.partition('@')[0])}"

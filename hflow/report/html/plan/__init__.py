@@ -16,9 +16,9 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hflow.base.text import format_seconds
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
-from hflow.report.formatting import seconds_text
 from hflow.report.html.plan.cards import arrows
 from hflow.report.html.plan.details import (
     EdgeDetail,
@@ -103,7 +103,7 @@ def page_view(plan: Plan) -> PageView:
         cluster=plan.cluster.name,
         digest=plan.digest,
         headline=headline(plan),
-        graph=graph_view(plan, {row.node: seconds_text(row.seconds) for row in times if row.seconds}),
+        graph=graph_view(plan, {row.node: format_seconds(row.seconds) for row in times if row.seconds}),
         nodes=node_details(plan),
         edges=edge_details(plan, arrows(plan)),
         replicas=replica_details(plan),

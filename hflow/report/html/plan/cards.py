@@ -170,7 +170,7 @@ class Card:
     @property
     def group_title(self) -> str:
         """Return the names of its groups, shortened to the card's width."""
-        return shorten(", ".join(self.groups), 10)
+        return ellipsize(", ".join(self.groups), 10)
 
     @property
     def height(self) -> float:
@@ -225,7 +225,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
     parts = [node.spec.kind_name, fires, seconds]
     return Card(
         name=node.name,
-        title=shorten(node.name, 22),
+        title=ellipsize(node.name, 22),
         verb=node.spec.kind_name,
         shape=shape_of(node),
         note=" · ".join(part for part in parts if part),
@@ -234,7 +234,7 @@ def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -
     )
 
 
-def shorten(text: str, num_chars: int) -> str:
+def ellipsize(text: str, num_chars: int) -> str:
     """Shorten a text to a number of characters, with dots in its middle."""
     if len(text) <= num_chars:
         return text
@@ -243,13 +243,13 @@ def shorten(text: str, num_chars: int) -> str:
 
 
 def _rows(node: Node, arriving: Sequence[Arrow]) -> Iterator[CardRow]:
-    columns = tuple(shorten(read.field, 24) for read in node.reads if read.producer == node.name)
+    columns = tuple(ellipsize(read.field, 24) for read in node.reads if read.producer == node.name)
     if node.spec.opens_stream and columns:
         yield CardRow("in", "column", columns)
     for kind, name in ((EdgeKind.DATA, "data"), (EdgeKind.WEIGHTS, "weights")):
         for arrow in arriving:
             if arrow.kind is kind:
-                lines = tuple(shorten(line, 24) for line in arrow.label)
+                lines = tuple(ellipsize(line, 24) for line in arrow.label)
                 yield CardRow("in", name, lines, note=arrow.lag_text, arrow=arrow.id)
     yield from _out_rows(node)
 
@@ -258,6 +258,6 @@ def _out_rows(node: Node) -> Iterator[CardRow]:
     if node.spec.opens_stream:
         yield CardRow("out", "data", ("samples",))
     elif node.spec.returns and node.spec.verb != "train":
-        yield CardRow("out", "data", tuple(shorten(row.field, 24) for row in node.spec.returns))
+        yield CardRow("out", "data", tuple(ellipsize(row.field, 24) for row in node.spec.returns))
     for model in node.spec.writes_weights:
-        yield CardRow("out", "weights", (f"weights of {shorten(model, 12)}",))
+        yield CardRow("out", "weights", (f"weights of {ellipsize(model, 12)}",))

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hflow.base.text import (
+    DASH,
+    TIMES,
+    format_bytes,
+    format_count,
+    format_ranges_briefly,
+    format_seconds,
+    pluralize,
+)
 from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Node, Read
 from hflow.planner.plan.forecast import EdgeTraffic, NodeTime, StepTraffic
 from hflow.planner.plan.rows import Plan, Replica, RouteRow, WeightRoute
-from hflow.report.formatting import (
-    DASH,
-    TIMES,
-    bytes_text,
-    count_text,
-    plural,
-    range_text,
-    rank_order_text,
-    seconds_text,
-    size_text,
-)
+from hflow.report.formatting import format_rank_order, format_replica_size
 from hflow.report.html.plan.cards import SAMPLES, VERBS, Arrow, shape_of
 from hflow.report.html.plan.routes import data_id, weights_id
 from hflow.report.text.plan.graph import cadence
@@ -95,14 +94,14 @@ def replica_details(plan: Plan) -> tuple[ReplicaDetail, ...]:
 
 
 def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
-    size = size_text(replica, dict(plan.shapes).get(replica.model))
+    size = format_replica_size(replica, dict(plan.shapes).get(replica.model))
     facts = (
         ("parameters", size),
         ("backend", replica.backend),
         ("layout", str(replica.layout)),
         ("group", ", ".join(replica.groups)),
-        ("devices", range_text(replica.workers)),
-        ("dp-heads", range_text(replica.heads)),
+        ("devices", format_ranges_briefly(replica.workers)),
+        ("dp-heads", format_ranges_briefly(replica.heads)),
     )
     nodes = (node.name for node in plan.graph.nodes)
     return ReplicaDetail(
@@ -118,7 +117,7 @@ def time_parts(time: NodeTime | None) -> tuple[TimeShare, ...]:
     if time is None or time.seconds <= 0:
         return ()
     return tuple(
-        TimeShare(name, seconds_text(seconds), round(100 * seconds / time.seconds, 2))
+        TimeShare(name, format_seconds(seconds), round(100 * seconds / time.seconds, 2))
         for name, seconds in time.parts
         if seconds > 0
     )
@@ -136,7 +135,7 @@ def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
         reads=tuple(dict.fromkeys(_read(plan, node, read) for read in node.reads)),
         returns=() if spec.verb == "train" else tuple((r.field, UNIT_NAMES[r.unit]) for r in spec.returns),
         facts=tuple(_node_facts(plan, node)),
-        time=seconds_text(time.seconds) if time and time.seconds else "",
+        time=format_seconds(time.seconds) if time and time.seconds else "",
         limit=time.limit if time else "",
         parts=time_parts(time),
         knobs=(*knobs, *options),
@@ -161,9 +160,9 @@ def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
     yield "fires", _cadence(plan, node)
     for name in placement.replicas:
         replica = plan.replica(name)
-        yield "runs on", f"{name}, {replica.layout} on devices {range_text(replica.workers)}"
+        yield "runs on", f"{name}, {replica.layout} on devices {format_ranges_briefly(replica.workers)}"
     if not placement.replicas:
-        yield "runs on", f"worker{'s' * (len(placement.heads) != 1)} {range_text(placement.heads)}"
+        yield "runs on", f"worker{'s' * (len(placement.heads) != 1)} {format_ranges_briefly(placement.heads)}"
     turns = [
         f"{names.index(node.name) + 1} of {len(names)} in group {group}"
         for group, names in plan.schedule.orders
@@ -174,11 +173,11 @@ def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
     cut = dict(plan.cuts).get(node.name)
     if cut is not None:
         minibatches = "one minibatch" if cut.minibatches == 1 else f"{cut.minibatches} minibatches"
-        yield "learns in", f"{minibatches}, {plural(cut.epochs, 'epoch')}"
+        yield "learns in", f"{minibatches}, {pluralize(cut.epochs, 'epoch')}"
     if spec.has_setup:
         yield "setup", "once on each worker that runs it"
     if spec.memory:
-        yield "keeps", f"{bytes_text(spec.memory)} on each worker that runs it"
+        yield "keeps", f"{format_bytes(spec.memory)} on each worker that runs it"
     yield "stream", node.stream
     yield "body", f"{spec.body.module}.{spec.body.qualname}"
 
@@ -189,7 +188,7 @@ def _cadence(plan: Plan, node: Node) -> str:
     text = f"once a {levels.get(node.name, spec.level)}"
     if spec.opens_stream:
         stream = plan.graph.stream(node.stream)
-        text = f"streams all the time, {plural(stream.group, 'sample')} a prompt"
+        text = f"streams all the time, {pluralize(stream.group, 'sample')} a prompt"
     return text + cadence(spec.every, spec.after)
 
 
@@ -239,7 +238,7 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
     rows = tuple(_route_row(route, row) for row in route.rows[:MOST_ROWS])
     more = len(route.rows) - len(rows)
     return Listing(
-        title=f"{plural(len(route.rows), 'row')} of {route.src} → {route.dst}",
+        title=f"{pluralize(len(route.rows), 'row')} of {route.src} → {route.dst}",
         columns=("tensor", "layers", "slice", "held by", "needed by"),
         rows=rows,
         more=f"and {more:,} more, which hflow plan --json lists" if more else "",
@@ -258,21 +257,21 @@ def route_facts(route: WeightRoute) -> Facts:
         facts.append(("transport", transport_text(route)))
     if route.rows or route.moved_bytes or route.held_bytes:
         facts += [
-            ("moves", bytes_text(route.moved_bytes)),
-            ("across machines", bytes_text(route.node_bytes)),
-            ("already in place", bytes_text(route.held_bytes)),
+            ("moves", format_bytes(route.moved_bytes)),
+            ("across machines", format_bytes(route.node_bytes)),
+            ("already in place", format_bytes(route.held_bytes)),
         ]
     if route.saved_bytes:
-        facts.append(("order", rank_order_text(route.moved_bytes, route.saved_bytes)))
+        facts.append(("order", format_rank_order(route.moved_bytes, route.saved_bytes)))
     return tuple(facts)
 
 
 def traffic_facts(row: EdgeTraffic) -> Facts:
     """Return the bytes of a node's inputs."""
     return (
-        ("moves", f"{bytes_text(row.num_bytes)}, at least {bytes_text(row.lower_bound)} by any split"),
-        ("across machines", bytes_text(row.num_node_bytes)),
-        ("stays in place", bytes_text(row.local_bytes)),
+        ("moves", f"{format_bytes(row.num_bytes)}, at least {format_bytes(row.lower_bound)} by any split"),
+        ("across machines", format_bytes(row.num_node_bytes)),
+        ("stays in place", format_bytes(row.local_bytes)),
         ("heaviest rank", f"{row.imbalance:.2f} {TIMES} the mean tokens"),
         *([("estimated on", f"one machine in {row.scale}")] if row.scale > 1 else []),
     )
@@ -314,14 +313,14 @@ def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
     what = (
         "All samples of a step go to one worker."
         if rule.policy == "single"
-        else f"A step's samples are split over {plural(len(rule.heads), 'rank')}: as few as possible move, "
-        f"all ranks get about equally many tokens, {unit}."
+        else f"A step's samples are split over {pluralize(len(rule.heads), 'rank')}: as few as possible "
+        f"move, all ranks get about equally many tokens, {unit}."
     )
     if traffic is None:
         return what, (), (), ()
     carrying = [step for step in traffic.steps if _carries(step, arrow)]
     listing = Listing(
-        title=f"Largest steps that carry these fields ({plural(traffic.num_steps, 'step')} in all)",
+        title=f"Largest steps that carry these fields ({pluralize(traffic.num_steps, 'step')} in all)",
         columns=("step", "from", "to", "samples", "bytes"),
         rows=tuple(_step(step) for step in carrying),
     )
@@ -335,15 +334,15 @@ def _carries(step: StepTraffic, arrow: Arrow) -> bool:
 
 
 def _step(step: StepTraffic) -> tuple[str, ...]:
-    sources = range_text(step.sources) if step.kind == "gather" else str(step.root)
-    ends = sources, range_text(step.destinations)
-    return step.kind, *ends, count_text(step.num_samples), bytes_text(step.num_bytes)
+    sources = format_ranges_briefly(step.sources) if step.kind == "gather" else str(step.root)
+    ends = sources, format_ranges_briefly(step.destinations)
+    return step.kind, *ends, format_count(step.num_samples), format_bytes(step.num_bytes)
 
 
 def _weights(plan: Plan, arrow: Arrow) -> Words:
     replicas = plan.placement(arrow.dst).replicas
     routes = [r for r in plan.weights if r.dst in replicas and arrow.label == (f"weights of {r.model}",)]
-    lag = f"{'at most' if arrow.is_at_most else 'exactly'} {plural(arrow.lag, 'step')} before"
+    lag = f"{'at most' if arrow.is_at_most else 'exactly'} {pluralize(arrow.lag, 'step')} before"
     what = f"{arrow.dst} reads the weights that {arrow.src} wrote {lag}."
     if not routes:
         return f"{what} Both use one copy, so that nothing moves.", (), (), ()
@@ -353,7 +352,13 @@ def _weights(plan: Plan, arrow: Arrow) -> Words:
 
 
 def _route_row(route: WeightRoute, row: RouteRow) -> tuple[str, ...]:
-    layers = "" if row.layers is None else range_text(range(*row.layers))
+    layers = "" if row.layers is None else format_ranges_briefly(range(*row.layers))
     box = f" {TIMES} ".join(f"{start:,}{DASH}{stop:,}" for start, stop in row.box)
     sets = route.worker_sets
-    return row.tensor, layers, box, range_text(sets[row.holders]), range_text(sets[row.receivers])
+    return (
+        row.tensor,
+        layers,
+        box,
+        format_ranges_briefly(sets[row.holders]),
+        format_ranges_briefly(sets[row.receivers]),
+    )

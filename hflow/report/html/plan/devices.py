@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hflow.base.text import format_bytes, format_ranges_briefly, format_share, pluralize
 from hflow.planner.plan.forecast import MemoryCategory, PhaseMemory
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Plan, Replica
-from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.html.plan.routes import RouteView, Sets, route_views
 from hflow.report.text.plan.memory import DeviceClass, device_classes
 
@@ -85,7 +85,7 @@ def memory_view(plan: Plan) -> MemoryView | None:
     views = tuple(_class(one, scale, capacity, of_replica) for one in classes)
     shown = {item.kind for view in views for bar in view.phases for item in bar.items}
     return MemoryView(
-        capacity=bytes_text(capacity),
+        capacity=format_bytes(capacity),
         capacity_at=round(100 * capacity / scale, 2),
         classes=views,
         num_shown=min(MOST_CLASSES, len(views)),
@@ -103,13 +103,13 @@ def model_shades(plan: Plan) -> dict[str, int]:
 def _class(one: DeviceClass, scale: float, capacity: int, shades: Mapping[str, int]) -> ClassView:
     return ClassView(
         group=one.peak.group,
-        devices=range_text(one.devices),
-        number=plural(len(one.devices), "device"),
+        devices=format_ranges_briefly(one.devices),
+        number=pluralize(len(one.devices), "device"),
         phases=tuple(
             PhaseBar(
                 phase=row.phase,
-                total=bytes_text(row.total),
-                share=share_text(row.total / capacity),
+                total=format_bytes(row.total),
+                share=format_share(row.total / capacity),
                 is_peak=row.total == one.peak.total,
                 is_too_much=row.total > capacity,
                 items=tuple(_items(row, scale, shades)),
@@ -133,7 +133,7 @@ def _items(row: PhaseMemory, scale: float, shades: Mapping[str, int]) -> Iterato
                     is_transient=is_transient,
                     left=round(left, 3),
                     width=round(width, 3),
-                    size=bytes_text(size),
+                    size=format_bytes(size),
                 )
             left += width
 
@@ -227,7 +227,9 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
             MachineView(i, squares[start : start + cluster.devices_per_node])
             for i, start in enumerate(starts)
         ),
-        groups=tuple(GroupView(g.name, colours[g.name], range_text(g.devices)) for g in plan.groups),
+        groups=tuple(
+            GroupView(g.name, colours[g.name], format_ranges_briefly(g.devices)) for g in plan.groups
+        ),
         replicas=tuple(
             _replica(replica, colours[replica.groups[0]], shades[replica.model]) for replica in plan.replicas
         ),
@@ -261,7 +263,7 @@ def group_colours(plan: Plan) -> dict[str, int]:
 
 
 def _title(machines: int, per_machine: int) -> str:
-    devices = plural(per_machine, "device")
+    devices = pluralize(per_machine, "device")
     return f"One machine with {devices}." if machines == 1 else f"{machines:,} machines with {devices} each."
 
 
@@ -277,7 +279,7 @@ def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
         group=", ".join(replica.groups),
         colour=colour,
         shade=shade,
-        size=plural(replica.layout.world, "device"),
+        size=pluralize(replica.layout.world, "device"),
         workers=replica.workers,
         coords=tuple(replica.layout.coords(order, rank) for rank in range(replica.layout.world)),
         heads=replica.heads,
@@ -298,4 +300,4 @@ def _peaks(plan: Plan) -> dict[int, tuple[int, str]]:
 def _peak_text(plan: Plan, peak: tuple[int, str] | None) -> str:
     if peak is None:
         return ""
-    return f"{bytes_text(peak[0])} of {bytes_text(plan.cluster.memory_bytes)} in {peak[1]}"
+    return f"{format_bytes(peak[0])} of {format_bytes(plan.cluster.memory_bytes)} in {peak[1]}"

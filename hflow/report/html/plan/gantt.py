@@ -10,9 +10,9 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hflow.base.text import MINUS, format_seconds, format_share, pluralize
 from hflow.planner.plan.forecast import Limit, Period, Slot
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
-from hflow.report.formatting import MINUS, plural, seconds_text, share_text
 from hflow.report.text.section import limit_text
 
 NUM_PERIODS, MOST_PERIODS = 2, 4
@@ -114,12 +114,12 @@ def period_gantt(
     shown = {(bar.step, bar.colour) for lane in lanes for bar in lane.bars}
     num_hidden = period.num_steps - num_periods
     return Gantt(
-        period=seconds_text(period.seconds),
+        period=format_seconds(period.seconds),
         periods=tuple(f"period {i + 1}" for i in range(num_periods)),
         lanes=lanes,
         ticks=tuple(ticks(chart_seconds)),
         steps=tuple(sorted(shown, key=lambda pair: _offset(pair[0]))),
-        note=f"Steps differ; {plural(num_hidden, 'more step')} follow before all repeats."
+        note=f"Steps differ; {pluralize(num_hidden, 'more step')} follow before all repeats."
         if num_hidden > 0
         else "",
     )
@@ -173,8 +173,8 @@ def _lane(
     ]
     return ChartLane(
         name=name,
-        note=plural(sizes[name], "device") if name in sizes else "",
-        idle=share_text(idle[name]) if name in idle else "",
+        note=pluralize(sizes[name], "device") if name in sizes else "",
+        idle=format_share(idle[name]) if name in idle else "",
         advice=" ".join(advice),
         num_rows=num_rows,
         bars=placed,
@@ -204,8 +204,8 @@ def _bars(slot: Slot, period: Period, chart_seconds: float) -> Iterator[Bar]:
             is_critical=False,
             is_cut_left=begin < -HAIR * chart_seconds,
             is_cut_right=end > chart_seconds * (1 + HAIR),
-            tip=f"{slot.node}, step {step_name(step)}\n{seconds_text(slot.seconds)}, "
-            f"{seconds_text(max(0.0, since))} after the step's start",
+            tip=f"{slot.node}, step {step_name(step)}\n{format_seconds(slot.seconds)}, "
+            f"{format_seconds(max(0.0, since))} after the step's start",
         )
 
 
@@ -231,7 +231,7 @@ def ticks(chart_seconds: float) -> Iterator[Tick]:
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * (1 - HAIR))
     for i in range(math.floor(chart_seconds / unit / step * (1 + HAIR)) + 1):
-        text = f"{i * step:g} min" if unit == MINUTE else seconds_text(i * step)
+        text = f"{i * step:g} min" if unit == MINUTE else format_seconds(i * step)
         yield Tick(text if i else "0", round(100 * i * step * unit / chart_seconds, 3))
 
 

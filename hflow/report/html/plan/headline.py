@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hflow.base.text import format_bytes, format_count, format_seconds, format_share, pluralize
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.models.choices import determinism_line
 from hflow.planner.plan.cluster import ClusterSpec, used_links
@@ -12,7 +13,6 @@ from hflow.planner.plan.forecast import Forecast, Period
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import expected_max
-from hflow.report.formatting import bytes_text, count_text, plural, seconds_text, share_text
 from hflow.report.html.plan.gantt import ref_of
 from hflow.report.text.plan.assumptions import (
     calibration_text,
@@ -89,8 +89,10 @@ def _verdict(plan: Plan) -> str:
     total, phase = peak
     capacity = plan.cluster.memory_bytes
     if total > capacity:
-        return f"It does not fit: {phase} needs {bytes_text(total)} on a device with {bytes_text(capacity)}."
-    return f"It fits, with {share_text(1 - total / capacity)} of the fullest device's memory to spare."
+        return (
+            f"It does not fit: {phase} needs {format_bytes(total)} on a device with {format_bytes(capacity)}."
+        )
+    return f"It fits, with {format_share(1 - total / capacity)} of the fullest device's memory to spare."
 
 
 def _peak(plan: Plan) -> tuple[int, str] | None:
@@ -103,11 +105,11 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
     prompts, each = stream.batch or 0, stream.group_size
     samples = f" and {each} answers to each, {prompts * each:,} samples in all" if each > 1 else ""
     kind = plan.hardware.device.name if plan.hardware else plan.cluster.device
-    where = plural(plan.cluster.num_devices, f"{kind.upper()} device")
-    machines = f" in {plural(plan.cluster.num_nodes, 'machine')}" if plan.cluster.num_nodes > 1 else ""
+    where = pluralize(plan.cluster.num_devices, f"{kind.upper()} device")
+    machines = f" in {pluralize(plan.cluster.num_nodes, 'machine')}" if plan.cluster.num_nodes > 1 else ""
     yield (
-        f"{plural(plan.schedule.num_steps, 'step')} on {where}{machines}; "
-        f"each learns from {plural(prompts, 'prompt')}{samples}."
+        f"{pluralize(plan.schedule.num_steps, 'step')} on {where}{machines}; "
+        f"each learns from {pluralize(prompts, 'prompt')}{samples}."
     )
     if plan.engines:
         yield f"Generation engine: {engines_line(plan)}."
@@ -123,21 +125,21 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
         slowest = max(period.cycle, key=lambda step: step.seconds)
         yield (
             f"A step takes {_at_least(plan)}. To make it shorter, {slowest.node} has to become "
-            f"faster: it takes {seconds_text(slowest.seconds)} on the critical cycle."
+            f"faster: it takes {format_seconds(slowest.seconds)} on the critical cycle."
         )
 
 
 def _at_least(plan: Plan) -> str:
     seconds, is_lower_bound = step_seconds(plan)
-    text = seconds_text(seconds or 0.0)
+    text = format_seconds(seconds or 0.0)
     return f"at least {text}" if is_lower_bound else text
 
 
 def _tiles(plan: Plan, forecast: Forecast | None, period: Period | None) -> Iterator[Tile]:
     peak = _peak(plan)
     if peak is not None:
-        of = f"of {bytes_text(plan.cluster.memory_bytes)}, in {peak[1]}"
-        yield Tile("Peak memory", bytes_text(peak[0]), of, "peak")
+        of = f"of {format_bytes(plan.cluster.memory_bytes)}, in {peak[1]}"
+        yield Tile("Peak memory", format_bytes(peak[0]), of, "peak")
     if forecast is not None and period is not None:
         yield from _speed(plan, forecast, period)
     yield Tile("Staleness", *_staleness(plan), "staleness")
@@ -151,7 +153,7 @@ def _staleness(plan: Plan) -> tuple[str, str]:
     if not schedule.streams[0].models:
         return "none", "no model makes the samples"
     why = f"max_staleness {schedule.settings.max_staleness}, sync_every {schedule.settings.sync_every}"
-    return "on policy" if bound == 0 else f"≤ {plural(bound, 'version')}", why
+    return "on policy" if bound == 0 else f"≤ {pluralize(bound, 'version')}", why
 
 
 def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
@@ -164,10 +166,10 @@ def _speed(plan: Plan, forecast: Forecast, period: Period) -> Iterator[Tile]:
     condition = (
         "at least: waiting for late responses is left out" if is_lower_bound else "in the steady state"
     )
-    yield Tile("Period", seconds_text(seconds), f"a step, {condition}", "period")
+    yield Tile("Period", format_seconds(seconds), f"a step, {condition}", "period")
     tokens = samples * (lengths.prompt + expected_max(lengths, 1)) / seconds if lengths else 0.0
-    rate = f"{count_text(tokens)} tokens/s" if lengths else ""
-    yield Tile("Throughput", f"{count_text(samples / seconds)} samples/s", rate, "throughput")
+    rate = f"{format_count(tokens)} tokens/s" if lengths else ""
+    yield Tile("Throughput", f"{format_count(samples / seconds)} samples/s", rate, "throughput")
     limits = {row.node: row.limit for row in forecast.times}
     if period.cycle:
         slowest = max(period.cycle, key=lambda step: step.seconds)
@@ -180,9 +182,9 @@ def _cycle(plan: Plan, period: Period) -> Iterator[CycleLink]:
         yield CycleLink(
             node=step.node,
             ref=ref_of(plan, step.node),
-            seconds=seconds_text(step.seconds),
+            seconds=format_seconds(step.seconds),
             percent=round(100 * step.seconds / total, 2),
-            share=share_text(step.seconds / total),
+            share=format_share(step.seconds / total),
             why=step.why,
             leads_back=step.lag > 0,
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hflow.base.text import find_runs, format_bytes, pluralize
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.rows import Plan, WeightRoute
-from hflow.report.formatting import bytes_text, plural
 
 MOST_FLOWS = 2048
 """Number of flows per route that the page shows, largest first."""
@@ -40,7 +40,7 @@ class Sets:
 
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return all sets, each as runs of consecutive devices `[first, last]`."""
-        return tuple(tuple(_runs(devices)) for devices in self._index)
+        return tuple(tuple(find_runs(devices)) for devices in self._index)
 
 
 def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[RouteView, ...]:
@@ -73,9 +73,11 @@ def _data(traffic: EdgeTraffic, sets: Sets) -> RouteView:
     }
     shown = len(traffic.steps)
     part = (
-        f"; the {shown} largest of {plural(traffic.num_steps, 'step')}" if traffic.num_steps > shown else ""
+        f"; the {shown} largest of {pluralize(traffic.num_steps, 'step')}"
+        if traffic.num_steps > shown
+        else ""
     )
-    note = f"{bytes_text(traffic.num_bytes)} move, {bytes_text(traffic.local_bytes)} stay{part}"
+    note = f"{format_bytes(traffic.num_bytes)} move, {format_bytes(traffic.local_bytes)} stay{part}"
     return RouteView(data_id(traffic.consumer), traffic.consumer, "data", note, tuple(sorted(flows)), False)
 
 
@@ -85,23 +87,10 @@ def _weights(plan: Plan, route: WeightRoute, sets: Sets) -> RouteView:
     if not route.rows:
         flows = [(sets.add(plan.replica(route.src).workers), sets.add(plan.replica(route.dst).workers))]
     note = (
-        f"{bytes_text(route.moved_bytes)} move, {bytes_text(route.held_bytes)} are in place already"
+        f"{format_bytes(route.moved_bytes)} move, {format_bytes(route.held_bytes)} are in place already"
         if route.rows or route.moved_bytes
         else "sizes unknown"
     )
     return RouteView(
         weights_id(route), f"{route.src} → {route.dst}", "weights", note, tuple(flows[:MOST_FLOWS]), True
     )
-
-
-def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    first = last = None
-    for number in numbers:
-        if last is not None and number == last + 1:
-            last = number
-            continue
-        if first is not None and last is not None:
-            yield first, last
-        first = last = number
-    if first is not None and last is not None:
-        yield first, last

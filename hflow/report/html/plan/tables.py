@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hflow.base.text import TIMES, format_bytes, format_ranges_briefly, format_seconds, format_setting
 from hflow.planner.plan.rows import Plan, Replica, WeightRoute
-from hflow.report.formatting import (
-    TIMES,
-    bytes_text,
-    range_text,
-    rank_order_text,
-    seconds_text,
-    size_text,
-)
+from hflow.report.formatting import format_rank_order, format_replica_size
 from hflow.report.html.plan.details import Listing, TimeShare, route_listing, time_parts, transport_text
 from hflow.report.text.plan.weights import NOTE
 
@@ -80,11 +74,11 @@ def _placements(plan: Plan) -> Table | None:
     candidates = plan.forecast.candidates if plan.forecast is not None else ()
     rows = tuple(
         (
-            seconds_text(row.seconds),
-            bytes_text(row.memory_bytes),
+            format_seconds(row.seconds),
+            format_bytes(row.memory_bytes),
             row.why,
             row.placement,
-            " ".join(f"{key}={str(value).lower()}" for key, value in row.settings),
+            " ".join(format_setting(key, value) for key, value in row.settings),
         )
         for row in candidates
     )
@@ -97,20 +91,23 @@ def _replicas(plan: Plan) -> Table:
     return Table(
         "Replicas",
         ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads"),
-        tuple(_replica(replica, size_text(replica, shapes.get(replica.model))) for replica in plan.replicas),
+        tuple(
+            _replica(replica, format_replica_size(replica, shapes.get(replica.model)))
+            for replica in plan.replicas
+        ),
         right=(1,),
     )
 
 
 def _replica(replica: Replica, size: str) -> tuple[str, ...]:
-    ends = range_text(replica.workers), range_text(replica.heads)
+    ends = format_ranges_briefly(replica.workers), format_ranges_briefly(replica.heads)
     return replica.name, size, replica.backend, str(replica.layout), ", ".join(replica.groups), *ends
 
 
 def _times(plan: Plan) -> Iterator[TimeRow]:
     rows = plan.forecast.times if plan.forecast else ()
     for row in sorted(rows, key=lambda row: -row.seconds):
-        yield TimeRow(row.node, seconds_text(row.seconds), row.limit, time_parts(row))
+        yield TimeRow(row.node, format_seconds(row.seconds), row.limit, time_parts(row))
 
 
 def _moves(plan: Plan) -> Table | None:
@@ -122,10 +119,10 @@ def _moves(plan: Plan) -> Table | None:
         tuple(
             (
                 row.consumer,
-                bytes_text(row.num_bytes),
-                bytes_text(row.lower_bound),
-                bytes_text(row.num_node_bytes),
-                bytes_text(row.local_bytes),
+                format_bytes(row.num_bytes),
+                format_bytes(row.lower_bound),
+                format_bytes(row.num_node_bytes),
+                format_bytes(row.local_bytes),
                 f"{row.imbalance:.2f} {TIMES}",
                 f"{row.num_steps:,}",
             )
@@ -138,7 +135,7 @@ def _moves(plan: Plan) -> Table | None:
 def _how(route: WeightRoute) -> str:
     if not route.saved_bytes:
         return route.how
-    return f"{route.how}; {rank_order_text(route.moved_bytes, route.saved_bytes)}"
+    return f"{route.how}; {format_rank_order(route.moved_bytes, route.saved_bytes)}"
 
 
 def _weights(plan: Plan) -> Table | None:
@@ -153,9 +150,9 @@ def _weights(plan: Plan) -> Table | None:
                 route.dst,
                 _how(route),
                 transport_text(route),
-                bytes_text(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
-                bytes_text(route.node_bytes) if _is_known(plan, route.model) else "unknown",
-                bytes_text(route.held_bytes) if _is_known(plan, route.model) else "unknown",
+                format_bytes(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
+                format_bytes(route.node_bytes) if _is_known(plan, route.model) else "unknown",
+                format_bytes(route.held_bytes) if _is_known(plan, route.model) else "unknown",
                 f"{len(route.rows):,}",
             )
             for route in plan.weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hflow.report.formatting import plural
+from hflow.base.text import pluralize
 from hflow.report.html.plan.devices import NUM_COLOURS
 from hflow.report.html.plan.tables import Table
 from hflow.report.html.run.curves import CurveView, Series, curve_view
@@ -58,11 +58,11 @@ def compare_page_view(comparison: Comparison) -> ComparePageView:
     )
     num_runs = sum(len(side.runs) for side in comparison.sides)
     differ = "differs" if len(comparison.config) == 1 else "differ"
-    keys = f"{plural(len(comparison.config), 'key')} of the configuration {differ}"
+    keys = f"{pluralize(len(comparison.config), 'key')} of the configuration {differ}"
     letters = tuple(side.letter for side in sides)
     return ComparePageView(
         title=names_text(comparison),
-        verdict=f"{plural(num_runs, 'run')}; {keys}.",
+        verdict=f"{pluralize(num_runs, 'run')}; {keys}.",
         sides=sides,
         curves=tuple(map(_plot, comparison.metrics)),
         note=SEEDS_NOTE if num_runs > len(sides) else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hflow.base.text import format_number
 from hflow.report.formatting import MAX_POINTS, Points, ends_of, thinned
 
 WIDTH, HEIGHT, MARGIN = 360, 110, 6
@@ -107,7 +108,7 @@ def curve_groups(
     most = max((points[-1][0] for points in curves.values()), default=1)
     views = {}
     for name, points in curves.items():
-        series = Series(points, number_text(ends_of(points)[1]))
+        series = Series(points, format_number(ends_of(points)[1]))
         views[name] = curve_view(name, [series], most, *units.get(name, ("", "")))
     groups = [
         CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
@@ -134,8 +135,8 @@ def curve_view(
         name=name,
         unit=unit,
         help=meaning,
-        low=number_text(low),
-        high=number_text(high),
+        low=format_number(low),
+        high=format_number(high),
         first_step="0",
         last_step=f"{most:,}",
         lines=tuple(_line(one, points, most, low, high) for one, points in zip(series, thin, strict=True)),
@@ -152,15 +153,6 @@ def _line(series: Series, points: Points, most: int, low: float, high: float) ->
         dots=placed if len(placed) <= MAX_DOTS else (),
         points=tuple((step, float(f"{value:.5g}")) for step, value in points),
     )
-
-
-def number_text(value: float) -> str:
-    """Format a number of any size in few characters."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
 def _placed(points: Points, most: int, low: float, high: float) -> Iterator[tuple[float, float]]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.text import format_count, format_number, format_seconds, format_share, pluralize
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
-from hflow.report.formatting import count_text, ends_of, missing_text, plural, seconds_text, share_text
+from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 from hflow.report.html.plan.tables import Table
-from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups, number_text
+from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
 
 if TYPE_CHECKING:
     from hflow.launch.results.runs import MeasuredSpan, RunReport
@@ -54,12 +55,12 @@ def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
     charts = tuple(_lane(worker, lane, lanes[worker, lane], start, end) for worker, lane in shown)
     used = sorted({(bar.step, bar.colour) for chart in charts for bar in chart.bars if bar.step})
     return Gantt(
-        period=seconds_text((end - start) / max(1, last - before)),
+        period=format_seconds((end - start) / max(1, last - before)),
         periods=(f"from the end of step {before} to the end of step {last}",),
         lanes=charts,
         ticks=tuple(ticks(end - start)),
         steps=tuple(used),
-        note=f"{plural(num_hidden, 'more lane')} of other workers are left out." if num_hidden else "",
+        note=f"{pluralize(num_hidden, 'more lane')} of other workers are left out." if num_hidden else "",
     )
 
 
@@ -86,12 +87,12 @@ def _lane(worker: str, lane: str, spans: Sequence[MeasuredSpan], start: float, e
     longest = sorted(spans, key=lambda span: span.start - span.end)[:MAX_BARS]
     num_rows, bars = stack([_bar(span, start, end) for span in longest])
     busy = _covered([(max(start, span.start), min(end, span.end)) for span in spans])
-    return ChartLane(worker, lane, share_text(1 - busy / (end - start)), "", num_rows, bars)
+    return ChartLane(worker, lane, format_share(1 - busy / (end - start)), "", num_rows, bars)
 
 
 def _bar(span: MeasuredSpan, start: float, end: float) -> Bar:
     left, right = max(start, span.start), min(end, span.end)
-    seconds = seconds_text(span.end - span.start)
+    seconds = format_seconds(span.end - span.start)
     step = "" if span.step is None else str(span.step)
     return Bar(
         node=span.name,
@@ -232,7 +233,7 @@ def run_page_view(report: RunReport) -> RunPageView:
         planned=planned_gantt(record.plan),
         samples=samples,
         colours=tuple(keys),
-        num_samples=f"{len(samples):,} of {plural(total, 'sample')}",
+        num_samples=f"{len(samples):,} of {pluralize(total, 'sample')}",
         has_texts=bool(report.texts),
         refused=_refused(report),
         faults=tuple(faults(report)),
@@ -248,9 +249,9 @@ def story(report: RunReport) -> Iterator[str]:
         first, last = ends_of(curve)
         lacks = f"; {missing}" if (missing := _missing(report, name)) else ""
         if len(curve) > 1:
-            yield f"{name} went from {number_text(first)} to {number_text(last)}{lacks}."
+            yield f"{name} went from {format_number(first)} to {format_number(last)}{lacks}."
         elif lacks:
-            yield f"{name} is {number_text(last)}{lacks}."
+            yield f"{name} is {format_number(last)}{lacks}."
     for row in report.ledger.rewinds if report.ledger else ():
         if not row.steps_lost:
             yield (
@@ -267,7 +268,7 @@ def _missing(report: RunReport, name: str) -> str:
     """Return a note on the last value of an evaluation's metric; empty if it lacks nothing."""
     curves, stream = report.record.curves, name.partition("/")[0]
     counts = [curves.get(f"{stream}/{kind}", ((0, 0.0),))[-1][1] for kind in ("refused", "evaluated")]
-    return missing_text(int(counts[0]), int(sum(counts))) if counts[0] else ""
+    return format_missing(int(counts[0]), int(sum(counts))) if counts[0] else ""
 
 
 def faults(report: RunReport) -> Iterator[str]:
@@ -275,10 +276,10 @@ def faults(report: RunReport) -> Iterator[str]:
     for row in report.ledger.rewinds if report.ledger else ():
         if row.steps_lost:
             where = f"the checkpoint of step {row.step}" if row.step else "its beginning"
-            yield f"The run went back to {where}; {plural(row.steps_lost, 'step')} done again."
+            yield f"The run went back to {where}; {pluralize(row.steps_lost, 'step')} done again."
     for span in report.spans:
         if span.lane == "faults":
-            yield f"Workers were started again in {seconds_text(span.end - span.start)} ({span.name})."
+            yield f"Workers were started again in {format_seconds(span.end - span.start)} ({span.name})."
     for warning in (report.record.summary or {}).get("warnings", ()):
         yield str(warning)
 
@@ -298,16 +299,16 @@ def _tiles(report: RunReport) -> Iterator[FigureTile]:
     for name in [name for name in record.results if not name.endswith("/loss")][:2]:
         first, last = ends_of(curves[name])
         lacks = _missing(report, name)
-        note = f"from {number_text(first)}; means of a tenth of the run"
-        yield FigureTile(name, number_text(last), f"{note}; {lacks}" if lacks else note)
+        note = f"from {format_number(first)}; means of a tenth of the run"
+        yield FigureTile(name, format_number(last), f"{note}; {lacks}" if lacks else note)
     if STEP_SECONDS in curves:
         values = [value for _, value in curves[STEP_SECONDS]]
         planned = planned_seconds(report)
-        note = f"median; planned {seconds_text(planned)}" if planned else "median"
-        yield FigureTile("A step", seconds_text(statistics.median(values)), note)
+        note = f"median; planned {format_seconds(planned)}" if planned else "median"
+        yield FigureTile("A step", format_seconds(statistics.median(values)), note)
     if SAMPLES in curves:
         values = [value for _, value in curves[SAMPLES]]
-        yield FigureTile("Throughput", f"{count_text(statistics.median(values))} samples/s", "median")
+        yield FigureTile("Throughput", f"{format_count(statistics.median(values))} samples/s", "median")
     if STALENESS in curves:
         mean = statistics.fmean(value for _, value in curves[STALENESS])
         most = max(value for _, value in curves.get(MAX_STALENESS, curves[STALENESS]))
@@ -356,7 +357,7 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
             step="" if row["step"] is None else str(row["step"]),
             end=row["end"] or "in flight",
             why=why if row["end"] != "trained" else "",
-            reward="" if row["reward"] is None else number_text(row["reward"]),
+            reward="" if row["reward"] is None else format_number(row["reward"]),
             versions=versions,
             lag="" if row["lag"] is None else str(row["lag"]),
             tokens="" if row["tokens"] is None else f"{row['tokens']:,}",
@@ -368,7 +369,7 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
                 "lag": row["lag"],
             },
             texts=parts,
-            others=() if advantage is None else (("advantage", number_text(advantage)),),
+            others=() if advantage is None else (("advantage", format_number(advantage)),),
         )
 
 

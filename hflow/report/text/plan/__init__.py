@@ -8,9 +8,9 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from hflow.base.text import format_seconds, format_setting
 from hflow.planner.plan.forecast import Candidate
 from hflow.planner.plan.rows import Plan
-from hflow.report.formatting import seconds_text
 from hflow.report.text.plan.assumptions import assumptions_section
 from hflow.report.text.plan.data import data_section, routing_section, samples_section
 from hflow.report.text.plan.devices import devices_section, replicas_section, turns_section
@@ -102,12 +102,12 @@ def placements_section(plan: Plan, width: int) -> Section:
     for candidate in candidates:
         what = [Text(candidate.why, style="bold"), Text(candidate.placement)]
         add_row(
-            rows, seconds_text(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))])
+            rows, format_seconds(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))])
         )
     return Section("Placements", _PLACEMENTS_NOTE, (rows,))
 
 
 def _changed_settings(candidate: Candidate) -> list[str]:
     """Return the settings that the search changed in one line, if there are any."""
-    texts = [f"{key}={str(value).lower()}" for key, value in candidate.settings]
+    texts = [format_setting(key, value) for key, value in candidate.settings]
     return [" ".join(texts)] if texts else []

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import format_bytes, format_ranges_briefly, pluralize
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Plan, RoutingRow, Schedule, ScheduledStream
-from hflow.report.formatting import bytes_text, plural, range_text
 from hflow.report.text.section import GAP, Section, add_row, dim, lines, number, table, text
 
 FIRST_KEYS = (2, 1)
@@ -86,10 +86,10 @@ def data_section(plan: Plan, width: int) -> Section:
 
 
 def _bytes(moved: EdgeTraffic, is_spread: bool) -> Iterator[Text]:
-    yield lines((bytes_text(moved.num_bytes), dim(f"≥ {bytes_text(moved.lower_bound)}")))
+    yield lines((format_bytes(moved.num_bytes), dim(f"≥ {format_bytes(moved.lower_bound)}")))
     if is_spread:
-        yield Text(bytes_text(moved.num_node_bytes))
-    yield Text(bytes_text(moved.local_bytes))
+        yield Text(format_bytes(moved.num_node_bytes))
+    yield Text(format_bytes(moved.local_bytes))
     yield Text(f"{moved.imbalance:.2f}")
 
 
@@ -108,13 +108,13 @@ def _fields(rule: EdgeRule) -> str:
 
 
 def _split(rule: EdgeRule, cut: BatchCut | None) -> str:
-    heads = range_text(rule.heads)
+    heads = format_ranges_briefly(rule.heads)
     if rule.policy == "single":
         return f"all to worker {heads}"
     unit = "whole groups" if rule.by_group else "samples"
     words = f"{unit}, evenly by tokens, to {heads}"
     if cut is not None and (cut.minibatches, cut.epochs) != (1, 1):
-        times = f", {plural(cut.epochs, 'time')}" if cut.epochs > 1 else ""
+        times = f", {pluralize(cut.epochs, 'time')}" if cut.epochs > 1 else ""
         words += f"; {cut.minibatches} minibatch{'es' if cut.minibatches > 1 else ''}{times}"
     return words
 
@@ -129,8 +129,8 @@ def _steps(moved: EdgeTraffic) -> str:
 
 
 def _step(step: StepTraffic) -> str:
-    ends = f"{range_text(step.sources)} → {range_text(step.destinations)}"
-    return f"{step.kind} {ends}: {bytes_text(step.num_bytes)}"
+    ends = f"{format_ranges_briefly(step.sources)} → {format_ranges_briefly(step.destinations)}"
+    return f"{step.kind} {ends}: {format_bytes(step.num_bytes)}"
 
 
 SAMPLES_NOTE = (
@@ -159,7 +159,7 @@ def _encoded_again(plan: Plan) -> Iterator[str]:
 
 
 def _stop(most: int) -> str:
-    return f"The run stops when more than {plural(most, 'group')} are refused before a batch is full."
+    return f"The run stops when more than {pluralize(most, 'group')} are refused before a batch is full."
 
 
 def _streams(plan: Plan) -> Table:
@@ -179,7 +179,7 @@ def _when(stream: ScheduledStream, num_steps: int) -> str:
     if not num_steps:
         return "once"
     after = f", from version {stream.after} on" if stream.after else ""
-    return f"every {plural(stream.every, 'step')}{after}, and at the end"
+    return f"every {pluralize(stream.every, 'step')}{after}, and at the end"
 
 
 def staleness_sentence(plan: Plan) -> str:
@@ -196,8 +196,8 @@ def staleness_sentence(plan: Plan) -> str:
         )
     drops = "; samples that would become older are dropped and counted" if schedule.settings.age_rule else ""
     return (
-        f"Staleness is at most {bound}: a token may be made by weights {plural(bound, 'update')} older than "
-        f"those from which its training step starts, as {_why(schedule, bound)}{drops}."
+        f"Staleness is at most {bound}: a token may be made by weights {pluralize(bound, 'update')} older "
+        f"than those from which its training step starts, as {_why(schedule, bound)}{drops}."
     )
 
 

@@ -12,11 +12,12 @@ from string import ascii_uppercase
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import format_ranges_briefly
 from hflow.graph.ir import Level
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import DeviceGroup, Plan
-from hflow.report.formatting import range_text, size_text
+from hflow.report.formatting import format_replica_size
 from hflow.report.text.section import Section, add_row, dim, table, text
 
 REPLICAS_NOTE = (
@@ -41,12 +42,12 @@ def replicas_section(plan: Plan, width: int) -> Section:
             shown,
             Text(marks[replica.name], f"bold {colour}"),
             Text(replica.name, "bold"),
-            size_text(replica, shapes.get(replica.model)),
+            format_replica_size(replica, shapes.get(replica.model)),
             replica.backend,
             str(replica.layout),
             Text(", ").join(Text(name, colours[name]) for name in replica.groups),
-            range_text(replica.workers),
-            range_text(replica.heads),
+            format_ranges_briefly(replica.workers),
+            format_ranges_briefly(replica.heads),
         )
     layouts = [replica.layout for replica in plan.replicas]
     others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
@@ -93,7 +94,7 @@ def turns_section(plan: Plan, width: int) -> Section:
     colours = group_colours(plan)
     for group in plan.groups:
         name = Text(group.name, f"bold {colours[group.name]}")
-        add_row(shown, name, range_text(group.devices), _turns(plan, group))
+        add_row(shown, name, format_ranges_briefly(group.devices), _turns(plan, group))
     return Section("Device groups", TURNS_NOTE, (shown,))
 
 
@@ -275,7 +276,7 @@ def _boxes(parts_of: PartsOf, devices: Iterable[int]) -> Text:
             for axis, index in part.coords:
                 axes.setdefault(axis, set()).add(index)
     rows = (
-        (mark, *(f"{axis}{range_text(sorted(at))}" for axis, at in axes.items()))
+        (mark, *(f"{axis}{format_ranges_briefly(sorted(at))}" for axis, at in axes.items()))
         for mark, axes in indices.items()
     )
     return Text("\n".join(" ".join(row) for row in rows))

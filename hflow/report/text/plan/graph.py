@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from hflow.base.text import format_ranges_briefly, pluralize
 from hflow.graph.draw import PlanOverlay, to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node
 from hflow.graph.queries import stages
 from hflow.graph.render import render_text
-from hflow.planner.diff.values import device_ranges
+from hflow.planner.diff.values import format_devices
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, devices_of
 from hflow.planner.plan.staleness import max_lag
-from hflow.report.formatting import plural, range_text
 from hflow.report.text.section import Section, add_row, dim, lines, table, text
 
 LAG_NOTE = (
@@ -55,7 +55,7 @@ def _fires(plan: Plan, node: Node) -> str:
 
 def cadence(every: int, after: int) -> str:
     """Return `, every 20 steps, from step 4 on`; empty if it fires in each step."""
-    steps = f"every {plural(every, 'step')}" if every > 1 else ""
+    steps = f"every {pluralize(every, 'step')}" if every > 1 else ""
     start = f"from step {after} on" if after not in (0, every - 1) else ""
     return ", ".join(("", *(part for part in (steps, start) if part)))
 
@@ -65,9 +65,9 @@ def _place(plan: Plan, node: str) -> str:
     placement = plan.placement(node)
     if placement.replicas:
         return ", ".join(placement.replicas)
-    shown = range_text(placement.heads)
+    shown = format_ranges_briefly(placement.heads)
     if " " in shown:
-        return plural(len(placement.heads), "worker")
+        return pluralize(len(placement.heads), "worker")
     return f"worker{'s' if len(placement.heads) > 1 else ''} {shown}"
 
 
@@ -134,7 +134,7 @@ def _placed(plan: Plan) -> PlanOverlay:
     sets = [(group.name,) for group in plan.groups]
     groups: dict[str, tuple[str, ...]] = {}
     for names in dict.fromkeys((*sets, *(p.groups for p in plan.placements if p.groups))):
-        devices = device_ranges(devices_of([group_of[name] for name in names]))
+        devices = format_devices(devices_of([group_of[name] for name in names]))
         title = f"group{'s' * (len(names) > 1)} {' and '.join(names)}: devices {devices}"
         groups[title] = tuple(p.node for p in plan.placements if p.groups == names)
     return PlanOverlay(

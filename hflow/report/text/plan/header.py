@@ -9,13 +9,21 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import (
+    format_bytes,
+    format_count,
+    format_ranges,
+    format_ranges_briefly,
+    format_seconds,
+    format_share,
+    pluralize,
+)
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.models.choices import determinism_line
-from hflow.planner.plan.cluster import ClusterSpec, device_ranges, used_links
+from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import expected_max
-from hflow.report.formatting import bytes_text, count_text, plural, range_text, seconds_text, share_text
 from hflow.report.text.section import NO_FIGURES
 
 MIN_SHARE = 0.01
@@ -86,8 +94,8 @@ def experts_line(plan: Plan) -> str:
 def largest_batch_line(plan: Plan) -> str:
     """Return the number of sequences that engines' caches hold, if they do not grow; else an empty text."""
     return "; ".join(
-        f"{plural(engine.largest_batch, 'sequence')} of mean length, in {bytes_text(engine.cache_bytes)} of "
-        f"KV cache of {engine.replica}"
+        f"{pluralize(engine.largest_batch, 'sequence')} of mean length, in "
+        f"{format_bytes(engine.cache_bytes)} of KV cache of {engine.replica}"
         for engine in plan.engines
         if engine.largest_batch is not None and engine.cache_bytes is not None
     )
@@ -97,12 +105,12 @@ def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
     kind = f"{hardware.device.name if hardware else cluster.device} device"
-    devices = f"{plural(cluster.devices_per_node, kind)} of {bytes_text(cluster.memory_bytes)}"
-    line = f"{plural(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
+    devices = f"{pluralize(cluster.devices_per_node, kind)} of {format_bytes(cluster.memory_bytes)}"
+    line = f"{pluralize(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
     if hardware is None:
         return line
     used = [
-        f"{link.name} {count_text(link.gb_per_s)} GB/s {where}"
+        f"{link.name} {format_count(link.gb_per_s)} GB/s {where}"
         for link, where in used_links(cluster, hardware)
     ]
     return "; ".join((line, *used))
@@ -113,7 +121,7 @@ def _bound(cluster: ClusterSpec) -> str:
     if not cluster.cores:
         return ""
     bound = (cluster.cores_of(device) for device in range(cluster.devices_per_node))
-    return ", bound to cores " + " | ".join(device_ranges(tuple(cores)) for cores in bound)
+    return ", bound to cores " + " | ".join(format_ranges(tuple(cores)) for cores in bound)
 
 
 def peak_phase(plan: Plan) -> PhaseMemory | None:
@@ -128,8 +136,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
     yield (
         "run",
         Text(
-            f"{plural(schedule.num_steps, 'step')} of {_batch(plan)}; at most "
-            f"{plural(schedule.settings.max_concurrent, 'sample')} in flight"
+            f"{pluralize(schedule.num_steps, 'step')} of {_batch(plan)}; at most "
+            f"{pluralize(schedule.settings.max_concurrent, 'sample')} in flight"
         ),
     )
     yield "digest", Text(plan.digest)
@@ -146,7 +154,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
     if determinism := determinism_line(plan):
         yield "deterministic", Text(determinism)
     if plan.unrunnable:
-        count = plural(len(plan.unrunnable), "reason")
+        count = pluralize(len(plan.unrunnable), "reason")
         yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
     yield "fits", _fits(plan)
     yield from _speed(plan)
@@ -155,8 +163,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
 
 def _batch(plan: Plan) -> str:
     stream = plan.schedule.streams[0]
-    size = plural(stream.batch or 0, "prompt")
-    return f"{size} x {plural(stream.group_size, 'sample')}" if stream.group_size > 1 else size
+    size = pluralize(stream.batch or 0, "prompt")
+    return f"{size} x {pluralize(stream.group_size, 'sample')}" if stream.group_size > 1 else size
 
 
 def _fits(plan: Plan) -> Text:
@@ -165,7 +173,7 @@ def _fits(plan: Plan) -> Text:
         return Text("unknown: no memory is estimated", style="yellow")
     capacity = plan.cluster.memory_bytes
     where = f"on {_devices(plan.cluster, peak.devices)} in {peak.phase}"
-    size = f"{bytes_text(peak.total)} of {bytes_text(capacity)} ({share_text(peak.total / capacity)})"
+    size = f"{format_bytes(peak.total)} of {format_bytes(capacity)} ({format_share(peak.total / capacity)})"
     if peak.total > capacity:
         return Text.assemble(("no", "bold red"), f": {size} needed {where}")
     if plan.forecast is not None and plan.forecast.missing:
@@ -176,7 +184,7 @@ def _fits(plan: Plan) -> Text:
 def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
     if len(devices) == cluster.num_devices and len(devices) > 1:
         return "every device"
-    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}"
+    return f"device{'s' if len(devices) > 1 else ''} {format_ranges_briefly(devices)}"
 
 
 def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
@@ -191,10 +199,10 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
     note = ""
     if is_lower_bound:
         note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
-    elif seconds_text(seconds) != seconds_text(period.seconds):
-        note = f", with waiting for late responses; without it {seconds_text(period.seconds)}"
+    elif format_seconds(seconds) != format_seconds(period.seconds):
+        note = f", with waiting for late responses; without it {format_seconds(period.seconds)}"
     rate = f" a step: {_rate(plan, seconds)}{note}"
-    yield "period", Text.assemble((seconds_text(seconds), "bold"), rate)
+    yield "period", Text.assemble((format_seconds(seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
 
 
@@ -202,20 +210,20 @@ def _rate(plan: Plan, seconds: float) -> str:
     assert plan.forecast is not None
     stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
     per_second = (stream.batch or 0) * stream.group_size / seconds
-    rate = f"{count_text(per_second)} samples/s"
+    rate = f"{format_count(per_second)} samples/s"
     if stream.name not in lengths:
         return rate
     tokens = lengths[stream.name].prompt + expected_max(lengths[stream.name], 1)
-    return f"{rate}, {count_text(per_second * tokens)} tokens/s"
+    return f"{rate}, {format_count(per_second * tokens)} tokens/s"
 
 
 def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:
     """Return the critical cycle in one line: its largest nodes, with their seconds."""
     total_seconds = sum(step.seconds for step in cycle)
     long = [step for step in cycle if step.seconds >= MIN_SHARE * total_seconds]
-    named = " → ".join(f"{step_name(plan, step.node)} {seconds_text(step.seconds)}" for step in long)
+    named = " → ".join(f"{step_name(plan, step.node)} {format_seconds(step.seconds)}" for step in long)
     short = len(cycle) - len(long)
-    left_out = f" ({plural(short, 'short node')} left out)" if short else ""
+    left_out = f" ({pluralize(short, 'short node')} left out)" if short else ""
     return f"{named} → again{left_out}"
 
 

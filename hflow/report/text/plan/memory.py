@@ -13,11 +13,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import format_bytes, format_ranges_briefly, format_share, pluralize
 from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.traits import traits
-from hflow.report.formatting import bytes_text, plural, range_text, share_text
 from hflow.report.text.section import GAP, NO_FIGURES, Section, dim, number, table, text
 
 
@@ -148,13 +148,13 @@ def _communicator_lines(plan: Plan) -> Iterator[str]:
 def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:
     """Yield what is in the memory of machines, largest first."""
     for row in rows:
-        of_all = "" if row.capacity is None else f" of {bytes_text(row.capacity)}"
+        of_all = "" if row.capacity is None else f" of {format_bytes(row.capacity)}"
         items = sorted(row.items, key=lambda item: -item.num_bytes)
-        words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items)
+        words = ", ".join(f"{item.name} {format_bytes(item.num_bytes)}" for item in items)
         is_one = len(row.machines) == 1
         machines, each = ("machine", "") if is_one else ("machines", " each")
-        size = f"{bytes_text(row.total)}{of_all}{each}"
-        yield f"host memory of {machines} {range_text(row.machines)}: {size}: {words}"
+        size = f"{format_bytes(row.total)}{of_all}{each}"
+        yield f"host memory of {machines} {format_ranges_briefly(row.machines)}: {size}: {words}"
 
 
 def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:
@@ -179,22 +179,24 @@ def _num_lines(shown: DeviceClass) -> int:
 def _title(shown: DeviceClass, capacity: int) -> Text:
     return Text.assemble(
         (f"group {shown.peak.group}", "bold"),
-        f", {_devices(shown.devices)}: at most {bytes_text(shown.peak.total)} each, "
-        f"{share_text(shown.peak.total / capacity)}",
+        f", {_devices(shown.devices)}: at most {format_bytes(shown.peak.total)} each, "
+        f"{format_share(shown.peak.total / capacity)}",
     )
 
 
 def _devices(devices: Sequence[int]) -> str:
     number = f" ({len(devices):,})" if len(devices) > 1 else ""
-    return f"device{'s' if len(devices) > 1 else ''} {range_text(devices)}{number}"
+    return f"device{'s' if len(devices) > 1 else ''} {format_ranges_briefly(devices)}{number}"
 
 
 def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
     fullest = sorted(shown.phases, key=lambda phase: -phase.total)[:MOST_PHASES]
-    of_all = f"of {bytes_text(capacity)}"
+    of_all = f"of {format_bytes(capacity)}"
     scale = _scale(shown.peak.total, capacity)
-    rows = table(text(""), text("phase"), number("bytes"), number(of_all), text(f"0 to {bytes_text(scale)}"))
-    names, sizes = zip(*((phase.phase, bytes_text(phase.total)) for phase in fullest), strict=True)
+    rows = table(
+        text(""), text("phase"), number("bytes"), number(of_all), text(f"0 to {format_bytes(scale)}")
+    )
+    names, sizes = zip(*((phase.phase, format_bytes(phase.total)) for phase in fullest), strict=True)
     other_columns = 1 + max(map(len, names)) + max(map(len, sizes)) + len(of_all) + 4 * GAP
     columns = max(1, min(WIDEST_BAR, width - other_columns))
     for phase in (phase for phase in shown.phases if phase in fullest):
@@ -203,13 +205,13 @@ def _bars(shown: DeviceClass, capacity: int, width: int) -> Table:
         rows.add_row(
             Text("*" if is_peak else "", style),
             Text(phase.phase, style),
-            Text(bytes_text(phase.total), style),
-            Text(share_text(phase.total / capacity), style),
+            Text(format_bytes(phase.total), style),
+            Text(format_share(phase.total / capacity), style),
             memory_bar(phase, scale, capacity, columns),
         )
     more = len(shown.phases) - len(fullest)
     if more:
-        rows.add_row("", dim(f"and {plural(more, 'smaller phase')}"))
+        rows.add_row("", dim(f"and {pluralize(more, 'smaller phase')}"))
     return rows
 
 
@@ -224,16 +226,17 @@ def _scale(peak: int, capacity: int) -> int:
 def _items(shown: DeviceClass) -> Text:
     """Return the items of the fullest phase, largest first."""
     items = sorted((*shown.peak.resident, *shown.peak.transient), key=lambda item: -item.num_bytes)
-    words = ", ".join(f"{item.name} {bytes_text(item.num_bytes)}" for item in items if item.num_bytes)
+    words = ", ".join(f"{item.name} {format_bytes(item.num_bytes)}" for item in items if item.num_bytes)
     return Text.assemble(dim(f"* {shown.peak.phase}: "), words)
 
 
 def _brief(classes: Sequence[DeviceClass], capacity: int) -> Iterator[str]:
     for one in classes[:MOST_WITHOUT_BARS]:
-        peak, share = bytes_text(one.peak.total), share_text(one.peak.total / capacity)
+        peak, share = format_bytes(one.peak.total), format_share(one.peak.total / capacity)
         yield f"group {one.peak.group}, {_devices(one.devices)}: at most {peak}, {share}, in {one.peak.phase}"
     rest = classes[MOST_WITHOUT_BARS:]
     if rest:
         most = max(one.peak.total for one in rest)
         number = sum(len(one.devices) for one in rest)
-        yield f"{plural(number, 'other device')}: at most {bytes_text(most)}, {share_text(most / capacity)}"
+        others, share = pluralize(number, "other device"), format_share(most / capacity)
+        yield f"{others}: at most {format_bytes(most)}, {share}"

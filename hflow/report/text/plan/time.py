@@ -14,10 +14,10 @@ from itertools import pairwise
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.text import format_seconds, format_share, pluralize
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.plan.forecast import NodeTime, Period, Slot
 from hflow.planner.plan.rows import Plan, ScheduledNode
-from hflow.report.formatting import plural, seconds_text, share_text
 from hflow.report.text.plan.graph import cadence
 from hflow.report.text.plan.header import step_name
 from hflow.report.text.section import NO_FIGURES, Section, add_row, dim, number, table, text
@@ -159,17 +159,17 @@ def _bars(cells: Sequence[str], colours: Mapping[str, str]) -> Text:
 
 def _axis(num_steps: int, seconds: float, columns: int) -> Text:
     """Return the axis: where each step begins, in seconds, and where the last one ends."""
-    line, end = "", f"{seconds_text(num_steps * seconds)}|"
+    line, end = "", f"{format_seconds(num_steps * seconds)}|"
     for i in range(num_steps):
         column = round(i * columns / num_steps)
         if len(line) < max(1, column):
-            line = line.ljust(column) + f"|{seconds_text(i * seconds) if i else 0}"
+            line = line.ljust(column) + f"|{format_seconds(i * seconds) if i else 0}"
     return dim(line if len(line) + len(end) >= columns else line.ljust(columns - len(end)) + end)
 
 
 def _idle(period: Period, lane: str) -> Text:
     share = dict(period.idle).get(lane)
-    return Text("" if share is None else f"idle {share_text(share)}")
+    return Text("" if share is None else f"idle {format_share(share)}")
 
 
 def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[Text]:
@@ -177,7 +177,7 @@ def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[
     seconds: dict[str, float] = {}
     for slot in period.slots:
         seconds[slot.node] = slot.seconds
-    short = [f"{node} {seconds_text(spent)}" for node, spent in seconds.items() if node not in named]
+    short = [f"{node} {format_seconds(spent)}" for node, spent in seconds.items() if node not in named]
     if short:
         yield dim(f"not named above: {', '.join(short)}")
     if lanes:
@@ -207,9 +207,9 @@ def times_section(plan: Plan, width: int) -> Section:
     slowest = sorted(plan.forecast.times, key=lambda row: -row.seconds)[:MOST_NODES]
     for row in sorted(slowest, key=lambda row: rank.get(row.node, len(rank))):
         per, limit = fires.get(row.node, NEW_WEIGHTS), row.limit if row.seconds else ""
-        add_row(shown, Text(row.node, "bold"), per, seconds_text(row.seconds), _parts(row), limit)
+        add_row(shown, Text(row.node, "bold"), per, format_seconds(row.seconds), _parts(row), limit)
     more = len(plan.forecast.times) - len(slowest)
-    rest = (dim(f"and {plural(more, 'faster node')}"),) if more else ()
+    rest = (dim(f"and {pluralize(more, 'faster node')}"),) if more else ()
     return Section("Time", TIME_NOTE, (shown, *rest))
 
 
@@ -229,7 +229,7 @@ def _parts(row: NodeTime) -> str:
     named = [(name, spent) for name, spent in row.parts if spent >= LEAST_PART * row.seconds and spent > 0]
     if len(named) == 1:
         return named[0][0]
-    return ", ".join(f"{name} {seconds_text(spent)}" for name, spent in named)
+    return ", ".join(f"{name} {format_seconds(spent)}" for name, spent in named)
 
 
 MOST_CYCLE_ROWS = 10
@@ -265,17 +265,17 @@ def _cycle(plan: Plan, period: Period) -> Table:
 def _rows(plan: Plan, period: Period) -> Iterator[tuple[str, str, str]]:
     cycle = period.cycle
     for step in cycle[:MOST_CYCLE_ROWS]:
-        yield step_name(plan, step.node), seconds_text(step.seconds), step.why
+        yield step_name(plan, step.node), format_seconds(step.seconds), step.why
     rest = cycle[MOST_CYCLE_ROWS:]
     if rest:
-        seconds = seconds_text(sum(step.seconds for step in rest))
-        yield f"and {plural(len(rest), 'more node')}", seconds, rest[-1].why
+        seconds = format_seconds(sum(step.seconds for step in rest))
+        yield f"and {pluralize(len(rest), 'more node')}", seconds, rest[-1].why
 
 
 def _sum(period: Period) -> tuple[str, str]:
     """Return the seconds around the cycle, and the number of steps that they cover."""
     whole, lag = sum(step.seconds for step in period.cycle), sum(step.lag for step in period.cycle)
     if lag == 1:
-        return seconds_text(whole), "around the cycle, once a step"
-    a_step = seconds_text(period.seconds)
-    return seconds_text(whole), f"around the cycle, once in {plural(lag, 'step')}: {a_step} a step"
+        return format_seconds(whole), "around the cycle, once a step"
+    a_step = format_seconds(period.seconds)
+    return format_seconds(whole), f"around the cycle, once in {pluralize(lag, 'step')}: {a_step} a step"

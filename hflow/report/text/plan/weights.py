@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from hflow.base.text import format_bytes, format_ranges_briefly
 from hflow.planner.plan.rows import Plan, Replica, WeightRoute
-from hflow.report.formatting import bytes_text, range_text, rank_order_text
+from hflow.report.formatting import format_rank_order
 from hflow.report.text.section import Section, add_row, dim, lines, number, table, text
 
 NOTE = (
@@ -38,16 +39,18 @@ def _way(route: WeightRoute) -> Text:
     if route.delta:
         notes.append(dim("only changes"))
     if route.saved_bytes:
-        notes.append(dim(rank_order_text(route.moved_bytes, route.saved_bytes)))
+        notes.append(dim(format_rank_order(route.moved_bytes, route.saved_bytes)))
     return lines((Text(route.how), *notes))
 
 
 def _end(replica: Replica) -> Text:
-    return Text.assemble((replica.name, "bold"), f" {replica.layout} on {range_text(replica.workers)}")
+    return Text.assemble(
+        (replica.name, "bold"), f" {replica.layout} on {format_ranges_briefly(replica.workers)}"
+    )
 
 
 def _bytes(route: WeightRoute) -> tuple[str, ...]:
     if not (route.rows or route.moved_bytes or route.held_bytes):
         return "?", "?", "?", "?"
     sizes = (route.moved_bytes, route.node_bytes, route.held_bytes)
-    return f"{len(route.rows):,}", *map(bytes_text, sizes)
+    return f"{len(route.rows):,}", *map(format_bytes, sizes)
