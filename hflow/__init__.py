@@ -157,6 +157,8 @@ def __getattr__(name: str) -> Any:
     """Import the module of a name in `_LAZY` (PEP 562)."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in ("nodes", "rewards"):
+        return importlib.import_module(f"hflow.{name}")
     raise AttributeError(f"module 'hflow' has no attribute {name!r}")
 
 
