@@ -78,7 +78,7 @@ class ScriptedEngine:
         logprob: the log-prob of every generated token.
         version: the version of the weights of every generated token.
         temperature: the only temperature that requests to an endpoint may have, as a generate node has one.
-        top_p: the completion's `top_p`; None: any.
+        top_p: the only `top_p` that such requests may have.
         seed: the seed of `random`.
         now: the time in seconds; every call of `time` adds one.
 

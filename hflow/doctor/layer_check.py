@@ -55,7 +55,7 @@ class LayerError(NamedTuple):
     """How far results of two kernels are apart, relative to the largest entry of each tensor."""
 
     output: float
-    """The largest difference of the logits."""
+    """The difference of the logits."""
     gradient: float
     """The difference of the weight whose gradients differ most."""
 

@@ -70,7 +70,7 @@ def loss_hint(module: str, function: str, knob: str, value: Any) -> str:
 
 
 def missing_extra(extra: str, *packages: str) -> str | None:
-    """Return the command that installs an optional part of hflow, if a package of it is missing.
+    """Return the missing packages of an optional part of hflow, with the command to install it; or None.
 
     Args:
         extra: the extra of the distribution that brings the packages.

@@ -43,7 +43,7 @@ class FirstPass:
     provided: tuple[tuple[str, str], ...]
     knobs: tuple[Knob, ...]
     unit: Unit
-    """The units of the result."""
+    """The unit of the result."""
 
 
 def first_pass(function: Callable[..., Any]) -> Callable[[Function], Function]:

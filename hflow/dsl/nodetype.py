@@ -68,9 +68,9 @@ class NodeType:
     model, generates or encodes is derived from `infer`, `train`, `generate` or `encode`, which are subclasses
     of this class too, and has everything that the decorator has.
 
-    Class attributes say what all nodes of this kind have in common. The constructor takes what one node
-    chooses: a node's models and options. Layouts, cost, drawing and weights are read once, when the recipe
-    is converted to a graph, so that planning needs no instance.
+    Class attributes say what all nodes of this kind have in common. The constructor takes the choices of one
+    node: models and options. Layouts, cost, drawing and weights are read once, when the recipe is converted
+    to a graph, so that planning needs no instance.
 
     A subclass may declare a constructor with typed parameters, for editors and type checkers; see
     `typed_options`.
@@ -156,7 +156,7 @@ class NodeType:
         return ()
 
     def layout(self, field: str) -> str:
-        """Return the stream that stores a returned field.
+        """Return the layout in which a returned field is stored.
 
         `sharded`: over the first ranks of the data-parallel groups of a replica; `single`: in one place.
         """

@@ -137,7 +137,7 @@ class GenerationEngine(abc.ABC):
 
     @abc.abstractmethod
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Remove all requests; return what each has so far, with stop reason `abort`.
+        """Remove all requests; return each one's result so far, with stop reason `abort`.
 
         Requests that have finished since the last `step` are returned too, with their own stop reason. Called
         before the engine sleeps. The driver adds the aborted requests again when it wakes.

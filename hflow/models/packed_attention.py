@@ -52,7 +52,7 @@ class PaddedLayout:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """`data.shared_prefix.PrefixSharing` on the device: U computed rows represent T tokens."""
+    """`data.batches.shared_prefix.PrefixSharing` on the device: U computed rows represent T tokens."""
 
     token_of_row: Tensor
     """int64 `[U]`."""

@@ -76,7 +76,7 @@ def neighbours(device: str, num: int) -> Iterator[Event]:
 
     Args:
         device: `cpu`, or `cuda`, whose devices have memory of their own.
-        num: the number of the others.
+        num: the number of other devices.
 
     Raises:
         RunError: if a process that is to keep one busy ends.

@@ -213,7 +213,7 @@ class ModelBackend(abc.ABC):
         """Yield `(HF name, full tensor)` of what training changes, in `dtype`. A collective.
 
         Every rank exhausts it. Of a model with adapters these alone change, and have names of their own
-        (`common/adapter.py`).
+        (`models/adapter.py`).
 
         Called after a train step to update engines whose route cannot send slices. Tied weights come once,
         under their first name. A tensor may share storage with the model, so the caller copies what it keeps.

@@ -92,7 +92,7 @@ class BucketVersion(NamedTuple):
     """Place of the bucket in its stream."""
     version: int
     num_bytes: int
-    """The checksum of the whole payload."""
+    """Bytes of the whole payload."""
     base: int | None = None
     """The version to which the payload's changes apply; None: the payload is whole."""
     num_changed: int = 0

@@ -54,7 +54,7 @@ class DeltaSender:
         return self._base
 
     def encode(self, receivers: Receivers, bucket: Bucket) -> Bucket:
-        """Return the delta of the next bucket of a stream."""
+        """Return the bucket to send for the next bucket of a stream: its changes, or itself."""
         number = self._numbers[receivers]
         self._numbers[receivers] += 1
         last, self._sent[receivers, number] = self._sent.get((receivers, number)), bucket

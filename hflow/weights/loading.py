@@ -24,7 +24,7 @@ class LoadedWeights:
     num_bytes: tuple[int, ...]
     """Bytes that each rank received from other processes."""
     local_checksums: tuple[int, ...]
-    """The checksum of the slices that did not come from other processes."""
+    """The checksums of the slices that did not come from other processes."""
     checksums: tuple[int, ...]
     """The checksum of everything that reached the rank, which it holds as far as it needs these entries."""
 

@@ -452,7 +452,7 @@ class WeightsLoaded:
     num_bytes: int = 0
     """Bytes that they pulled from other workers."""
     sent_checksums: tuple[int, ...] = ()
-    """The checksum of what each was sent, computed by the senders, plus what it held itself."""
+    """The checksum of the weights that each was sent, computed by the senders, plus that of its own."""
     engine_checksums: tuple[int, ...] = ()
     """The checksum of what each generates with now, computed in its engine."""
 

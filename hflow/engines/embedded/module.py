@@ -140,7 +140,7 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 def changing_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module that training changes, by HF name: adapters, if there are any.
 
-    Those of experts are views under hflow's names (`common.expert_tensors`).
+    Those of experts are views under hflow's names (`models.expert_tensors`).
     """
     if adapters := adapter_weights(module):
         return dict(adapters)

@@ -4,7 +4,7 @@
 cumulative probability exceeds u. One number per token is enough for any vocabulary, and nearly equal
 distributions nearly always draw the same token.
 
-**Random numbers.** Number i of a seed is a hash of (seed, i) (`common/seeds.py`). A generator with a state
+**Random numbers.** Number i of a seed is a hash of (seed, i) (`models/seeds.py`). A generator with a state
 would make a sequence's draws depend on the order in which sequences are served.
 
 Axes: S sequences, V vocabulary.

@@ -3,7 +3,7 @@
 vLLM fuses the projections of queries, keys and values, and those of gate and up, into one parameter each. Its
 tensor ranks hold slices, and its vocabulary is padded. For every tensor of the checkpoint, `held_tensors`
 finds the box that a rank holds, and the view of vLLM's parameter that holds it. Experts have hflow's names
-(`common.expert_tensors`), which stack those of a layer as vLLM does.
+(`models.expert_tensors`), which stack those of a layer as vLLM does.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
 
 
 def _held(module: Any, num_rows: int, first_row: int, view: Tensor) -> HeldTensor:
-    """Return the held tensors, with the columns that a row-parallel matrix splits."""
+    """Return the held tensor, with the columns that a row-parallel matrix splits."""
     rows, columns = (first_row, first_row + view.shape[0]), view.shape[1:]
     if isinstance(module, RowParallelLinear) and view.ndim == 2:
         (size,) = columns

@@ -100,7 +100,7 @@ class Compiled:
     recipe: Path
     """The recipe's Python file."""
     observers: tuple[Observer, ...] = ()
-    """The recipe's models."""
+    """The recipe's observers."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
 
@@ -201,8 +201,8 @@ def compile_read(
     Args:
         read: a recipe with its configuration.
         engines: the engines, as in `compile_recipe`.
-        candidates: the number of candidates, as in `compile_recipe`.
-        with_limits: whether limits are looked for, as in `compile_recipe`.
+        candidates: the placements, as in `compile_recipe`.
+        with_limits: also find settings, as in `compile_recipe`.
         searches: searches of plans with other settings, which are not repeated.
 
     Raises:

@@ -258,9 +258,9 @@ class _Attempts:
 
     compiled: Compiled
     processes: RayActors | None
-    """The Ray cluster of the workers; None: they are in this process."""
+    """The processes of the workers; None: they are in this process."""
     setup: WorkerSetup
-    """The inputs of a run that begins."""
+    """The setup of a run that begins."""
     rows: dict[str, DatasetRows]
     directory: RunDirectory
     observer: RunObserver

@@ -44,7 +44,7 @@ class PlanRequest:
     """Device group -> its devices. Empty: each group that models name gets as many devices as its largest
     layout needs, and groups without a layout share the rest."""
     placement: str | None = None
-    """Devices and layouts of replicas in one line (`placement.placement_setting`). It excludes `groups`, and
+    """Devices and layouts of replicas in one line (`make.placement_setting`). It excludes `groups`, and
     the groups and layouts of models."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     save_every: int = 0

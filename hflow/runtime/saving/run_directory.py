@@ -155,7 +155,7 @@ class RunDirectory:
 
     @property
     def inputs(self) -> Path:
-        """Fingerprints of the files that the run reads, see `launch.fingerprints`."""
+        """Fingerprints of the files that the run reads, see `launch.checkpoints.fingerprints`."""
         return self.path / "inputs.json"
 
     @property

@@ -61,7 +61,7 @@ class RunSaving:
         """Steps -> why the directory of a model could not be made."""
         self._writing = asyncio.Lock()
         self._directory = ""
-        """The stores of the samples of the checkpoint that the run continues from."""
+        """The directory of the samples of the checkpoint that the run continues from."""
         self._file_of: dict[tuple[str, int], str] = {}
         """Root stream and sample of that checkpoint -> the name of its file."""
         self._extra_updates: dict[str, int] = {}

@@ -97,7 +97,7 @@ class ResumePoint:
     """A checkpoint from which a run continues."""
 
     path: Path
-    """The run's directory."""
+    """The checkpoint's directory."""
     saved: SavedRun
 
     @property

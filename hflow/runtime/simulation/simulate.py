@@ -169,7 +169,7 @@ class _Source:
     first_group: int = 0
     """The group that has the dataset's first row in this evaluation."""
     speed: float = 1.0
-    """The number of tokens of the samples that run."""
+    """The speed of the samples that run."""
 
 
 class _Simulator:

@@ -20,7 +20,7 @@ What is decided after an event, in this order:
 2. which evaluation begins (`admission`);
 3. which weights are published and which batch nodes fire (`batch_nodes`, by `rules`);
 4. which engines sleep and wake, with which weights (`weight_updates`);
-5. which groups are opened (`admission`, by the formulas of `planner.staleness` and `rules`).
+5. which groups are opened (`admission`, by the formulas of `planner.plan.staleness` and `rules`).
 
 Invariant: after every event, everything that can be done has been asked for, and nothing twice.
 `invariants.check_invariants` states the rest, and property tests call it after every event.

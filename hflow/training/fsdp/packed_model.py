@@ -26,7 +26,7 @@ class PackedModel(nn.Module):
 
     Args:
         backbone: returns hidden states.
-        head: the head of the hidden states.
+        head: the module that is applied to the hidden states.
         head_kind: `lm`, `value` or `score`.
         offload_activations: keep what the backbone saves for its backward pass in host memory.
     """
@@ -84,7 +84,7 @@ Measure = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class WholeLogits:
-    """`common.output.Logits` from an output matrix that this rank has whole. Logits exist chunk by chunk."""
+    """`loop.output.Logits` from an output matrix that this rank has whole. Logits exist chunk by chunk."""
 
     rows: Tensor
     """Hidden states `[N, D]`."""

@@ -42,7 +42,7 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
     Without adapters these are all, and persistent buffers come with them.
 
     Tied weights have their first name, and a scalar head's weights `value_head.*` or `score.weight`. Those of
-    experts have hflow's names (`common.expert_tensors`). A tensor may share storage with the model, so copy
+    experts have hflow's names (`models.expert_tensors`). A tensor may share storage with the model, so copy
     what is to be kept.
     """
     whole = gather_tensors(_changing_tensors(model, head, kind), dtype)

@@ -174,10 +174,10 @@ def attend_to_all(
 
 @dataclass(frozen=True)
 class DividedLogits:
-    """`common.output.Logits` of all learned tokens, each computed by the rank that has its row."""
+    """`loop.output.Logits` of all learned tokens, each computed by the rank that has its row."""
 
     local: Logits
-    """The positions of this rank's M tokens."""
+    """The logits of this rank's M tokens."""
     division: RowDivision
     num_learned: int
     """N."""

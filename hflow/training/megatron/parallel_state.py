@@ -175,7 +175,7 @@ class ParallelState:
 
 
 _known_states: list[ParallelState] = []
-"""The groups of this process. All ranks of a replica make the same ones, in the same order."""
+"""The states of this process. All ranks of a replica make the same ones, in the same order."""
 
 
 def _existing_groups() -> Mapping[ProcessGroup, object]:

@@ -65,7 +65,7 @@ def stage_output(
 
 @dataclass(frozen=True)
 class VocabParallelLogits:
-    """`common.output.Logits` from an output matrix whose rows are split over the tensor ranks."""
+    """`loop.output.Logits` from an output matrix whose rows are split over the tensor ranks."""
 
     rows: Tensor
     """Hidden states `[N, D]`, the same on all tensor ranks."""

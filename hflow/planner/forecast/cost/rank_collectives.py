@@ -47,7 +47,7 @@ MIN_BUCKET_WEIGHTS = 40_000_000
 BUCKET_WEIGHTS_PER_RANK = 1_000_000
 """Megatron exchanges weights and gradients in buckets of so many weights, or so many for each data rank."""
 COUNT_BYTES = 8
-"""The spread of the number of tokens that a rank sends to an expert."""
+"""Bytes of the number of tokens that a rank sends to an expert."""
 
 
 class Collectives(NamedTuple):

@@ -27,7 +27,7 @@ COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
 MIN_FILE_BYTES = 64 << 20
-"""Ranks share the files of a checkpoint, as far as there are as many of this size (`common/hf_files.py`)."""
+"""Ranks share the files of a checkpoint, as far as there are as many of this size (`hf_files.py`)."""
 RECEIVED_LAST = "weights received last"
 SAVED_STATE = "copy of the optimizer's state"
 

@@ -68,7 +68,7 @@ class CollectiveChannel(WeightChannel):
         listen_where(settings.host)
         self._timeout = datetime.timedelta(seconds=settings.timeout)
         self._server: TCPStore | None = None
-        """The connection of the sender; opened with the first bucket."""
+        """The sender's store; opened with the first bucket."""
         self._streams: dict[Receivers, _Stream] = {}
         self._stores: dict[str, TCPStore] = {}
         """Address -> connection of the receiver."""
