@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hflow.base.errors import PlanError, nearest
+
+Kind = TypeVar("Kind")
 
 
 class _Entry(NamedTuple):
@@ -68,6 +70,25 @@ class Registry:
                 f"{self._what} {name!r} of the package {package} cannot be imported from {target}: {error}. "
                 f"Install another version of {package}"
             ) from error
+
+    def describe(self, name: str, kind: type[Kind]) -> Kind:
+        """Import and return the descriptor of an implementation.
+
+        Args:
+            name: the implementation's name, which its descriptor repeats in the attribute `name`.
+            kind: the class of descriptors of this registry.
+
+        Raises:
+            PlanError: for the reasons of `load`, or if another package adds something else.
+        """
+        found = self.load(name)
+        if not isinstance(found, kind) or getattr(found, "name", None) != name:
+            package = self._added[name].package if name not in self.own else "hflow"
+            raise PlanError(
+                f"{self._what} {name!r} of the package {package} is no {kind.__name__} with that name. "
+                f"Install another version of {package}"
+            )
+        return found
 
     @cached_property
     def _added(self) -> dict[str, _Entry]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,44 +40,40 @@ _EMBEDDED = "models.actor.gen.engine=embedded"
 _DETERMINISTIC = "deterministic=true"
 
 
+@cache
+def trial_runs() -> tuple[TrialRun, ...]:
+    """Return the runs that need nothing else, and those of each channel, backend and engine."""
+    return (
+        TrialRun("one device", "training and generation in turns: kernels, sleep and wake", (_EMBEDDED,), 1),
+        TrialRun(
+            "fsdp",
+            "collectives and FSDP2 over all devices",
+            (_EMBEDDED, "models.actor.layout=d{n}"),
+            min_devices=2,
+        ),
+        *_channel_trials(),
+        TrialRun(
+            "equal runs",
+            "FSDP2, and attention's backward pass, with deterministic=true",
+            (_DETERMINISTIC, "models.actor.layout=d{n}"),
+            recipe="sft",
+            is_repeated=True,
+        ),
+        *(run for name in (*BACKENDS, *ENGINES) for run in descriptor(name).trial_runs),
+    )
+
+
 def _channel_trials() -> Iterator[TrialRun]:
     """Yield a run for each channel that says what to try: with the engine beside the trainer or apart."""
+    engine = first_with("has_own_process", ENGINES)
+    beside, package = f"models.actor.gen.engine={engine}", descriptor(engine).packages[0]
     for kind in map(channel_kind, CHANNELS.own):
         transport = f"models.actor.gen.transport={kind.name}"
         if kind.trial and kind.traits.needs_one_device:
-            engine = first_with("has_own_process", ENGINES)
-            settings, package = (
-                (f"models.actor.gen.engine={engine}", transport),
-                descriptor(engine).packages[0],
-            )
-            yield TrialRun(kind.name, kind.trial, settings, 1, package=package, on_cpu=False)
+            yield TrialRun(kind.name, kind.trial, (beside, transport), 1, package=package, on_cpu=False)
         elif kind.trial:
             apart = (_EMBEDDED, "placement=actor=0 actor.gen=1", transport)
             yield TrialRun(kind.name, kind.trial, apart, 2, 2)
-
-
-_ON_EVERY_MACHINE = (
-    TrialRun("one device", "training and generation in turns: kernels, sleep and wake", (_EMBEDDED,), 1),
-    TrialRun(
-        "fsdp",
-        "collectives and FSDP2 over all devices",
-        (_EMBEDDED, "models.actor.layout=d{n}"),
-        min_devices=2,
-    ),
-    *_channel_trials(),
-    TrialRun(
-        "equal runs",
-        "FSDP2, and attention's backward pass, with deterministic=true",
-        (_DETERMINISTIC, "models.actor.layout=d{n}"),
-        recipe="sft",
-        is_repeated=True,
-    ),
-)
-TRIAL_RUNS = (
-    *_ON_EVERY_MACHINE,
-    *(run for name in (*BACKENDS, *ENGINES) for run in descriptor(name).trial_runs),
-)
-"""The runs that need nothing else, and those of each backend and engine."""
 
 
 def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
@@ -86,7 +83,7 @@ def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
         num_gpus: GPUs to use; 0 for CPUs.
         memory_gib: memory of one GPU.
     """
-    for run in TRIAL_RUNS:
+    for run in trial_runs():
         reason = _obstacle(run, num_gpus)
         if reason is not None:
             yield Finding("trial", run.name, False, f"{run.purpose}: not checked, {reason}", required=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
@@ -202,3 +202,35 @@ class GenerationEngine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End what the engine runs outside this process. Called once; the engine is not used afterwards."""
+
+
+class ApiServer(Protocol):
+    """An engine's own OpenAI-compatible server, in a process of its own."""
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on, once it was started."""
+
+    def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            ConfigError: if the port is in use, or the host is not this machine's.
+        """
+
+    def wait_ready(self) -> None:
+        """Wait until requests can be sent, or until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+
+    def wait(self) -> None:
+        """Wait until `close`.
+
+        Raises:
+            RunError: if the process ends before.
+        """
+
+    def close(self) -> None:
+        """End the process and all of its children. Safe to call twice."""

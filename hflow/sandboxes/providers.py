@@ -1,9 +1,9 @@
-"""`SandboxProvider`: what runs the calls of tools with a sandbox, and the registry of providers."""
+"""`SandboxProvider`: what runs the calls of tools with a sandbox."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -35,13 +35,9 @@ class SandboxProvider(Protocol):
         ...
 
 
-PROVIDERS: dict[str, Callable[[int], SandboxProvider]] = {"process": Sandboxes}
-"""Name -> constructor, which takes the most calls of one tool that run at the same time."""
-
-
-def sandboxes(num_calls: int, provider: str = "process") -> SandboxProvider:
-    """Return new sandboxes of a provider, which run at most `num_calls` calls of a tool at the same time."""
-    return PROVIDERS[provider](num_calls)
+def sandboxes(num_calls: int) -> SandboxProvider:
+    """Return new sandboxes, which run at most `num_calls` calls of a tool at the same time."""
+    return Sandboxes(num_calls)
 
 
 async def call_in_process(tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:

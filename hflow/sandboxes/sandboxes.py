@@ -1,7 +1,5 @@
 """`Sandboxes`: runs calls of tools in confined processes, which are killed when their time is up.
 
-It is the provider `process` (`providers.py`).
-
 These are not the processes of the pool of bodies. The pool may run a body twice, to find which job of a chunk
 is slow, while a tool is called once and never again. And a confined process cannot run a body that needs
 a network.

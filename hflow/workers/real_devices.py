@@ -34,11 +34,6 @@ BF16_CAPABILITY = (8, 0)
 """Compute capability from which kernels, also those of attention, compute in bf16."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with settings of torch's allocator on a GPU."""
-SAME_PACKAGES = (
-    *("hflow", "torch", "transformers"),
-    *(package for name in (*BACKENDS, *ENGINES) for package in descriptor(name).distributions),
-)
-"""Distributions whose versions must be the same in all processes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class ProcessDevices:
     problem: str
     """Why torch cannot use CUDA, or that device, in one line; empty if it can."""
     versions: tuple[tuple[str, str], ...]
-    """Name and version of each of `SAME_PACKAGES` that is installed."""
+    """Name and version of each installed distribution that must be the same in all processes."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability of that device; (0, 0) on CPUs."""
     flash_attn: str | None = None
@@ -161,9 +156,15 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
 
 
 def package_versions() -> tuple[tuple[str, str], ...]:
-    """Return name and version of each of `SAME_PACKAGES` that is installed."""
+    """Return name and version of each installed distribution that must be the same in all processes."""
+    described = map(descriptor, (*BACKENDS, *ENGINES))
     installed = []
-    for package in SAME_PACKAGES:
+    for package in (
+        "hflow",
+        "torch",
+        "transformers",
+        *(name for one in described for name in one.distributions),
+    ):
         try:
             installed.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:

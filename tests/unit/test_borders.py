@@ -36,7 +36,7 @@ BORDERS = {
             "doctor/gpus.py": "a check of kernels",
             "doctor/layer_check.py": "a check of kernels",
             "doctor/rank_groups.py": "its process groups, which the doctor tries",
-            "engines/vllm/trials.py": "a trial of both",
+            "engines/vllm/descriptor.py": "a trial of both",
             "types/kernels.py": "versions that fit Transformer Engine",
         },
     ),

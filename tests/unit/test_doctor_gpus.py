@@ -17,7 +17,7 @@ from hflow.doctor.gpus import (
     check_shared_memory,
     parse_gpus,
 )
-from hflow.doctor.trial_runs import TRIAL_RUNS, command, try_runs
+from hflow.doctor.trial_runs import command, trial_runs, try_runs
 from hflow.launch.planning.compile import compile_recipe
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
@@ -71,7 +71,9 @@ def test_a_machine_without_gpus_gets_a_line_for_each_check():
 
 def test_a_run_that_cannot_be_tried_says_why(monkeypatch):
     monkeypatch.setattr("hflow.doctor.trial_runs._try", lambda *_: pytest.fail("it was started"))
-    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [run for run in TRIAL_RUNS if not run.on_cpu])
+    monkeypatch.setattr(
+        "hflow.doctor.trial_runs.trial_runs", lambda: [run for run in trial_runs() if not run.on_cpu]
+    )
     for found in try_runs(0, None):
         assert (found.ok, found.required) == (False, False)
         assert "not checked, it needs a GPU" in found.detail
@@ -135,7 +137,7 @@ def write_run(out, *spans, **metrics):
     ],
 )
 def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_right, end):
-    full = next(run for run in TRIAL_RUNS if run.fills_memory)
+    full = next(run for run in trial_runs() if run.fills_memory)
 
     def run(arguments, cwd, **_):
         assert "models.actor.gen.cache_gib=68.0" in arguments
@@ -151,7 +153,7 @@ def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_righ
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
-    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [full])
+    monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [full])
     monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
     (found,) = try_runs(1, 80.0)
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
@@ -163,7 +165,7 @@ def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_righ
     ids=["equal", "others", "unmeasured"],
 )
 def test_an_engine_must_record_the_trainers_experts(monkeypatch, metrics, is_right, share):
-    replay = next(run for run in TRIAL_RUNS if run.replays_experts)
+    replay = next(run for run in trial_runs() if run.replays_experts)
 
     def run(arguments, cwd, **_):
         assert "nodes.actor_gen.routing_replay=true" in arguments
@@ -171,18 +173,18 @@ def test_an_engine_must_record_the_trainers_experts(monkeypatch, metrics, is_rig
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
-    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [replay])
+    monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [replay])
     monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
     (found,) = try_runs(1, 80.0)
     end = f"the trainer would choose others for {share} of tokens and layers"
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
 
-EQUAL = next(run for run in TRIAL_RUNS if run.is_repeated)
+EQUAL = next(run for run in trial_runs() if run.is_repeated)
 
 
 def try_alone(monkeypatch, run):
-    monkeypatch.setattr("hflow.doctor.trial_runs.TRIAL_RUNS", [run])
+    monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [run])
     (found,) = try_runs(0, None)
     return found
 
@@ -220,7 +222,7 @@ def test_two_runs_that_differ_are_found(monkeypatch, second, detail):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_gpus", [0, 2, 8])
-@pytest.mark.parametrize("run", TRIAL_RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", trial_runs(), ids=lambda run: run.name)
 def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypatch):
     if num_gpus == 0 and not run.on_cpu:
         pytest.skip("it is not tried on CPUs")

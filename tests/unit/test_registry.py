@@ -9,7 +9,7 @@ from runs import run
 
 from hflow.base.errors import PlanError
 from hflow.base.registry import Registry
-from hflow.planner.plan.channels import CHANNELS, channel_kind
+from hflow.planner.plan.channels import CHANNELS, ChannelKind, channel_kind
 
 EXTENSION = Path(__file__).parents[1] / "kits" / "extension"
 OWN = {"store": "hflow.weights.channels.store.descriptor:CHANNEL"}
@@ -77,3 +77,9 @@ def test_what_cannot_be_imported_names_its_package(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PlanError, match="of the package hflow-extension cannot be imported"):
         channels().load("mailbox")
+
+
+def test_what_is_no_descriptor_names_its_package(extension: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hflow_extension.CHANNEL", "a text")
+    with pytest.raises(PlanError, match="of the package hflow-extension is no ChannelKind with that name"):
+        channels().describe("mailbox", ChannelKind)

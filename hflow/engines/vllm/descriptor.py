@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.engines.vllm import memory
 from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_size_problem
-from hflow.engines.vllm.trials import TRIAL_RUNS
 from hflow.planner.models.architectures import FAMILIES
-from hflow.planner.models.descriptors import ApiServer, EngineKind, Variation
+from hflow.planner.models.descriptors import EngineKind, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
 
 if TYPE_CHECKING:
-    from hflow.engines.interface import EngineSetup
+    from hflow.engines.interface import ApiServer, EngineSetup
 
 
 def _make_engine(setup: EngineSetup) -> Any:
@@ -40,6 +39,59 @@ def _find_variation(device: str) -> Variation | None:
     )
 
 
+_VLLM = "models.actor.gen.engine=vllm"
+_DETERMINISTIC = "deterministic=true"
+_MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
+
+_TRIAL_RUNS = (
+    TrialRun(
+        "vllm ranks",
+        "vLLM with tensor ranks, beside FSDP2",
+        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.layout=d{half}t2"),
+        min_devices=2,
+        multiple=2,
+        package="vllm",
+    ),
+    TrialRun(
+        "megatron with vllm",
+        "vLLM with tensor ranks, beside megatron's",
+        (_VLLM, *_MEGATRON, "models.actor.gen.layout=d{half}t2"),
+        min_devices=2,
+        multiple=2,
+        package="vllm",
+    ),
+    TrialRun(
+        "full memory",
+        "vLLM beside the trainer, with a KV cache that takes the memory of the GPU",
+        (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.cache_gib={cache_gib}"),
+        package="vllm",
+        on_cpu=False,
+        fills_memory=True,
+    ),
+    TrialRun(
+        "routing replay",
+        "experts of a mixture that vLLM records",
+        (
+            _VLLM,
+            "model@models.actor=tiny-qwen3-moe",
+            "models.actor.path=null",
+            "nodes.actor_gen.routing_replay=true",
+        ),
+        1,
+        package="vllm",
+        replays_experts=True,
+    ),
+    TrialRun(
+        "equal runs of vllm",
+        "vLLM with deterministic=true, beside FSDP2",
+        (_VLLM, _DETERMINISTIC, "models.actor.layout=d{n}"),
+        package="vllm",
+        on_cpu=False,
+        is_repeated=True,
+    ),
+)
+"""Runs by which `hflow doctor` tries vLLM on real devices."""
+
 ENGINE = EngineKind(
     name="vllm",
     traits=BackendTraits(
@@ -57,7 +109,7 @@ ENGINE = EngineKind(
     packages=("vllm",),
     install=CUDA_INSTALL,
     distributions=("vllm",),
-    trial_runs=TRIAL_RUNS,
+    trial_runs=_TRIAL_RUNS,
     purpose="fast generation, by default on GPUs",
     find_conflict=find_conflict,
     deterministic_variables={BATCH_INVARIANT: "1"},

@@ -21,7 +21,7 @@ from hflow.base.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.base.files import read_json_object
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import EngineSetup, SamplingParams
+from hflow.engines.interface import ApiServer, EngineSetup, SamplingParams
 from hflow.episodes.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
 from hflow.episodes.endpoint.server import EndpointServer, base_url
@@ -32,7 +32,7 @@ from hflow.launch.running.run_recipe import stop_signals
 from hflow.models.hf_config import max_length, read_config
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.architectures import read_shape
-from hflow.planner.models.descriptors import ApiServer, EngineKind, engine_kind
+from hflow.planner.models.descriptors import EngineKind, engine_kind
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import ENGINES, traits
 from hflow.sandboxes.providers import sandboxes

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hflow.config.schema import ModelConfig
-    from hflow.engines.interface import EngineSetup
+    from hflow.engines.interface import ApiServer, EngineSetup
     from hflow.models.settings import ModelSettings
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
@@ -143,38 +143,6 @@ def _no_objection(shape: ModelShape, device: str) -> str | None:
     return None
 
 
-class ApiServer(Protocol):
-    """An engine's own OpenAI-compatible server, in a process of its own."""
-
-    @property
-    def port(self) -> int:
-        """The port that the server listens on, once it was started."""
-
-    def start(self) -> None:
-        """Start the process.
-
-        Raises:
-            ConfigError: if the port is in use, or the host is not this machine's.
-        """
-
-    def wait_ready(self) -> None:
-        """Wait until requests can be sent, or until `close`.
-
-        Raises:
-            RunError: if the process ends before.
-        """
-
-    def wait(self) -> None:
-        """Wait until `close`.
-
-        Raises:
-            RunError: if the process ends before.
-        """
-
-    def close(self) -> None:
-        """End the process and all of its children. Safe to call twice."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
     """The parts that training backends and generation engines have in common."""
@@ -284,10 +252,7 @@ def training_backend(name: str) -> Backend:
     Raises:
         PlanError: for an unknown name.
     """
-    backend = BACKENDS.load(name)
-    assert isinstance(backend, Backend)
-    assert backend.name == name
-    return backend
+    return BACKENDS.describe(name, Backend)
 
 
 @cache
@@ -297,10 +262,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         PlanError: for an unknown name.
     """
-    engine = ENGINES.load(name)
-    assert isinstance(engine, EngineKind)
-    assert engine.name == name
-    return engine
+    return ENGINES.describe(name, EngineKind)
 
 
 def descriptor(name: str) -> Descriptor:

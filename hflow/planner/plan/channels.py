@@ -102,10 +102,7 @@ def channel_kind(name: str) -> ChannelKind:
     Raises:
         PlanError: for an unknown name.
     """
-    kind = CHANNELS.load(name)
-    assert isinstance(kind, ChannelKind)
-    assert kind.name == name
-    return kind
+    return CHANNELS.describe(name, ChannelKind)
 
 
 def channel_traits(name: str) -> ChannelTraits:

@@ -49,10 +49,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
     Raises:
         PlanError: for an unknown name.
     """
-    kind = OPTIMIZERS.load(name)
-    assert isinstance(kind, OptimizerKind)
-    assert kind.name == name
-    return kind
+    return OPTIMIZERS.describe(name, OptimizerKind)
 
 
 def optimizer_traits(name: str) -> OptimizerTraits:

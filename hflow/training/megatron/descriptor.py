@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.models.descriptors import Backend
+from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
 from hflow.training.megatron import memory
-from hflow.training.megatron.trials import TRIAL_RUNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,6 +47,62 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
                 pass
 
 
+_EMBEDDED = "models.actor.gen.engine=embedded"
+_DETERMINISTIC = "deterministic=true"
+_MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d{half}t2p1")
+
+_TRIAL_RUNS = (
+    TrialRun(
+        "megatron",
+        "tensor parallelism",
+        (_EMBEDDED, *_MEGATRON),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "megatron stages",
+        "pipeline stages, whose state is in host memory between nodes",
+        (
+            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}t1p2"),
+            "models.actor.offload=all",
+        ),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "megatron context",
+        "context ranks",
+        (_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{half}c2"),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "megatron experts",
+        "expert ranks",
+        (
+            *(_EMBEDDED, "models.actor.backend=megatron", "models.actor.layout=d{n}e2"),
+            *("model@models.actor=tiny-qwen3-moe", "models.actor.path=null"),
+        ),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+    ),
+    TrialRun(
+        "equal runs of megatron",
+        "megatron with deterministic=true",
+        (_DETERMINISTIC, *_MEGATRON),
+        min_devices=2,
+        multiple=2,
+        package="megatron",
+        recipe="sft",
+        is_repeated=True,
+    ),
+)
+"""Runs by which `hflow doctor` tries megatron on real devices."""
+
 BACKEND = Backend(
     name="megatron",
     traits=BackendTraits(
@@ -68,7 +123,7 @@ BACKEND = Backend(
     packages=("megatron",),
     install="pip install megatron-core",
     distributions=("megatron-core",),
-    trial_runs=TRIAL_RUNS,
+    trial_runs=_TRIAL_RUNS,
     purpose="tensor, pipeline, context and expert parallelism",
     environment=_environment,
     deterministic_variables={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
