@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 settings.register_profile("hflow", deadline=None)  # a busy machine is not a failure
 settings.load_profile("hflow")
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # runs with deterministic=true share processes with others
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # runs with deterministic=true share processes with others
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
 SHARED_WORKERS = [

@@ -11,9 +11,11 @@ import torch
 
 from hflow.base.errors import RunError
 
-MKL_MODE = "MKL_CBWR"
-"""The environment variable from which MKL reads, before its first product, whether products of the same
-numbers are the same: otherwise they depend on the threads' timing and on where the numbers are in memory.
+MKL_MODE, MKL_DYNAMIC = "MKL_CBWR", "MKL_DYNAMIC"
+"""The environment variables from which MKL reads, before its first product, whether products of the same
+numbers are the same (otherwise they depend on the threads' timing and on where the numbers are in memory) and
+whether it may change the number of threads. Strict modes exist for AVX2 and AVX-512 alone, and AUTO is not one
+of them, so AVX2 is named; processors that are not Intel's read it as AUTO.
 Source: Intel oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"."""
 _ALL, _COMPATIBLE, _STRICT = -1, 3, 0x10000
 """Values of MKL's interface `mkl_cbwr_get`."""
@@ -52,7 +54,8 @@ def _fix_products_of_mkl() -> None:
     if not torch.backends.mkl.is_available():
         return
     has_strict = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    os.environ.setdefault(MKL_MODE, "AUTO,STRICT" if has_strict else "COMPATIBLE")
+    os.environ.setdefault(MKL_MODE, "AVX2,STRICT" if has_strict else "COMPATIBLE")
+    os.environ.setdefault(MKL_DYNAMIC, "FALSE")
     torch.ones(8, 8) @ torch.ones(8, 8)  # MKL reads it now
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get_mode = getattr(
