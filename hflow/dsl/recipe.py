@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import math
 import sys
 import textwrap
@@ -368,7 +369,8 @@ def _import(file: Path) -> ModuleType:
         raise
     except BaseException as error:  # a recipe may also call sys.exit()
         line = _line_in(file, error)
-        what = f"{type(error).__name__}: {_first_line(error)}"
+        said = _first_line(error) or linecache.getline(str(file), line).strip() or "it gives no reason"
+        what = f"{type(error).__name__}: {said}"
         raise RecipeError(f"{relative_path(str(file))}:{line}: {what}{_meant(error)}") from error
     return module
 

@@ -13,9 +13,9 @@ from hflow.base.errors import RunError
 
 MKL_MODE, MKL_DYNAMIC = "MKL_CBWR", "MKL_DYNAMIC"
 """The environment variables from which MKL reads, before its first product, whether products of the same
-numbers are the same (otherwise they depend on the threads' timing and on where the numbers are in memory) and
-whether it may change the number of threads. Strict modes exist for AVX2 and AVX-512 alone, and AUTO is not one
-of them, so AVX2 is named; processors that are not Intel's read it as AUTO.
+numbers are the same (otherwise they depend on the threads' timing and on where the numbers are in memory),
+and whether it may change the number of threads. Strict modes exist for AVX2 and AVX-512, and not for AUTO,
+so AVX2 is named; processors that are not Intel's read it as AUTO.
 Source: Intel oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"."""
 _ALL, _COMPATIBLE, _STRICT = -1, 3, 0x10000
 """Values of MKL's interface `mkl_cbwr_get`."""

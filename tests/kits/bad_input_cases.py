@@ -520,6 +520,7 @@ def _recipes(good: Good) -> Chosen:
         "a failed import": "import no_such_module",
         "memory": "x = bytearray(1 << 50)",
         "an assertion": "assert False",
+        "MemoryError": "raise MemoryError",
         "Recipe of junk": "recipe = Recipe('x', data, [1, None])",
         "Recipe without a name": "recipe = Recipe('', data, [use(nodes.sft_view, actor)])",
         "Recipe with a number as name": "recipe = Recipe(3, data, [use(nodes.sft_view, actor)])",
@@ -1206,6 +1207,7 @@ def _other_databases(good: Good) -> dict[str, bytes]:
         "another view": database("DROP VIEW samples", "CREATE VIEW samples AS SELECT 1 AS id", start=whole),
         "no issued": database("DROP TABLE issued", start=whole),
         "no streams": database("DROP TABLE streams", start=whole),
+        "no rows of streams": database("DELETE FROM streams", start=whole),
     }
 
 
