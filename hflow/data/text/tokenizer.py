@@ -269,7 +269,12 @@ def _load(settings: TokenizerSettings) -> Any:
 
         loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
         try:
-            return loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
+            loaded = loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
+            if not isinstance(
+                loaded.model_max_length, int | float
+            ):  # which shows at its first call otherwise
+                raise TypeError(f"model_max_length is {loaded.model_max_length!r}, and not a number")
+            return loaded
         except Exception as error:  # the tokenizers library raises plain exceptions
             reason = " ".join(str(error).split())
             raise DataError(

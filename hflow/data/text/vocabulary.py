@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from hflow.base.errors import DataError
 from hflow.base.files import read_json_object
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -22,18 +25,21 @@ def read_vocabulary(path: str | None, alphabet: str | None) -> Mapping[str, int]
     Args:
         path: a checkpoint's directory, as in `TokenizerSettings`.
         alphabet: characters of a character tokenizer, used if the path has no tokenizer.
+
+    Raises:
+        DataError: if the file is not one of a tokenizer.
     """
     file = None if path is None else Path(path) / "tokenizer.json"
     if file is None or not file.is_file():
         return None if alphabet is None else character_vocabulary(alphabet)
-    saved = read_json_object(file)
-    model = saved.get("model")
-    listed = model.get("vocab") if isinstance(model, Mapping) else None
-    if isinstance(listed, list):  # of tokens with their scores
-        listed = {str(entry[0]): i for i, entry in enumerate(listed)}
-    if not isinstance(listed, Mapping):
-        return None
-    return {**listed, **{added["content"]: added["id"] for added in saved.get("added_tokens", ())}}
+    with _of_tokenizer(file) as saved:
+        model = saved.get("model")
+        listed = model.get("vocab") if isinstance(model, Mapping) else None
+        if isinstance(listed, list):  # of tokens with their scores
+            listed = {str(entry[0]): i for i, entry in enumerate(listed)}
+        if not isinstance(listed, Mapping):
+            return None
+        return {**listed, **{added["content"]: added["id"] for added in saved.get("added_tokens", ())}}
 
 
 def opening_token(path: str | None, alphabet: str | None) -> str | None:
@@ -44,9 +50,22 @@ def opening_token(path: str | None, alphabet: str | None) -> str | None:
     file = None if path is None else Path(path) / "tokenizer.json"
     if file is None or not file.is_file():
         return None if alphabet is None else "<bos>"
-    last = read_json_object(file).get("post_processor") or {}
-    for processor in last.get("processors") or [last]:
-        if processor.get("type") == "TemplateProcessing" and processor.get("single"):
-            special = processor["single"][0].get("SpecialToken")
-            return None if special is None else str(special["id"])
+    with _of_tokenizer(file) as saved:
+        last = saved.get("post_processor") or {}
+        for processor in last.get("processors") or [last]:
+            if processor.get("type") == "TemplateProcessing" and processor.get("single"):
+                special = processor["single"][0].get("SpecialToken")
+                return None if special is None else str(special["id"])
     return None
+
+
+@contextmanager
+def _of_tokenizer(file: Path) -> Iterator[dict[str, Any]]:
+    """Give the content of a `tokenizer.json`; what shows that it is none becomes a `DataError`."""
+    saved = read_json_object(file)
+    try:
+        yield saved
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise DataError(
+            f"{file} does not hold a tokenizer: {type(error).__name__}: {error}; restore it"
+        ) from error

@@ -101,8 +101,6 @@ def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
     """Return the index of the stream and the sample's id."""
     stream_name, _, number = name.rpartition("/")
     streams = dict(database.execute("SELECT name, id FROM streams ORDER BY is_trained DESC, id"))
-    if not streams:
-        raise LookupError("it names no streams")
     if not (number.isascii() and number.isdecimal()) or len(number) > MAX_DIGITS:
         raise ConfigError(f"{shorten(name, 80)!r} is not a sample. Use a number, or STREAM/NUMBER.")
     stream_name = stream_name or next(iter(streams))

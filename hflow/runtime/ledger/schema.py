@@ -178,7 +178,9 @@ def open_ledger(path: Path) -> sqlite3.Connection:
         row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
         if row is not None and row[0] == FORMAT:
             database.execute(f"SELECT {', '.join(map(_quoted, COLUMNS))} FROM samples LIMIT 0")
-    except sqlite3.Error as error:
+            if database.execute("SELECT 1 FROM streams").fetchone() is None:
+                raise sqlite3.DatabaseError("it names no streams")
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         database.close()
         raise ConfigError(
             f"{path} is not a ledger of hflow, or damaged: {error}; name another run"
