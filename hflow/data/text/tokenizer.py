@@ -272,7 +272,7 @@ def _load(settings: TokenizerSettings) -> Any:
             loaded = loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
             if not isinstance(
                 loaded.model_max_length, int | float
-            ):  # which shows at its first call otherwise
+            ):  # which its first call would show
                 raise TypeError(f"model_max_length is {loaded.model_max_length!r}, and not a number")
             return loaded
         except Exception as error:  # the tokenizers library raises plain exceptions
