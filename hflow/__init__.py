@@ -1,8 +1,9 @@
 """Reinforcement learning of language models as a typed dataflow graph: recipe, plan, run.
 
-Recipes import everything that they need from here. Each command is also a function: `check`, `plan`, `size`,
-`simulate`, `run`, `resume`, `twin`, `compare`, `evaluate`, `export`, `serve`; `read_report` returns
-what `hflow report` shows. Importing hflow imports neither torch nor ray.
+Recipes import everything that they need from here; authors of node types also need `hflow.extend`. Each
+command is also a function: `check`, `plan`, `size`, `simulate`, `run`, `resume`, `twin`, `compare`,
+`evaluate`, `export`, `serve`; `read_report` returns what `hflow report` shows. Importing hflow imports
+neither torch nor ray.
 """
 
 import importlib
@@ -20,14 +21,9 @@ from hflow.base.errors import (
     RunError,
 )
 from hflow.dsl import (
-    Context,
     Dataset,
-    Level,
     Model,
-    NodeType,
-    Option,
     Recipe,
-    Shapes,
     compute,
     encode,
     first_pass,
@@ -35,7 +31,6 @@ from hflow.dsl import (
     infer,
     sandbox,
     train,
-    typed_options,
     update,
     use,
 )
@@ -88,7 +83,6 @@ _LAZY = {"algo": "hflow.dsl.lazy", **dict.fromkeys(_COMMANDS.split(), "hflow.lau
 __all__ = [
     "BackendError",
     "ConfigError",
-    "Context",
     "DataError",
     "Dataset",
     "Endpoint",
@@ -96,14 +90,11 @@ __all__ = [
     "EpisodeError",
     "HflowError",
     "Json",
-    "Level",
     "Messages",
     "Metrics",
     "Model",
-    "NodeType",
     "NotYetError",
     "Observer",
-    "Option",
     "Output",
     "PerGroup",
     "PerSequence",
@@ -116,7 +107,6 @@ __all__ = [
     "RunInfo",
     "RunSummary",
     "Sequences",
-    "Shapes",
     "Simulation",
     "State",
     "Tensor",
@@ -147,7 +137,6 @@ __all__ = [
     "size",
     "train",
     "twin",
-    "typed_options",
     "update",
     "use",
 ]

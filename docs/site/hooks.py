@@ -16,6 +16,7 @@ import os.path
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 import hflow
+from hflow.extend import NodeType
 
 ROOT = Path(__file__).parents[2]
 STATIC = (".png", ".svg", ".css", ".js")
@@ -110,7 +112,7 @@ def _filled(comment: re.Match[str]) -> str:
 def _name_of_hflow(text: str) -> str:
     """Return the directive for a name of `hflow`. Its heading is that name, wherever it is defined."""
     name = text.removesuffix("()")
-    value = getattr(hflow, name)
+    value = attrgetter(name)(hflow)
     is_defined_elsewhere = inspect.isclass(value) or inspect.isfunction(value)
     path = f"{value.__module__}.{value.__qualname__}" if is_defined_elsewhere else f"hflow.{name}"
     options = {"heading": name, "toc_label": name, **({} if text == name else {"members": False})}
@@ -120,7 +122,7 @@ def _name_of_hflow(text: str) -> str:
 
 def _options(value: Any) -> str:
     """Return a list of a decorator's options, which its signature does not show; empty for other values."""
-    if not (inspect.isclass(value) and issubclass(value, hflow.NodeType)) or value is hflow.NodeType:
+    if not (inspect.isclass(value) and issubclass(value, NodeType)) or value is NodeType:
         return ""
     lines = [
         f"- **`{name}`** (`{option.type}`, default `{option.default!r}`): {option.text}"

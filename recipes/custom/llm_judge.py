@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 import httpx
 
-from hflow import Context, Dataset, Level, Model, NodeType, Option, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow.extend import Context, Level, NodeType, Option
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)

@@ -15,20 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hflow import (
-    Context,
-    Dataset,
-    Engine,
-    Model,
-    Option,
-    Recipe,
-    Text,
-    Trajectory,
-    compute,
-    generate,
-    nodes,
-    use,
-)
+from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, use
+from hflow.extend import Context, Option
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)

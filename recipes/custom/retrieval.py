@@ -13,21 +13,8 @@ from typing import Any, ClassVar
 
 from text_index import TextIndex
 
-from hflow import (
-    Context,
-    Dataset,
-    Engine,
-    Model,
-    Option,
-    Recipe,
-    Shapes,
-    Text,
-    Trajectory,
-    compute,
-    generate,
-    nodes,
-    use,
-)
+from hflow import Dataset, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, use
+from hflow.extend import Context, Option, Shapes
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hflow import (
-    Context,
     Dataset,
     Engine,
     Metrics,
     Model,
-    Option,
     Output,
     PerToken,
     Recipe,
@@ -31,6 +29,7 @@ from hflow import (
     train,
     use,
 )
+from hflow.extend import Context, Option
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)

@@ -9,20 +9,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 import hflow
-from hflow import (
-    Dataset,
-    Model,
-    NodeType,
-    Option,
-    RecipeError,
-    compute,
-    encode,
-    generate,
-    infer,
-    launch,
-    train,
-    update,
-)
+from hflow import Dataset, Model, RecipeError, compute, encode, extend, generate, infer, launch, train, update
+from hflow.extend import NodeType, Option, typed_options
 
 ROOT = Path(__file__).parents[2]
 WRONG_USES = Path(__file__).with_name("wrong_uses.py")
@@ -91,7 +79,7 @@ def test_a_user_may_type_the_constructor_of_a_node_type():
     class Ranked(NodeType):
         options = NodeType.options | {"best": Option("float", 10.0)}
 
-        @hflow.typed_options
+        @typed_options
         def __init__(self, *, best: float = 10.0, returns: str | None = None) -> None:
             """Set the options."""
 
@@ -105,20 +93,21 @@ def test_optional_objects_of_a_recipe_may_be_none():
 
 
 PUBLIC_NAMES = """
-BackendError ConfigError Context DataError Dataset Endpoint Engine EpisodeError HflowError Json
-Level Messages Metrics Model NodeType NotYetError Observer Option Output PerGroup PerSequence
-PerToken Plan PlanError Recipe RecipeError RunError RunInfo RunSummary Sequences Shapes Simulation
-State Tensor TensorDict Text Tokenizer ToolCall Trajectory algo check compare compute encode
-evaluate export first_pass generate infer nodes plan read_report resume rewards run sandbox serve
-simulate size train twin typed_options update use
+BackendError ConfigError DataError Dataset Endpoint Engine EpisodeError HflowError Json Messages
+Metrics Model NotYetError Observer Output PerGroup PerSequence PerToken Plan PlanError Recipe
+RecipeError RunError RunInfo RunSummary Sequences Simulation State Tensor TensorDict Text
+Tokenizer ToolCall Trajectory algo check compare compute encode evaluate export first_pass
+generate infer nodes plan read_report resume rewards run sandbox serve simulate size train twin
+update use
 """
-"""What recipes and authors of node types may import. Change it only with the reference."""
+"""What recipes may import. Change it only with the reference."""
 
 
 def test_public_names_are_those_that_were_agreed():
     assert hflow.__all__ == PUBLIC_NAMES.split()
     assert dir(hflow) == sorted(hflow.__all__)
     assert all(hasattr(hflow, name) for name in hflow.__all__)
+    assert extend.__all__ == ["Context", "Level", "NodeType", "Option", "Shapes", "typed_options"]
 
 
 def test_importing_hflow_is_light():

@@ -5,7 +5,6 @@ from hflow import (
     Dataset,
     Engine,
     Model,
-    Option,
     Output,
     PerToken,
     Recipe,
@@ -23,6 +22,7 @@ from hflow import (
     update,
     use,
 )
+from hflow.extend import Option
 
 data = Dataset("train", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -8,8 +8,6 @@ from hflow import (
     Dataset,
     Engine,
     Model,
-    NodeType,
-    Option,
     Output,
     PerGroup,
     PerSequence,
@@ -30,6 +28,7 @@ from hflow import (
 )
 from hflow.base.errors import RecipeError
 from hflow.base.validation import check_value, text_of_type
+from hflow.extend import NodeType, Option
 from hflow.graph.ir import Knob, Level, NodeSpec, Parameter, Returned
 from hflow.types import Unit
 from hflow.types.sandbox import Sandbox, sandbox_of

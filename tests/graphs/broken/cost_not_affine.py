@@ -1,5 +1,6 @@
 # expect: audit: cost(shapes) must be affine in tokens, sequences and groups
-from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
+from hflow import Dataset, Model, PerSequence, Recipe, Text, nodes, use
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

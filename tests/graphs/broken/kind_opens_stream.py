@@ -1,6 +1,7 @@
 # expect: 'buffer' runs like compute, which cannot open a stream. Derive its class from generate or encode
-from hflow import Dataset, Model, NodeType, Recipe, Text, Trajectory, nodes, use
+from hflow import Dataset, Model, Recipe, Text, Trajectory, nodes, use
 from hflow.dsl.return_types import ReturnTypes
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

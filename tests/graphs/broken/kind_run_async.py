@@ -1,5 +1,6 @@
 # expect: audit: run of Audit is 'async def', which only kinds like generate
-from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
+from hflow import Dataset, Model, PerSequence, Recipe, Text, nodes, use
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -1,5 +1,6 @@
 # expect: judge: 'judge' runs like compute, which cannot use model 'actor'. Derive its class from infer
-from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
+from hflow import Dataset, Model, PerSequence, Recipe, Text, nodes, use
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -1,5 +1,6 @@
 # expect: audit: layout('audit') must return 'sharded' or 'single', not 'striped'
-from hflow import Dataset, Model, NodeType, PerSequence, Recipe, Text, nodes, use
+from hflow import Dataset, Model, PerSequence, Recipe, Text, nodes, use
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -1,5 +1,6 @@
 # expect: Train: verb 'train' is already used by hflow.dsl.verbs. Set another name with verb=
-from hflow import Dataset, Model, NodeType, Recipe, Text, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, use
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

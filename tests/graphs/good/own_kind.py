@@ -9,7 +9,6 @@ from hflow import (
     Dataset,
     Metrics,
     Model,
-    NodeType,
     PerSequence,
     PerToken,
     Recipe,
@@ -21,6 +20,7 @@ from hflow import (
     use,
 )
 from hflow.dsl import Context, Option, Shapes
+from hflow.extend import NodeType
 
 data = Dataset(prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

@@ -10,7 +10,6 @@ from hflow import (
     Dataset,
     Metrics,
     Model,
-    NodeType,
     Output,
     PerSequence,
     PerToken,
@@ -23,6 +22,7 @@ from hflow import (
     use,
 )
 from hflow.dsl import Context, Option
+from hflow.extend import NodeType
 from hflow.graph.ir import Level
 
 data = Dataset("train", prompt=Text, answer=Text)
