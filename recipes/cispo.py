@@ -10,16 +10,11 @@ the ratios differ from 1. `clip=1.0` sets no lower limit, as in the paper.
 Source: MiniMax 2025, "MiniMax-M1", equations 4 and 5.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -27,10 +22,10 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         nodes.group_advantage,
         use(nodes.cispo_train, actor, minibatches=4, prox="none", clip=1.0, clip_high=4.0),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

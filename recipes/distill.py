@@ -11,7 +11,7 @@ Source: Agarwal et al. 2023, "On-policy distillation of language models" (the re
 samples); Lu and Thinking Machines Lab 2025, "On-policy distillation" (the KL as an advantage).
 """
 
-from hflow import Dataset, Metrics, Model, PerToken, Recipe, Text, algo, compute, nodes, use
+from hflow import Dataset, Metrics, Model, PerToken, Recipe, Text, algo, compute, nodes, rewards, use
 
 data = Dataset("train", prompt=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
@@ -25,11 +25,6 @@ def nearer_to_teacher(behav_logprobs: PerToken, teacher_logprobs: PerToken) -> t
     return -reverse_kl, {"reverse_kl": reverse_kl}
 
 
-@compute(per="sample", on="eval_gen")
-def accuracy(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
-
-
 recipe = Recipe(
     "distill",
     data,
@@ -39,6 +34,6 @@ recipe = Recipe(
         nearer_to_teacher,
         use(nodes.actor_train, actor, minibatches=2, prox="none"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        accuracy,
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -10,16 +10,11 @@ times 4, the largest number of tokens of an answer. Expect the held-out accuracy
 Source: Liu et al. 2025, "Understanding R1-Zero-like training: a critical perspective", section 3.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -27,10 +22,10 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         use(nodes.group_advantage, std=False),
         use(nodes.actor_train, actor, minibatches=2, prox="none", reduce="token-sum/1024"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -16,16 +16,11 @@ Expect the same held-out accuracy as `recipes/grpo.py`. Variants:
     hflow run recipes/grpo_async.py schedule.interrupt=false             # finish samples before a sync
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -33,10 +28,10 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         nodes.group_advantage,
         use(nodes.actor_train, actor, minibatches=2, prox="recompute"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -12,16 +12,11 @@ same to `eval_gen`. The shipped tokenizer has no letters, so this message is a w
 checkpoint has never seen one, so its accuracy is then 0. Use one with a model that follows instructions.
 """
 
-from hflow import Dataset, Messages, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Messages, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Messages, answer=Text)
 heldout = Dataset("heldout", prompt=Messages, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -29,10 +24,10 @@ recipe = Recipe(
     data,
     [
         use(nodes.chat_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         nodes.group_advantage,
         use(nodes.actor_train, actor, minibatches=2, prox="none"),
         use(nodes.chat_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

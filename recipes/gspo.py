@@ -10,16 +10,11 @@ the range is wider than in the paper (3e-4 and 4e-4). Expect the held-out accura
 Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -27,10 +22,10 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         nodes.group_advantage,
         use(nodes.gspo_train, actor, minibatches=2, prox="none", clip=0.05, clip_high=0.06),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -21,16 +21,11 @@ Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse f
 mismatch"; Ling team 2025, "Every step evolves" (IcePop).
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -38,12 +33,12 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor, group=8),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         nodes.group_advantage,
         use(nodes.behav_weights, lower=0.5, upper=2.0, outside="mask"),
         use(nodes.is_trusted, statistic="k3", extent="sequence-mean", upper=0.1),
         use(nodes.actor_train, actor, minibatches=2, prox="recompute", mask="is_trusted"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -13,17 +13,12 @@ Source: Agarwal et al. 2023, "On-policy distillation of language models": the st
 forward KL as divergence.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
 teacher = Model("teacher")
-
-
-@compute(per="sample", on="eval_gen")
-def accuracy(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -34,6 +29,6 @@ recipe = Recipe(
         use(nodes.topk_inf, teacher, k=8),
         use(nodes.distill_train, actor, minibatches=2),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        accuracy,
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -17,7 +17,7 @@ Or the KL can be part of the loss instead of the reward:
     hflow run recipes/ppo.py nodes.kl_reward.beta=0 nodes.actor_train.kl_coef=0.05
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
@@ -26,17 +26,12 @@ critic = Model("critic", head="value", trainable=True, init_from=actor)
 ref = Model("ref", init_from=actor)
 
 
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str, stop_reason: str) -> float:
-    return float(stop_reason == "stop" and completion.strip() == answer.strip())
-
-
 recipe = Recipe(
     "ppo",
     data,
     [
         use(nodes.actor_gen, actor),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         use(nodes.ref_inf, ref),
         use(nodes.critic_inf, critic),
         use(nodes.kl_reward, beta=0.05),
@@ -44,6 +39,6 @@ recipe = Recipe(
         use(nodes.critic_train, critic, minibatches=2, epochs=4),
         use(nodes.actor_train, actor, minibatches=2, prox="none", after=10),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

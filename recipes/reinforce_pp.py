@@ -10,7 +10,7 @@ Source: Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimizatio
 normalization".
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
@@ -18,22 +18,17 @@ actor = Model("actor", trainable=True)
 ref = Model("ref", init_from=actor)
 
 
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
-
-
 recipe = Recipe(
     "reinforce_pp",
     data,
     [
         use(nodes.actor_gen, actor),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         use(nodes.ref_inf, ref),
         use(nodes.kl_reward, beta=0.01),
         nodes.returns_to_go,
         use(nodes.actor_train, actor, minibatches=2, prox="none"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -12,16 +12,11 @@ Source: Li et al. 2023, "ReMax: a simple, effective, and efficient reinforcement
 large language models".
 """
 
-from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", timeout=5.0, returns="reward")
-def score(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 @compute(returns="advantages")
@@ -34,12 +29,12 @@ recipe = Recipe(
     data,
     [
         use(nodes.actor_gen, actor),
-        score,
+        use(rewards.exact, name="score", returns="reward"),
         use(nodes.actor_gen, actor, name="greedy", on="actor_gen", temperature=0.0),
-        use(score, name="greedy_score", on="greedy", returns="baseline"),
+        use(rewards.exact, name="greedy_score", on="greedy", returns="baseline"),
         above_greedy,
         use(nodes.actor_train, actor, prox="none", reduce="seq-mean-token-sum"),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -7,16 +7,11 @@ held-out accuracy (`eval_gen/accuracy`, every 50 steps) to leave 0 after about 1
 0.56 after 300.
 """
 
-from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
+from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-
-
-@compute(per="sample", on="eval_gen")
-def accuracy(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 recipe = Recipe(
@@ -26,6 +21,6 @@ recipe = Recipe(
         use(nodes.sft_view, actor),
         use(nodes.sft_train, actor),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=50, temperature=0.0),
-        accuracy,
+        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )
