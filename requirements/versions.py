@@ -155,7 +155,8 @@ def main() -> None:
         for extra in RESOLVED:
             base.resolve(extra)
         for extra in options.extras:
-            if not base.skipped[extra]:
+            files = set().union(*(base.skipped[part] for part in EXTRAS[extra].split(",")))
+            if not files:
                 continue
             layered = Environment(options.directory / f"{lane}-{extra}", lane, base)
             layered.install(EXTRAS[extra])
@@ -166,7 +167,7 @@ def main() -> None:
                 "lane": lane,
                 "extra": extra,
                 "versions": changed,
-                **layered.test(*sorted(base.skipped[extra])),
+                **layered.test(*sorted(files)),
             }
             results.append(row)
             report(results, options.out)

@@ -131,6 +131,13 @@ class JournalRecorder:
             raise EpisodeError(f"effect {index} of the replayed episode is {difference}. {_REPLAY_RULE}")
 
 
+def can_replay(journal: Journal) -> bool:
+    """Return whether no environment of the episode is one that is never replayed."""
+    return all(
+        entry.request.get("replay") != "never" for entry in journal.entries if entry.kind == "environment"
+    )
+
+
 def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
     """Return the `request` of a completion's entry: a digest of the prompt, and the limits."""
     digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8).hexdigest()

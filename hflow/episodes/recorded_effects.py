@@ -7,6 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,11 @@ from hflow.base.errors import HflowError
 from hflow.data.text.tool_formats import Tool, tool_name
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import GenerationResult, SamplingParams
-from hflow.episodes.journal import Journal, JournalRecorder, completion_request
+from hflow.episodes.journal import Journal, JournalRecorder, can_replay, completion_request
 from hflow.processes.error_location import error_line
 from hflow.sandboxes.providers import SandboxProvider
 from hflow.types import EpisodeState
-from hflow.types.engine import environment_number
+from hflow.types.engine import Replay, environment_number, replay_of
 from hflow.types.sandbox import ToolFailed, sandbox_of
 
 Function = Callable[..., Any]
@@ -49,8 +50,10 @@ class RecordedEffects:
         self.status = EpisodeStatus(Counter() if state_counts is None else state_counts)
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
-        self._recorder = JournalRecorder(journal)
+        self._recorder = JournalRecorder(journal if journal is None or can_replay(journal) else None)
         self._environments: list[Any] = []
+        self._replays: list[Replay] = []
+        """The way of replay of each environment."""
         self._environment_locks: list[asyncio.Lock] = []
         """One lock for each environment: its calls are made one after the other, as they begin."""
         self._offered: set[Function] = set()
@@ -127,18 +130,16 @@ class RecordedEffects:
         if number is not None:
             request["environment"] = number
         index, entry = self._recorder.begin("call", model, request)
-        if number is not None:
-            async with self._environment_locks[number]:
+        is_again = number is not None and self._replays[number] == "again"
+        if entry.is_done and not is_again:
+            outcome = entry.outcome
+        else:
+            async with nullcontext() if number is None else self._environment_locks[number]:
                 outcome = await self._perform(tool, arguments, failure)
             if entry.is_done:
                 self._recorder.check_result(index, outcome)
             else:
                 self._recorder.record(index, outcome)
-        elif not entry.is_done:
-            outcome = await self._perform(tool, arguments, failure)
-            self._recorder.record(index, outcome)
-        else:
-            outcome = entry.outcome
         if self._is_for_model(tool):
             self.offer([tool])
             self.counts["tool_calls"] += 1
@@ -151,6 +152,7 @@ class RecordedEffects:
         """Create an environment, also when the journal has it, and return it.
 
         Raises:
+            RecipeError: for a way of replay that does not exist.
             TypeError: for arguments that JSON cannot hold.
             Exception: what `kind` raised.
         """
@@ -159,12 +161,16 @@ class RecordedEffects:
             "environment": name,
             "arguments": json_value(arguments, f"the arguments of {name}"),
         }
+        replay = replay_of(kind)
+        if replay != "again":
+            request["replay"] = replay
         index, entry = self._recorder.begin("environment", model, request)
         with self.status.during(EpisodeState.PROCESSING_TOOLS):
             environment = await _call_function(kind, arguments)
         if not entry.is_done:
             self._recorder.record(index, None)
         self._environments.append(environment)
+        self._replays.append(replay)
         self._environment_locks.append(asyncio.Lock())
         return environment
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from hflow.base.errors import RecipeError
 from hflow.types.sandbox import sandbox_of
@@ -35,6 +35,30 @@ def find_sampling_problem(
     if not 0 <= top_k <= MAX_TOP_K:
         return "top_k", f"top_k is {top_k}; it must be from 0, which means all tokens, to {MAX_TOP_K:,}"
     return None
+
+
+Replay = Literal["again", "recorded", "never"]
+"""What happens to the calls of an environment when its episode is replayed, as its class says in `replay`:
+
+- `again`, if it says nothing: it is created again, and its recorded calls are made again, which restores its
+  state. Their results must be those that were recorded.
+- `recorded`: it is created again, and recorded calls return what was recorded. For an object without a state
+  that calls change, such as a client of a search engine.
+- `never`: the episode begins again, without its journal. For what can neither be repeated nor continued.
+"""
+
+
+def replay_of(kind: Callable[..., Any]) -> Replay:
+    """Return the way in which environments of a class are replayed.
+
+    Raises:
+        RecipeError: if its `replay` is none of the ways.
+    """
+    replay: Any = getattr(kind, "replay", "again")
+    if replay not in get_args(Replay):
+        name = getattr(kind, "__name__", type(kind).__name__)
+        raise RecipeError(f"{name}.replay is {replay!r}; it must be one of {', '.join(get_args(Replay))}")
+    return cast(Replay, replay)
 
 
 def environment_number(tool: Callable[..., Any], environments: Sequence[object]) -> int | None:

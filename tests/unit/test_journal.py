@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -220,6 +220,57 @@ def test_an_environment_that_returns_something_else_is_refused(driver: Heard, pl
     reason = r"effect 1 of the replayed episode, Ledger\.add of an environment, returned 101, but .* has 7\."
     with pytest.raises(EpisodeError, match=reason):
         play(driver, plain, Journal((whole[0], other, *whole[2:])), keeping)
+
+
+class Search:
+    """Results that differ from call to call, as those of a search engine do."""
+
+    replay = "recorded"
+    asked: ClassVar[list[str]] = []
+
+    def find(self, text: str) -> int:
+        self.asked.append(text)
+        return len(self.asked)
+
+
+class Machine(Search):
+    replay = "never"
+
+
+def searching(kind: type[Search]) -> Callable[[EpisodeEngine], Awaitable[list[int]]]:
+    async def body(engine: EpisodeEngine) -> list[int]:
+        search = await engine.environment(kind)
+        return [await engine.call(search.find, text=text) for text in "abc"]
+
+    return body
+
+
+def test_recorded_calls_of_an_environment_without_a_state_are_not_made_again(
+    driver: Heard, plain: TextTokenizer
+) -> None:
+    Search.asked.clear()
+    expected, effects = play(driver, plain, body=searching(Search))
+    assert expected == [1, 2, 3]
+    whole = moved(effects.journal).entries
+    again, _ = play(driver, plain, Journal(whole[:3]), searching(Search))
+    assert again == [1, 2, 4]
+    assert Search.asked == ["a", "b", "c", "c"]
+
+
+def test_an_episode_whose_environment_is_never_replayed_begins_again(
+    driver: Heard, plain: TextTokenizer
+) -> None:
+    Search.asked.clear()
+    _, effects = play(driver, plain, body=searching(Machine))
+    again, after = play(driver, plain, moved(effects.journal), searching(Machine))
+    assert again == [4, 5, 6]
+    assert not after.has_diverged
+
+
+def test_a_way_of_replay_that_does_not_exist_is_refused(driver: Heard, plain: TextTokenizer) -> None:
+    odd = type("Odd", (Search,), {"replay": "maybe"})
+    with pytest.raises(RecipeError, match=r"Odd\.replay is 'maybe'; it must be one of again, rec"):
+        play(driver, plain, body=searching(odd))
 
 
 def test_environments_are_closed(driver: Heard, plain: TextTokenizer) -> None:
