@@ -113,20 +113,9 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hflow: CommandLine) -
     [
         (
             SFT,
-            "models.actor.architecture.num_attention_heads=3",
-            "hidden_size 128 is not a multiple of num_attention_heads 3; set num_attention_heads to 4",
-        ),
-        (
-            SFT,
             "models.actor.architecture.vocab_size=8",
             "models.actor: the tokenizer has 16 tokens, but the model's vocab_size is only 8. Set "
             "models.actor.architecture.vocab_size=16 or more",
-        ),
-        (
-            score("return 1.0"),
-            "nodes.actor_gen.max_tokens=64",
-            "nodes.actor_gen.max_tokens is 64, but models.actor.gen.max_model_len is 64, for prompt and "
-            "completion together. Set nodes.actor_gen.max_tokens=63 or less",
         ),
         (
             score("return 1.0"),
@@ -134,7 +123,6 @@ def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hflow: CommandLine) -
             "nodes.actor_gen.max_tokens is 3, but max_position_embeddings of actor is 3",
         ),
         (SFT, "models.actor.path=r.py", "models.actor.path is r.py, which has no checkpoint"),
-        (SFT, "models.actor.dtype=fp16", "models.actor.dtype is 'fp16'; it must be 'fp32' or 'bf16'"),
         (SFT, "models.actor.alphabet=null", "a tokenizer needs the path of a checkpoint or an alphabet"),
         (SFT, "out=r.py", "cannot make a directory in out='r.py': Not a directory"),
         (SFT, "name=/etc/run", "name is '/etc/run', which is not the name of a directory"),
@@ -203,8 +191,6 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("", "r.jsonl has no rows"),
-        ("hello\n", "r.jsonl row 0 is not JSON"),
         (
             '{"prompt": "1+1=", "anser": "2"}\n',
             "r.jsonl row 0: no column 'answer' (it has 'prompt', 'anser')",

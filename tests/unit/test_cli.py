@@ -222,7 +222,6 @@ REFUSALS = {
     "run DIR/none.py": "there is no recipe file 'DIR/none.py'",
     "plan GOOD stps=1": "unknown key 'stps'; did you mean 'steps'",
     "run GOOD stps=1": "unknown key 'stps'; did you mean 'steps'",
-    "plan GOOD nodes.scroe.timeout=1": "unknown key 'nodes.scroe'; did you mean 'nodes.score'",
     "plan GOOD nodes.actor_train.clp=1": "'nodes.actor_train.clp'; did you mean 'nodes.actor_train.clip'",
     "plan GOOD cluster=h100": "cluster 'h100'",
     "plan GOOD --json --dot": "--json and --dot exclude each other",
