@@ -14,12 +14,14 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from command_line import CommandLine
     from runs import SharedProcesses
 
     from hflow.workers.ray.ray_actors import RayActors
 
 settings.register_profile("hflow", deadline=None)  # a busy machine is not a failure
 settings.load_profile("hflow")
+pytest.register_assert_rewrite("command_line")
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # runs with deterministic=true share processes with others
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
@@ -187,6 +189,14 @@ def _without_installed_engines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
         yield
+
+
+@pytest.fixture
+def hflow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line in this process."""
+    from command_line import CommandLine
+
+    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

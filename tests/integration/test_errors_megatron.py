@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from hflow.cli import main
 
 RECIPE = """
 from hflow import Dataset, Model, Recipe, Text, nodes, use
@@ -33,27 +31,16 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 GIVEN = ("+data@data.train=addition", "models.actor.path=model", "models.actor.alphabet='0123456789+='")
-RUN = ("workers=inproc", "cluster=cpu-1x1", "steps=1", "batch=2")
+PLAN = ("plan", "r.py", *GIVEN)
+RUN = ("run", "r.py", *GIVEN, "workers=inproc", "cluster=cpu-1x1", "steps=1", "batch=2")
 
-Cli = Callable[..., tuple[int, str]]
 
-
-@pytest.fixture
-def hflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command in a directory with the recipe and a checkpoint; returns code and what it said."""
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in a directory with the recipe and a checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text(RECIPE)
     write_checkpoint(tmp_path / "model")
-
-    def call(command: str, *keys: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["hflow", command, "r.py", *GIVEN, *keys])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return int(stop.value.code or 0), said.err
-
-    return call
 
 
 def write_checkpoint(directory: Path) -> None:
@@ -71,14 +58,6 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-
-
-def error_of(answer: tuple[int, str]) -> str:
-    code, said = answer
-    assert code == 2, said
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert said.rstrip().endswith(line)
-    return line.removeprefix("error: ")
 
 
 # -------------------------------------------------------------------------------- at plan time
@@ -106,43 +85,43 @@ def error_of(answer: tuple[int, str]) -> str:
     ],
 )
 def test_a_layout_that_does_not_fit(
-    hflow: Cli, tmp_path: Path, layout: str, changes: dict[str, int], message: str
+    hflow: CommandLine, tmp_path: Path, layout: str, changes: dict[str, int], message: str
 ) -> None:
     change_config(tmp_path / "model", **changes)
     keys = ("cluster=cpu-1x4", "models.actor.backend=megatron", f"models.actor.layout={layout}", "batch=8")
-    assert message in error_of(hflow("plan", *keys))
+    assert message in hflow.fails(*PLAN, *keys)
 
 
 @pytest.mark.parametrize("layout", ["t4", "d2t2", "t2p2"])
-def test_a_vocabulary_is_padded_and_key_value_heads_repeat(hflow: Cli, layout: str) -> None:
+def test_a_vocabulary_is_padded_and_key_value_heads_repeat(hflow: CommandLine, layout: str) -> None:
     keys = ("cluster=cpu-1x4", "models.actor.backend=megatron", f"models.actor.layout={layout}", "batch=8")
-    assert hflow("plan", *keys)[0] == 0
+    assert hflow.prints(*PLAN, *keys)
 
 
-def test_a_family_that_megatron_does_not_build(hflow: Cli, tmp_path: Path) -> None:
+def test_a_family_that_megatron_does_not_build(hflow: CommandLine, tmp_path: Path) -> None:
     change_config(tmp_path / "model", model_type="phi3")
-    line = error_of(hflow("plan", "models.actor.backend=megatron"))
+    line = hflow.fails(*PLAN, "models.actor.backend=megatron")
     assert "the megatron backend does not build model_type 'phi3' (it builds llama, mistral, qwen2" in line
 
 
-def test_a_setting_of_another_backend(hflow: Cli) -> None:
-    line = error_of(hflow("plan", "models.actor.sequence_parallel=true"))
+def test_a_setting_of_another_backend(hflow: CommandLine) -> None:
+    line = hflow.fails(*PLAN, "models.actor.sequence_parallel=true")
     assert "models.actor.sequence_parallel is true, but the torch backend has no tensor ranks" in line
 
 
 # ------------------------------------------------------------------------- before a run begins
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_tensors_that_are_missing_or_unknown(hflow: Cli, tmp_path: Path, backend: str) -> None:
-    run = ("run", *RUN, f"models.actor.backend={backend}")
+def test_tensors_that_are_missing_or_unknown(hflow: CommandLine, tmp_path: Path, backend: str) -> None:
+    run = (*RUN, f"models.actor.backend={backend}")
     lost = "model.layers.1.mlp.up_proj.weight"
     change_tensors(tmp_path / "model", lambda tensors: tensors.pop(lost))
-    assert f"model 'actor': checkpoint {tmp_path}/model lacks {lost}" in error_of(hflow(*run))
+    assert f"model 'actor': checkpoint {tmp_path}/model lacks {lost}" in hflow.fails(*run)
     change_tensors(
         tmp_path / "model", lambda t: t.update({lost: torch.zeros(48, 32), "extra": torch.ones(2)})
     )
-    assert "has tensors that the model does not know: extra" in error_of(hflow(*run))
+    assert "has tensors that the model does not know: extra" in hflow.fails(*run)
     change_tensors(tmp_path / "model", lambda t: (t.pop("extra"), t.update({lost: torch.zeros(40, 32)})))
-    assert f"has tensors of other shapes than its config says: {lost}" in error_of(hflow(*run))
+    assert f"has tensors of other shapes than its config says: {lost}" in hflow.fails(*run)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +135,8 @@ def test_tensors_that_are_missing_or_unknown(hflow: Cli, tmp_path: Path, backend
     ],
 )
 def test_layers_that_megatron_does_not_compute(
-    hflow: Cli, tmp_path: Path, changes: dict[str, Any], message: str
+    hflow: CommandLine, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     change_config(tmp_path / "model", **changes)
-    assert message in error_of(hflow("run", *RUN, "models.actor.backend=megatron"))
+    assert message in hflow.fails(*RUN, "models.actor.backend=megatron")
     assert not (tmp_path / "runs").exists()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import CommandLine
 from runs import ROOT, TINY, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hflow.base.errors import ConfigError, HflowError, PlanError, RunError
-from hflow.cli import main
 from hflow.config import load_config
 from hflow.dsl import load_recipe
 from hflow.launch import simulate
@@ -105,13 +104,10 @@ def test_the_scores_are_those_of_the_ledger(report: EvaluationReport) -> None:
     assert score.pass_at[1] <= score.pass_at[2] <= score.pass_at[4]
 
 
-def test_the_command_prints_a_table(trained: Path, monkeypatch, capsys) -> None:
-    command = ["hflow", "eval", str(trained / "checkpoints" / "latest" / "actor"), "--plain"]
-    monkeypatch.setattr(sys, "argv", [*command, "nodes.eval_gen.group=2", "nodes.eval_gen.temperature=0.5"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_a_table(trained: Path, hflow: CommandLine) -> None:
+    saved = trained / "checkpoints" / "latest" / "actor"
+    overrides = ("nodes.eval_gen.group=2", "nodes.eval_gen.temperature=0.5")
+    out = hflow.prints("eval", saved, "--plain", *overrides)
     row = next(line for line in out.splitlines() if line.startswith("eval_gen"))
     assert row.split()[:4] == ["eval_gen", str(ROWS), str(2 * ROWS), "is_odd"]
     assert "after 1 step" in out

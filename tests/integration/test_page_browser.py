@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forecast_samples import with_forecast
 from model_configs import model_config
+from plan_graphs import ppo, request
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from run_files import DONE, reward_rows, write_full_run, write_run
 
 from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_report
@@ -24,10 +26,6 @@ from hflow.report.html.plan import render_page
 from hflow.report.html.run import render_compare_page, render_run_page
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
-from forecast_samples import with_forecast  # noqa: E402
-from plan_graphs import ppo, request  # noqa: E402
-from run_files import DONE, reward_rows, write_full_run, write_run  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")

@@ -19,11 +19,11 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from command_line import CommandLine
 from openai import OpenAI
 from runs import ROOT, run
 
 from hflow.base.errors import ConfigError
-from hflow.cli import main
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.vllm.memory import STEP_TOKENS
 from hflow.launch.checkpoints.serve import _example
@@ -214,25 +214,13 @@ def children(process: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str | Path) -> str:
-    """Return the message of a command that fails."""
-    monkeypatch.setattr(sys, "argv", ["hflow", "serve", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    captured = capsys.readouterr()
-    *progress, error = captured.err.splitlines()
-    assert (stop.value.code, captured.out) == (2, "")
-    assert len(progress) <= 1
-    return str(error)
-
-
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_a_port_in_use(finished: Path, engine: str, monkeypatch, capsys) -> None:
+def test_a_port_in_use(finished: Path, engine: str, hflow: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = refused(monkeypatch, capsys, finished, "--engine", engine, "--port", str(port))
+        message = hflow.fails("serve", finished, "--engine", engine, "--port", str(port))
     assert message == (
-        f"error: cannot listen on 127.0.0.1, port {port}: Address already in use. Choose another port or host"
+        f"cannot listen on 127.0.0.1, port {port}: Address already in use. Choose another port or host"
     )
 
 
@@ -251,9 +239,10 @@ def test_a_port_in_use(finished: Path, engine: str, monkeypatch, capsys) -> None
         ),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, finished: Path, monkeypatch, capsys) -> None:
+def test_mistakes_are_one_line(arguments, message, finished: Path, hflow: CommandLine) -> None:
     arguments = [str(finished) if argument == "RUN" else argument for argument in arguments]
-    assert message in refused(monkeypatch, capsys, *arguments)
+    assert message in hflow.fails("serve", *arguments)
+    assert hflow.ended.output == ""
 
 
 @pytest.mark.long
@@ -266,17 +255,17 @@ def test_the_network_is_warned_of(finished: Path) -> None:
     assert "every machine that reaches 0.0.0.0 may send requests; --api-key asks for a key" in errors
 
 
-def test_what_vllm_cannot_serve(finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_what_vllm_cannot_serve(finished: Path, tmp_path: Path, monkeypatch, hflow: CommandLine) -> None:
     small = tmp_path / "small"
     shutil.copytree(finished / "checkpoints" / "latest" / "actor", small)
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
-    message = refused(monkeypatch, capsys, small, "--engine", "vllm")
+    message = hflow.fails("serve", small, "--engine", "vllm")
     assert "vllm's attention on CPUs has no kernel for heads of size 16" in message
     kind = engine_kind("vllm")
     monkeypatch.setitem(kind.__dict__, "packages", ("an_absent_package",))
-    message = refused(monkeypatch, capsys, finished, "--engine", "vllm")
-    assert message.startswith("error: --engine vllm: an_absent_package is not installed; pip install")
+    message = hflow.fails("serve", finished, "--engine", "vllm")
+    assert message.startswith("--engine vllm: an_absent_package is not installed; pip install")
 
 
 def saved_model(path: Path, architecture: str, **config: Any) -> Path:

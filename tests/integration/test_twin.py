@@ -170,8 +170,9 @@ def test_a_divided_recipe_computes_what_one_process_does(
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
     assert {pair.model for pair in result.weights} >= set(LEARNERS.get(name, ["actor"]))
-    sizes = {pair.name: pair.scale for pair in result.metrics}
-    assert all(scale > 0 for name, scale in sizes.items() if name.endswith("/grad_norm")), sizes
+    norms = {pair.name: pair.scale for pair in result.metrics if pair.name.endswith("/grad_norm")}
+    assert norms
+    assert min(norms.values()) > 0, norms
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_experts_are_divided_over_ranks(layout: str, rows: list[str], processes:
     (result,) = twin_report("recipes/grpo.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
-    assert all(pair.scale > 0 for pair in result.metrics if pair.name.endswith("/grad_norm"))
+    assert min(pair.scale for pair in result.metrics if pair.name.endswith("/grad_norm")) > 0
 
 
 def test_layouts_and_backends_as_configured(checkpoint: Path, rows: list[str], processes: RayActors) -> None:

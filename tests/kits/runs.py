@@ -63,7 +63,10 @@ class SharedProcesses:
 
 
 def steps_of(summary: RunSummary) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(summary.directory / "metrics.jsonl") if "time/step_seconds" in row]
+    """Return the metrics of each step. There must be some, or what a test asserts of each says nothing."""
+    rows = [row for row in read_metrics(summary.directory / "metrics.jsonl") if "time/step_seconds" in row]
+    assert rows or not summary.steps
+    return rows
 
 
 def weights_of(summary: RunSummary, model: str = "actor") -> dict[str, torch.Tensor]:

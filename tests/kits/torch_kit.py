@@ -60,7 +60,9 @@ def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
 
 
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.weights()}
+    found = {name: tensor.clone() for name, tensor in backend.weights()}
+    assert found
+    return found
 
 
 def make_batch(lengths: list[int], seed: int = 0, group: int = 2) -> Batch:

@@ -8,6 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
+from hflow.engines.driver import EngineDriver
+from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.workers.inproc import InprocWorkers
@@ -50,6 +54,18 @@ async def collect(workers: Workers, worker: int, count: int) -> list[WorkerEvent
         events += report.events
     assert len(events) == count, events
     return events
+
+
+def driver_of(workers: InprocWorkers, replica: str = "actor@gen") -> EngineDriver:
+    """Return what runs the engine of a replica."""
+    return workers._worker._engines._drivers[replica]
+
+
+def engine_module_of(workers: InprocWorkers) -> nn.Module:
+    """Return the module of the embedded engine of actor."""
+    engine = driver_of(workers)._engine
+    assert isinstance(engine, EmbeddedEngine)
+    return engine._module
 
 
 def group_orders(stream: str, groups: range, size: int = 2) -> list[GroupOrder]:

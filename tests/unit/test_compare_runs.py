@@ -5,25 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from run_files import DONE, reward_rows, write_run
 
 from hflow.base.errors import ConfigError
-from hflow.cli import main
 from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_run
 from hflow.report.formatting import ends_of, thinned
 from hflow.report.html.run.compare_view import compare_page_view
-
-
-def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hflow", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
 
 
 def test_seeds_of_one_configuration_are_one_side(tmp_path: Path) -> None:
@@ -90,18 +82,16 @@ def test_a_run_that_is_still_going_says_so(tmp_path: Path) -> None:
     assert read_run(str(run)).state == "done after 20 steps"
 
 
-def test_the_command_prints_tables_and_json(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_prints_tables_and_json(tmp_path: Path, hflow: CommandLine) -> None:
     a = write_run(tmp_path / "a", reward_rows(0.1, 0.4), DONE)
     b = write_run(tmp_path / "b", reward_rows(0.1, 0.8), name="other", batch=4)
-    assert hflow(monkeypatch, "compare", str(a), str(b)) == 0
-    out = capsys.readouterr().out
+    out = hflow.prints("compare", str(a), str(b))
     assert "A  small, seed 0" in out
     assert "B  other, seed 0" in out
     assert "failed or killed after 2 of 20 steps" in out
     row = next(line for line in out.splitlines() if line.startswith("gen/reward"))
     assert row.split() == ["gen/reward", "A", "0.4", "0.4", "2", "▁█"]
-    assert hflow(monkeypatch, "compare", str(a), str(b), "--json", "--metric", "learn/*") == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(hflow.prints("compare", str(a), str(b), "--json", "--metric", "learn/*"))
     assert [metric["name"] for metric in values["metrics"]] == ["learn/loss"]
     assert values["config"] == [["batch", ["", "4"]]]
 
@@ -129,7 +119,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         compare([good, other], ["gen/rewrad"])
 
 
-def test_the_page_has_every_curve_of_every_side(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_page_has_every_curve_of_every_side(tmp_path: Path, hflow: CommandLine) -> None:
     for seed in (0, 1):
         write_run(tmp_path / f"a{seed}", reward_rows(0.1, 0.2), DONE, seed=seed)
     write_run(tmp_path / "b", [*reward_rows(0.1), {"step": 2, "gen/<b>": 1.0}], DONE, name="<i>", steps=2)
@@ -145,10 +135,9 @@ def test_the_page_has_every_curve_of_every_side(tmp_path: Path, monkeypatch, cap
     assert view.config.rows == (("steps", "20", "2"),)
     assert view.values.rows[0] == ("gen/reward", "A", "0.2 ± 0", "0.2 ± 0", "2")
     file = tmp_path / "compare.html"
-    assert hflow(monkeypatch, "compare", *runs, "--metric", "gen/*", "--html", str(file)) == 0
+    out = hflow.prints("compare", *runs, "--metric", "gen/*", "--html", str(file))
     text = file.read_text()
     assert text.startswith("<!doctype html>")
     assert "<i>" not in text, "names of runs are only text"
-    assert capsys.readouterr().out.endswith("compare.html: page of small and <i>\n")
-    assert hflow(monkeypatch, "compare", *runs, "--html", str(tmp_path / "no" / "file")) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert out.endswith("compare.html: page of small and <i>\n")
+    assert "cannot write" in hflow.refused("compare", *runs, "--html", str(tmp_path / "no" / "file"))

@@ -40,5 +40,5 @@ def test_the_mean_error_of_a_single_source_is_below_the_target(topic: str, sourc
 )
 def test_unseen_measurements_are_in_the_right_order(topic: str, number: int, table):
     one = table[topic, "all held out"]
-    assert one["number"] == number
+    assert one["number"] >= number, "measurements were lost"
     assert one["rank correlation"] >= 0.9

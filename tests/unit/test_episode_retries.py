@@ -61,7 +61,7 @@ async def played(workers: InprocWorkers) -> tuple[list[WorkerEvent], list[list[A
     events = await kit.collect(workers, 0, 4)
     is_whole = all(isinstance(event, SampleReady) for event in events)
     fields = [kit.read(workers, GEN, field, range(4)) for field in FIELDS] if is_whole else []
-    return list(events), fields, workers._worker._engines._drivers["actor@gen"].stats.num_tokens
+    return list(events), fields, kit.driver_of(workers).stats.num_tokens
 
 
 def play(

@@ -92,7 +92,7 @@ async def finished(workers: InprocWorkers, journals: dict[int, Journal]) -> tupl
     events = await kit.collect(workers, 0, 4)
     assert all(isinstance(event, SampleReady) for event in events), events
     assert workers._worker._episodes.state_counts()[EpisodeState.TERMINATED] == 4
-    return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
+    return read(workers), kit.driver_of(workers).stats.num_tokens
 
 
 async def left(workers: InprocWorkers) -> None:
@@ -128,7 +128,7 @@ def test_an_episode_that_continues_from_a_file_makes_the_same_sample(
         await workers.open_groups(0, groups)
         await workers.wake("actor@gen", 0)
         await kit.collect(workers, 0, 4)
-        return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
+        return read(workers), kit.driver_of(workers).stats.num_tokens
 
     kit.with_workers(setup, save)
     monkeypatch.setitem(globals(), "_open", True)
@@ -156,7 +156,7 @@ def test_detached_groups_continue_on_another_worker(
         await workers.wake("actor@gen", 1)
         events = await kit.collect(workers, 0, 4)
         assert {(event.oldest, event.newest) for event in events} == {(0, 1)}
-        return read(workers), workers._worker._engines._drivers["actor@gen"].stats.num_tokens
+        return read(workers), kit.driver_of(workers).stats.num_tokens
 
     monkeypatch.setitem(globals(), "_open", False)
     fields, num_drawn = kit.with_workers(setup, work)

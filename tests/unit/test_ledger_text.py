@@ -6,13 +6,12 @@ import csv
 import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from ledger_kit import recorded
 
-from hflow.cli import main
 from hflow.runtime import events as ev
 
 
@@ -40,13 +39,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run.issue(4)
         run.ledger.close("stopped")
     return directory
-
-
-def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hflow", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
 
 
 def lines(text: str) -> list[str]:
@@ -86,10 +78,9 @@ def lines(text: str) -> list[str]:
     ],
 )
 def test_why_prints_the_history_of_a_sample(
-    runs: Path, monkeypatch, capsys, sample: str, title: str, events: list[tuple[str, ...]]
+    runs: Path, hflow: CommandLine, sample: str, title: str, events: list[tuple[str, ...]]
 ):
-    assert hflow(monkeypatch, "why", "small", sample) == 0
-    head, *rest = lines(capsys.readouterr().out)
+    head, *rest = lines(hflow.prints("why", "small", sample))
     assert head == title
     text = " ".join(rest[len(events) :])
     assert text.startswith("its text was not kept: report.samples=N keeps")
@@ -99,9 +90,8 @@ def test_why_prints_the_history_of_a_sample(
 
 
 @pytest.mark.parametrize("run", ["small", "runs/small", "runs/small/latest"])
-def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: str):
-    assert hflow(monkeypatch, "why", run, "gen/2", "--json") == 0
-    history = json.loads(capsys.readouterr().out)
+def test_a_run_is_named_or_is_a_directory(runs: Path, hflow: CommandLine, run: str):
+    history = json.loads(hflow.prints("why", run, "gen/2", "--json"))
     assert (history["end"], history["step"], history["closing"]) == ("trained", 1, "stopped")
     assert history["segments"] == [{"version": 0, "tokens": 3}, {"version": 1, "tokens": 5}]
     assert history["mates"] == [{"id": 3, "end": "refused", "reason": "failed"}]
@@ -117,41 +107,33 @@ def test_a_run_is_named_or_is_a_directory(runs: Path, monkeypatch, capsys, run: 
     ],
 )
 def test_mistakes_are_one_line_errors(
-    runs: Path, monkeypatch, capsys, arguments: tuple[str, ...], message: str
+    runs: Path, hflow: CommandLine, arguments: tuple[str, ...], message: str
 ):
-    assert hflow(monkeypatch, *arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert re.fullmatch(rf"error: .*{message}.*\n", shown.err)
+    assert re.search(message, hflow.refused(*arguments))
 
 
-def test_a_run_without_a_ledger_is_not_suggested_for_itself(runs: Path, monkeypatch, capsys):
+def test_a_run_without_a_ledger_is_not_suggested_for_itself(runs: Path, hflow: CommandLine):
     (runs.parent / "latest").unlink()
-    assert hflow(monkeypatch, "why", "small", "2") == 2
-    error = capsys.readouterr().err
+    error = hflow.refused("why", "small", "2")
     assert "runs/small has no latest run" in error
     assert "did you mean" not in error
 
 
-def test_samples_prints_a_table(runs: Path, monkeypatch, capsys):
-    assert hflow(monkeypatch, "samples", "small", "--limit", "4") == 0
-    shown = lines(capsys.readouterr().out)
+def test_samples_prints_a_table(runs: Path, hflow: CommandLine):
+    shown = lines(hflow.prints("samples", "small", "--limit", "4"))
     assert shown[0] == "stream id row tokens oldest newest reward end step lag reason node"
     assert shown[3] == "gen 2 11 8 0 1 0.5 trained 1 1"
     assert shown[4] == "gen 3 11 2 0 0 refused 0 failed score"
     assert "4 of 8 samples" in shown[5]
 
 
-def test_samples_prints_json_csv_and_counts(runs: Path, monkeypatch, capsys):
+def test_samples_prints_json_csv_and_counts(runs: Path, hflow: CommandLine):
     chosen = ("--where", "end = 'dropped' or lag = 1")
-    assert hflow(monkeypatch, "samples", "small", *chosen, "--json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(hflow.prints("samples", "small", *chosen, "--json"))
     assert [(row["id"], row["end"], row["lag"]) for row in rows] == [(2, "trained", 1), (6, "dropped", 2)]
-    assert hflow(monkeypatch, "samples", "small", *chosen, "--csv") == 0
-    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    table = list(csv.DictReader(io.StringIO(hflow.prints("samples", "small", *chosen, "--csv"))))
     assert [(row["id"], row["end"], row["reward"]) for row in table] == [
         ("2", "trained", "0.5"),
         ("6", "dropped", ""),
     ]
-    assert hflow(monkeypatch, "samples", "small", *chosen, "--count") == 0
-    assert capsys.readouterr().out == "2\n"
+    assert hflow.prints("samples", "small", *chosen, "--count") == "2\n"

@@ -1,4 +1,4 @@
-"""The plan as JSON and its digest; planning and its report without torch and ray."""
+"""The plan as JSON and its digest."""
 
 import json
 import subprocess
@@ -78,11 +78,10 @@ def test_the_digest_changes_with_a_knob_an_option_or_a_body():
     assert len(digests) == 5
 
 
-def test_another_process_plans_the_same_and_needs_neither_torch_nor_ray():
+def test_another_process_plans_the_same():
     code = (
         "import sys; from plan_graphs import ppo, request; from hflow.planner.compile import compile_plan; "
-        "from hflow.report.text.plan import render_plan; plan = compile_plan(ppo(), request()); "
-        "render_plan(plan); assert not {'torch', 'ray'} & set(sys.modules); sys.stdout.write(plan.digest)"
+        "sys.stdout.write(compile_plan(ppo(), request()).digest)"
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=KITS, capture_output=True, text=True, check=True)
     assert child.stdout == digest(ppo())

@@ -95,10 +95,12 @@ def test_every_minibatch_waits_for_its_heaviest_rank():
 
 
 def test_steps_are_the_largest_ones():
-    layouts = {"actor": ("d1t1p1", "d8"), "ref": ("d8", None)}
-    plan, request = planned(graphs.grpo(group=4), "cpu-1x8", layouts, batch=64)
+    layouts = {"actor": ("d1t1p1", "d64"), "ref": ("d64", None)}
+    plan, request = planned(graphs.grpo(group=4), "cpu-1x64", layouts, batch=128)
     workload = Workload(prompt=10, response_mean=40.0, response_cv=0.8, max_response=200)
-    for edge in estimate_traffic(plan, request, workload):
+    edges = estimate_traffic(plan, request, workload)
+    assert {edge.num_steps > MAX_LISTED_STEPS for edge in edges} == {True, False}
+    for edge in edges:
         sizes = [step.num_bytes for step in edge.steps]
         assert sizes == sorted(sizes, reverse=True)
         assert len(sizes) == min(MAX_LISTED_STEPS, edge.num_steps)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from run_files import DONE, EVIL, reward_rows, write_full_run, write_run
 from test_page import Page
 
 from hflow.base.errors import ConfigError
-from hflow.cli import main
 from hflow.launch.results.runs import RunReport, read_report
 from hflow.report.formatting import thinned
 from hflow.report.html.run import render_run_page
@@ -29,13 +28,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(run: Path) -> RunReport:
     return read_report(str(run))
-
-
-def hflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hflow", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
 
 
 def test_the_ledger_s_history_is_counted_without_what_was_done_again(run: Path, report: RunReport) -> None:
@@ -138,19 +130,17 @@ def test_samples_have_their_texts_token_by_token(report: RunReport) -> None:
     assert sample.numbers["version"] == 1
 
 
-def test_the_command_prints_and_writes(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    assert hflow(monkeypatch, "report", str(run)) == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_and_writes(run: Path, tmp_path: Path, hflow: CommandLine) -> None:
+    out = hflow.prints("report", str(run))
     assert "done after 20 steps" in out
     assert "went back to the checkpoint of step 1; 1 step done again" in out
     assert "a step takes 1 s, planned" in out
     row = next(line for line in out.splitlines() if line.startswith("failed"))
     assert row.split()[:3] == ["failed", "2", "score"]
     file = tmp_path / "report.html"
-    assert hflow(monkeypatch, "report", str(run), "--html", str(file)) == 0
+    hflow.prints("report", str(run), "--html", str(file))
     assert file.read_text().startswith("<!doctype html>")
-    assert hflow(monkeypatch, "report", str(run), "--html", str(tmp_path / "no" / "file")) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot write" in hflow.refused("report", str(run), "--html", str(tmp_path / "no" / "file"))
 
 
 def test_a_run_without_trace_ledger_and_forecast_has_a_page_that_says_so(tmp_path: Path) -> None:

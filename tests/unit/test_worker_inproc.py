@@ -429,11 +429,10 @@ def test_one_device_shares_the_trainers_storage() -> None:
 
     async def work(workers: InprocWorkers) -> None:
         samples = await prepare(workers)
-        worker = workers._worker
-        module = worker._backends["actor@train"].shared_module()
+        module = workers._worker._backends["actor@train"].shared_module()
         assert module is not None
-        engine = worker._engines._drivers["actor@gen"]._engine
-        storages = [{p.data_ptr() for p in m.parameters()} for m in (module, engine._module)]
+        engine = kit.engine_module_of(workers)
+        storages = [{p.data_ptr() for p in m.parameters()} for m in (module, engine)]
         assert storages[0] == storages[1]
         await workers.run({0: kit.task("advantage", samples)})
         await workers.run({0: kit.task("shifted", samples)})
