@@ -311,7 +311,7 @@ class SmallModel:
 def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int, float]]:
     """Yield (model, sequences, tokens of all sequences, seconds) of decode steps of the embedded engine."""
     for model, num_sequences, prompt in product(MODELS, SEQUENCES, LENGTHS):
-        settings = ModelSettings("actor", architecture=model.architecture, device=device, dtype=dtype)
+        settings = ModelSettings(name="actor", architecture=model.architecture, device=device, dtype=dtype)
         engine = EmbeddedEngine(settings, {"max_running": num_sequences, "max_model_len": 512})
         num_steps = WARM_STEPS + TIMED_STEPS
         for i in range(num_sequences):
@@ -331,7 +331,7 @@ def loads(dtype: Literal["fp32", "bf16"]) -> list[LoadTime]:
     """Return the seconds in which the embedded engine on a CPU takes and verifies new weights."""
     found = []
     for model in MODELS:
-        settings = ModelSettings("actor", architecture=model.architecture, device="cpu", dtype=dtype)
+        settings = ModelSettings(name="actor", architecture=model.architecture, device="cpu", dtype=dtype)
         engine = EmbeddedEngine(settings, {"max_running": 1, "max_model_len": model.max_tokens})
         weights = list(factories()["torch"](settings, RankPosition()).weights())
         num_bytes = sum(tensor.nbytes for _, tensor in weights)
@@ -363,7 +363,7 @@ def _training_backend(
     name: str, model: SmallModel, device: str, dtype: Literal["fp32", "bf16"], position: RankPosition
 ) -> ModelBackend:
     settings = ModelSettings(
-        "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
+        name="actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
     )
     backend: ModelBackend = factories()[name](settings, position)
     return backend

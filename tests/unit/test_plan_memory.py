@@ -959,7 +959,9 @@ def test_a_real_training_step_in_several_micro_batches():
 
 def test_a_real_engine_in_its_second_turn():
     num_sequences, prompt, response = 16, 64, 64
-    made = EmbeddedEngine(ModelSettings("m", architecture=kit.ARCHITECTURE), {"max_running": num_sequences})
+    made = EmbeddedEngine(
+        ModelSettings(name="m", architecture=kit.ARCHITECTURE), {"max_running": num_sequences}
+    )
 
     def turn():
         for i in range(num_sequences):
