@@ -38,9 +38,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from benchmarks.lib import harness
+from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
-from hflow.training.fsdp.build import DTYPES
 from hflow.training.megatron.device import prepare
 
 prepare("cpu")

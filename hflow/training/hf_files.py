@@ -11,12 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hflow.base.errors import BackendError
+from hflow.base.model_files import FILE_BYTES, MIN_FILE_BYTES
 from hflow.models.weight_files import INDEX, SINGLE
-
-FILE_BYTES = 2 << 30
-"""Files are about this large at most, unless a single tensor is larger."""
-MIN_FILE_BYTES = 64 << 20
-"""Smaller models are not divided over more ranks than files of this size need."""
 
 Copies = dict[str, dict[str, Tensor]]
 """Copies of tensors in host memory, by file and name."""

@@ -21,12 +21,13 @@ from hflow.base.files import WriteFiles
 from hflow.data.batches.batch import Batch
 from hflow.models.adapter import adapter_weights, adapters_off
 from hflow.models.device import local_device
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import let_routers_replay
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.training.fsdp.build import DTYPES, build_model
+from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
 from hflow.training.fsdp.packed_model import PackedModel

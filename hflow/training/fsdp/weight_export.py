@@ -25,11 +25,8 @@ from hflow.models.settings import MERGED, ModelSettings
 from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared, write_files
-from hflow.types.tensor_slices import Block, Box, numel, whole_box
+from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
 from hflow.weights.adapters import A, B, merge
-
-BUCKET_BYTES = 64 << 20
-"""A bucket is gathered once its whole tensors reach this size, which bounds the extra memory."""
 
 Named = tuple[str, Tensor]
 ReceiverOf = Callable[[str], int]

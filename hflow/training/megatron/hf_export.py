@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from hflow.base.files import WriteFiles
+from hflow.base.model_files import FILE_BYTES
 from hflow.models.expert_tensors import file_names, file_tensors
 from hflow.models.heads import SCORE, head_file, head_prefix, save_head, saved_config
 from hflow.models.host_copy import HostCopies
-from hflow.training.hf_files import FILE_BYTES, Copies, FileDivision, check_is_shared, write_files
+from hflow.training.hf_files import Copies, FileDivision, check_is_shared, write_files
 from hflow.training.megatron.hf_mapping import backbone_shapes
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.weight_export import named_weights
