@@ -116,7 +116,7 @@ def run(rank: int, path: str) -> None:
 
 def compare(path: Path, layout: str, position: RankPosition) -> None:
     """Leave the differences of one case in `LAYOUT.json`."""
-    stage = build_stage(ModelSettings("actor", path=str(path)), ParallelState.of(position))
+    stage = build_stage(ModelSettings(name="actor", path=str(path)), ParallelState.of(position))
     stage.module.eval()
     micro = [pack_tokens(batch, stage.device, stage.dtype) for batch in packs()]
     schedule = PipelineSchedule(stage, stage.module)

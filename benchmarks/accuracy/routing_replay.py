@@ -60,7 +60,7 @@ def settings(num: int, per_token: int, seed: int, dtype: str) -> ModelSettings:
         "initializer_range": 0.1,
         "tie_word_embeddings": True,
     }
-    return ModelSettings("actor", architecture=architecture, seed=seed, dtype=dtype)
+    return ModelSettings(name="actor", architecture=architecture, seed=seed, dtype=dtype)
 
 
 def generate(model: ModelSettings, records: bool) -> tuple[list[GenerationResult], float]:

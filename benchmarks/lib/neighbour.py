@@ -59,7 +59,7 @@ def generate(layers: int, hidden: int) -> Iterator[None]:
     from hflow.engines.interface import SamplingParams
     from hflow.models.settings import ModelSettings
 
-    settings = ModelSettings("neighbour", architecture=architecture(layers, hidden))
+    settings = ModelSettings(name="neighbour", architecture=architecture(layers, hidden))
     engine, random = EmbeddedEngine(settings, {"max_running": NUM_SEQUENCES}), Random(0)
     while True:
         while engine.num_unfinished < 2 * NUM_SEQUENCES:

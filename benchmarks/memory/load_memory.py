@@ -38,9 +38,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from benchmarks.lib import harness
+from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
-from hflow.training.fsdp.build import DTYPES
 from hflow.training.megatron.device import prepare
 
 prepare("cpu")
@@ -127,8 +127,10 @@ def measure(rank: int, directory: Path, dtype: str, backend: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(minutes=10))
     position = RankPosition(dist.group.WORLD, *LAYOUTS[backend])
     Model = {"megatron": MegatronModel, "torch": TorchModel}[backend]
-    Model(ModelSettings("tiny", architecture=TINY, dtype=dtype), position).save(str(directory / "tiny"))()
-    settings = ModelSettings("actor", path=str(directory / "checkpoint"), dtype=dtype)
+    Model(ModelSettings(name="tiny", architecture=TINY, dtype=dtype), position).save(
+        str(directory / "tiny")
+    )()
+    settings = ModelSettings(name="actor", path=str(directory / "checkpoint"), dtype=dtype)
     model, load = peaks(lambda: Model(settings, position))
     _, saved = peaks(lambda: model.save(str(directory / "saved"))())
     dist.barrier()

@@ -198,7 +198,7 @@ def peak_of(work: Callable[[], Any]) -> int:
 
 def settings(case: Case, architecture: dict[str, Any]) -> ModelSettings:
     return ModelSettings(
-        "actor",
+        name="actor",
         trainable=case.phase != "infer",
         architecture=architecture,
         dtype=case.dtype,

@@ -43,7 +43,7 @@ def tokens_per_second(args: argparse.Namespace, mean: int) -> float:
     longest = 5 * mean
     sizes = architecture(args.layers, args.hidden, longest + 16)
     options = {"max_running": args.slots, "max_model_len": longest + 16}
-    engine = EmbeddedEngine(ModelSettings("actor", architecture=sizes), options)
+    engine = EmbeddedEngine(ModelSettings(name="actor", architecture=sizes), options)
     random, drawn = Random(0), 0
     warm_up = 3 * mean
     for step in range(warm_up + args.steps):

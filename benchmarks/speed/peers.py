@@ -173,7 +173,7 @@ def serve_engine(name: str, model: str) -> None:
 
     keep_freed_memory()  # as a worker does
     setup = EngineSetup(
-        ModelSettings("actor", path=model),
+        ModelSettings(name="actor", path=model),
         {"max_running": max(SEQUENCES), "max_model_len": 512},
         cores=(tuple(sorted(os.sched_getaffinity(0))),),
     )
@@ -247,7 +247,7 @@ def serve_training(model: str) -> None:
         knobs={"behav_weight_cap": None},
         options={"reduce": "token-mean"},
     )
-    settings = ModelSettings("actor", trainable=True, path=model, optim=OptimConfig(lr=0.0))
+    settings = ModelSettings(name="actor", trainable=True, path=model, optim=OptimConfig(lr=0.0))
     keep_freed_memory()  # as a worker does
     trained, batch = TorchModel(settings, RankPosition()), answers()
     shard = TrainShard((batch,))

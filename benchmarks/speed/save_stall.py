@@ -40,7 +40,7 @@ def build(num_layers: int) -> TorchModel:
     # The configuration lists what each layer does.
     architecture.pop("layer_types", None)
     architecture["num_hidden_layers"] = num_layers
-    return TorchModel(ModelSettings("actor", trainable=True, architecture=architecture), RankPosition())
+    return TorchModel(ModelSettings(name="actor", trainable=True, architecture=architecture), RankPosition())
 
 
 def train(model: TorchModel, step: int) -> tuple[float, float]:

@@ -13,6 +13,10 @@ from typing import Any
 
 from hflow.base.errors import ConfigError
 
+FILE_BYTES = 2 << 30
+"""Files of a checkpoint are about this large at most, unless a single tensor is larger."""
+MIN_FILE_BYTES = 64 << 20
+"""Smaller models are not divided over more ranks than files of this size need."""
 MAX_SIZE = 16_777_216
 MAX_SIZES: Mapping[str, int] = {
     "hidden_size": 1_048_576,

@@ -76,7 +76,7 @@ def layer_error(device: str, dtype: str, architecture: Mapping[str, Any]) -> Lay
     """
     prepare(device)
     settings = ModelSettings(
-        "model", trainable=True, architecture=dict(architecture), device=device, dtype=dtype
+        name="model", trainable=True, architecture=dict(architecture), device=device, dtype=dtype
     )
     (logits, gradients), (wanted, wanted_gradients) = (
         _results(settings, kernels) for kernels in (LayerKernels.TRANSFORMER_ENGINE, LayerKernels.TORCH)

@@ -118,7 +118,8 @@ class GenerationEngine(abc.ABC):
             params: how to draw.
 
         Raises:
-            BackendError: if the engine cannot serve the request, such as a prompt that is too long.
+            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
+                and the engine cannot decode tokens, or if experts shall be recorded and it cannot do that.
         """
 
     @abc.abstractmethod
@@ -152,8 +153,8 @@ class GenerationEngine(abc.ABC):
     def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
         """Copy new weights in, tensor by tensor, and drop the KV cache, which the old weights made.
 
-        Called while the engine is awake, maybe with running requests: they keep their tokens.
-        `hflow.weights.loading.load_verified` does the checks for one rank.
+        Called while the engine is awake, maybe with running requests: they keep their tokens and are
+        prefilled again. `hflow.weights.loading.load_verified` does the checks for one rank.
 
         Args:
             incoming: for each rank of the engine, tensor ranks in order, what was sent to it: HF names with

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
     AttentionKernel,
     decode_kernel,
@@ -38,7 +39,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 _VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 """Whether torch's kernel takes fewer key heads than query heads, as it does from torch 2.12 on."""
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
@@ -47,7 +48,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     Raises:
         BackendError: if it is that of flash-attn, and the package was built for another torch.
     """
-    kernel = packed_kernel(device.type, _DTYPES[dtype], has_flash_attn=flash_attn_version() is not None)
+    kernel = packed_kernel(device.type, _NAMES[dtype], has_flash_attn=flash_attn_version() is not None)
     if kernel is AttentionKernel.FLASH_ATTN:
         _flash_attn()
     return kernel
@@ -137,7 +138,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: flo
         scaling: factor of the scores.
     """
     num_sequences, num_kv_heads, length, head_dim = k.shape
-    if decode_kernel(_DTYPES[q.dtype]) is AttentionKernel.PRODUCTS:
+    if decode_kernel(_NAMES[q.dtype]) is AttentionKernel.PRODUCTS:
         num_calls[AttentionKernel.PRODUCTS] += 1
         num_products = num_sequences * num_kv_heads
         grouped = q.reshape(num_products, -1, head_dim)

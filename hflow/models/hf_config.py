@@ -6,6 +6,7 @@ The launcher and the backends read it in the same way, so that the launcher find
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,10 +97,8 @@ def _read_checkpoint(path: Path) -> PreTrainedConfig:
 
 
 def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
-    # The configuration is frozen, but transformers accepts lists only.
-    options: dict[str, Any] = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in architecture.items()
-    }
+    # The configuration is frozen, but transformers accepts lists only, and changes mappings.
+    options: dict[str, Any] = json.loads(json.dumps(dict(architecture)))
     model_type = options.pop("model_type", None)
     if model_type is None:
         raise BackendError("its architecture needs a model_type, such as 'qwen2'")

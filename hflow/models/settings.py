@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hflow.config.schema import LoraConfig, Offload, OptimConfig
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from hflow.base.validation import CHECKED
+from hflow.config.schema import ModelConfig
+from hflow.types.kernels import LayerKernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,51 +22,28 @@ MERGED = "merged"
 """Subdirectory of a saved adapter that holds the merged model, where that is saved too."""
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """Settings from which a backend or an engine builds a model."""
+@checked_dataclass(frozen=True, kw_only=True, config=CHECKED)
+class ModelSettings(ModelConfig):
+    """A model's configuration, with what it left open, from which a backend or an engine builds the model.
+
+    It has either `path` or `architecture`.
+    """
 
     name: str
     head: str = "lm"
     """`lm`, `value` (a critic) or `score` (a reward model)."""
     trainable: bool = False
-    path: str | None = None
-    """A local HF checkpoint directory; its weights and config are used."""
-    architecture: Mapping[str, Any] | None = None
-    """An HF config as a dict with `model_type`, for a model that starts from random weights."""
     seed: int = 0
     """Seed of the random weights."""
-    dtype: str = "fp32"
-    """`fp32` or `bf16`: the dtype of the forward and backward pass."""
+    dtype: str = "fp32"  # type: ignore[assignment]
     device: str = "cpu"
     """`cpu` or `cuda`."""
-    activation_checkpointing: bool = False
-    offload_activations: bool = False
-    """Whether the inputs of recomputed layers are in host memory until the backward pass needs them."""
-    compile: bool = False
-    """Whether `torch.compile` compiles the decoder layers."""
-    offload: Offload = "none"
-    """What is in host memory while no node uses it: `none`, `optimizer` (with gradients and master weights)
-    or `all` (with the weights)."""
-    sequence_parallel: bool | None = None
-    """Whether tensor ranks also split the tokens between their matrices (megatron). None turns it on for
-    CUDA, where it saves memory at no cost, and off for gloo, where it costs time."""
-    kernels: str = "torch"
-    """What computes the layers (megatron): `torch` or `transformer_engine`."""
-    tokens_per_microbatch: int = 16384
-    """Maximum tokens of a micro-batch; a longer sequence is a micro-batch of its own."""
-    lora: LoraConfig | None = None
-    """Adapters that are trained in place of the weights; None: the weights are."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    kernels: LayerKernels = LayerKernels.TORCH  # type: ignore[assignment]
     num_updates: int = 0
     """Optimizer steps of the model until the end of the run, over which its learning rate decays. Those that
     a resumed optimizer had made before the run count too."""
-    save_optimizer: bool = True
-    """Whether saving a trainable model includes its optimizer's state."""
-    resume: bool = False
-    """Whether to load the optimizer's state that was saved."""
     saved: str | None = None
-    """The directory in which it was saved; None: `path`."""
+    """The directory in which the optimizer's state was saved, to `resume` it; None: `path`."""
 
     @property
     def shards(self) -> str:

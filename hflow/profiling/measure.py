@@ -30,6 +30,7 @@ from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
+from hflow.models.dtypes import DTYPES
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.models.descriptors import factories
@@ -44,7 +45,6 @@ from hflow.workers.process_setup import keep_freed_memory
 SECONDS_EACH = 0.1
 """Time in which one measurement is repeated."""
 MIB = 2**20
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = (64, 256, 1024)
 SIDES = ((128, 512), (512, 512), (512, 1536), (1024, 1024), (1536, 512))
 CUDA_ROWS = (64, 512, 4096, 16384)
@@ -132,8 +132,8 @@ def products(device: str, dtype: str) -> list[ProductTime]:
     num_rows, sides = (CUDA_ROWS, CUDA_SIDES) if device == "cuda" else (ROWS, SIDES)
     found = []
     for m, (k, n) in product(num_rows, sides):
-        rows = torch.randn(m, k, device=device).to(TORCH_DTYPES[dtype])
-        weights = torch.randn(n, k, device=device).to(TORCH_DTYPES[dtype])
+        rows = torch.randn(m, k, device=device).to(DTYPES[dtype])
+        weights = torch.randn(n, k, device=device).to(DTYPES[dtype])
         found.append(ProductTime(m, k, n, repeated(partial(linear, rows, weights), device)))
     return found
 
@@ -141,8 +141,8 @@ def products(device: str, dtype: str) -> list[ProductTime]:
 def attention_flops(device: str, dtype: str) -> float:
     """Return the FLOP/s of causal attention over a long sequence, counting only the pairs that it needs."""
     heads, tokens, size = 8, 2048 if device == "cuda" else 512, 64
-    q, k, v = (torch.randn(tokens, heads, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(3))
-    layout = PackedLayout.of(np.array([tokens]), device, TORCH_DTYPES[dtype])
+    q, k, v = (torch.randn(tokens, heads, size, device=device).to(DTYPES[dtype]) for _ in range(3))
+    layout = PackedLayout.of(np.array([tokens]), device, DTYPES[dtype])
     seconds = repeated(lambda: attend(q, k, v, layout, None), device)
     return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
 
@@ -159,11 +159,11 @@ def cold_products(device: str, dtype: str) -> list[ProductTime]:
     sides = CUDA_SIDES if device == "cuda" else SIDES
     found = []
     for k, n in sides:
-        weights = torch.randn(n, k, device=device).to(TORCH_DTYPES[dtype])
+        weights = torch.randn(n, k, device=device).to(DTYPES[dtype])
         num = max(2, COLD_BYTES[device] // (weights.numel() * weights.element_size()))
         copies = [weights.clone() for _ in range(num)]
         for m in COLD_ROWS:
-            rows = torch.randn(m, k, device=device).to(TORCH_DTYPES[dtype])
+            rows = torch.randn(m, k, device=device).to(DTYPES[dtype])
             seconds = repeated(partial(_each_product, rows, copies), device) / num
             found.append(ProductTime(m, k, n, seconds))
     return found
@@ -311,7 +311,7 @@ class SmallModel:
 def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int, float]]:
     """Yield (model, sequences, tokens of all sequences, seconds) of decode steps of the embedded engine."""
     for model, num_sequences, prompt in product(MODELS, SEQUENCES, LENGTHS):
-        settings = ModelSettings("actor", architecture=model.architecture, device=device, dtype=dtype)
+        settings = ModelSettings(name="actor", architecture=model.architecture, device=device, dtype=dtype)
         engine = EmbeddedEngine(settings, {"max_running": num_sequences, "max_model_len": 512})
         num_steps = WARM_STEPS + TIMED_STEPS
         for i in range(num_sequences):
@@ -331,7 +331,7 @@ def loads(dtype: Literal["fp32", "bf16"]) -> list[LoadTime]:
     """Return the seconds in which the embedded engine on a CPU takes and verifies new weights."""
     found = []
     for model in MODELS:
-        settings = ModelSettings("actor", architecture=model.architecture, device="cpu", dtype=dtype)
+        settings = ModelSettings(name="actor", architecture=model.architecture, device="cpu", dtype=dtype)
         engine = EmbeddedEngine(settings, {"max_running": 1, "max_model_len": model.max_tokens})
         weights = list(factories()["torch"](settings, RankPosition()).weights())
         num_bytes = sum(tensor.nbytes for _, tensor in weights)
@@ -363,7 +363,7 @@ def _training_backend(
     name: str, model: SmallModel, device: str, dtype: Literal["fp32", "bf16"], position: RankPosition
 ) -> ModelBackend:
     settings = ModelSettings(
-        "actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
+        name="actor", trainable=True, architecture=model.architecture, device=device, dtype=dtype
     )
     backend: ModelBackend = factories()[name](settings, position)
     return backend

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
 from hflow.base.errors import BackendError
+from hflow.base.model_files import FILE_BYTES, MIN_FILE_BYTES
+from hflow.models.heads import head_file, save_head
 from hflow.models.weight_files import INDEX, SINGLE
-
-FILE_BYTES = 2 << 30
-"""Files are about this large at most, unless a single tensor is larger."""
-MIN_FILE_BYTES = 64 << 20
-"""Smaller models are not divided over more ranks than files of this size need."""
 
 Copies = dict[str, dict[str, Tensor]]
 """Copies of tensors in host memory, by file and name."""
@@ -65,32 +64,45 @@ class FileDivision:
         )
 
     def writer(self, name: str) -> int:
-        """Return the rank that writes a tensor."""
-        return self.writer_of[self.file_of[name]]
+        """Return the rank that writes a tensor. The first one writes a head that has a file of its own."""
+        return self.writer_of[self.file_of[name]] if name in self.file_of else 0
 
-    def write_index(self, directory: Path, file_of: Mapping[str, str] | None = None) -> list[Path]:
-        """Write which file has which tensor, if there are several files. Return its path.
+    def write(
+        self,
+        directory: Path,
+        copies: Copies,
+        head: Mapping[str, Tensor],
+        config: PreTrainedConfig | None,
+        saved_in: Mapping[str, str],
+    ) -> list[Path]:
+        """Write this rank's files, and return their paths. The copies of a file are freed when it is written.
 
         Args:
-            directory: the directory of the checkpoint.
-            file_of: name under which a tensor is saved -> its file, if names differ.
+            directory: the directory of the checkpoint, made if necessary.
+            copies: what this rank writes.
+            head: the weights of a head that has a file of its own, without its prefix; may be empty.
+            config: on the first rank, the config to save.
+            saved_in: name under which a tensor is saved -> its file, for the index of several files.
         """
-        if len(self.writer_of) < 2:
-            return []
-        weight_map = dict(self.file_of if file_of is None else file_of)
-        index = {"metadata": {"total_size": sum(self.num_bytes.values())}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return [directory / INDEX]
-
-
-def write_files(directory: Path, copies: Copies) -> list[Path]:
-    """Write files, and return their paths. The copies of a file are freed when it is written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in copies]
-    while copies:
-        name = next(iter(copies))
-        save_file(copies.pop(name), directory / name, metadata={"format": "pt"})
-    return paths
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / name for name in copies]
+        while copies:
+            name = next(iter(copies))
+            save_file(copies.pop(name), directory / name, metadata={"format": "pt"})
+        if head:
+            save_head(directory, head)
+            paths.append(head_file(directory))
+        if config is not None:
+            config.save_pretrained(directory)
+            paths.append(directory / CONFIG_NAME)
+            if len(self.writer_of) > 1:
+                index = {
+                    "metadata": {"total_size": sum(self.num_bytes.values())},
+                    "weight_map": dict(saved_in),
+                }
+                (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                paths.append(directory / INDEX)
+        return paths
 
 
 def check_is_shared(parent: Path, rank: int) -> None:

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 
 from hflow.base.errors import BackendError, ConfigError
 from hflow.base.files import WriteFiles, read_json_object
+from hflow.base.model_files import FILE_BYTES
 from hflow.base.validation import CHECKED, from_mapping
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import SHARDS_INDEX
@@ -35,8 +36,6 @@ from hflow.training.optimizers.interface import DEFAULT_OPTIMIZER, StepOptimizer
 from hflow.types.tensor_slices import Box, intersect, numel, slices_within
 
 FORMAT = 1
-FILE_BYTES = 2 << 30
-"""A rank starts a new file when the current one has reached this size."""
 
 _OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
 """The fix for optimizer state that cannot be read."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+BUCKET_BYTES = 64 << 20
+"""Tensors are sent in buckets of about this size. A larger one has its own bucket, or is sent in pieces."""
 Box = tuple[tuple[int, int], ...]
 """`(start, stop)` on each axis."""
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import WeightSlice
-from hflow.types.tensor_slices import Box, box_shape, slices_within, whole_box
+from hflow.types.tensor_slices import BUCKET_BYTES, Box, box_shape, slices_within, whole_box
 from hflow.weights.checksum import checksums_of
 
-BUCKET_BYTES = 64 << 20
-"""A bucket is closed when it is at least this large; a larger slice has one of its own."""
 ALIGNMENT = 16
 """Slices start at multiples of this many bytes, so that any dtype can be viewed in place."""
 

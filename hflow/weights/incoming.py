@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hflow.types.tensor_slices import BUCKET_BYTES
 from hflow.weights.buckets import (
-    BUCKET_BYTES,
     IncomingTensor,
     SliceValues,
     assemble_tensors,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Replica
 from hflow.weights.publisher import BucketHandles, PublishReport
@@ -49,10 +51,10 @@ class InprocWorkers(Workers):
         self._threads: ThreadPoolExecutor
         self._started = False
 
+    @override
     async def start(
         self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Build the one worker."""
         report_progress(build_phase(setup.plan))
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
@@ -63,22 +65,24 @@ class InprocWorkers(Workers):
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")
         self._started = True
 
+    @override
     async def transfer(self, moves: Sequence[Move]) -> int:
         """Do nothing: all workers share one store."""
         return 0
 
+    @override
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """Run a batch node on the shards of all tasks together."""
         return await _on(self._device, lambda: self._worker.run(tasks))
 
+    @override
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
-        """Copy weights for an engine, on the device's thread."""
         published = await _on(self._device, lambda: self._worker.publish(replica, version))
         self._published[replica] = published
         return ((0, publish_span(published[1])),)
 
+    @override
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Bring a generation replica to a version and start it."""
         is_new = replica in self._pulling and self._worker.needs_weights(replica, version)
         if is_new and replica not in self._published:
             await self.publish(replica, version)
@@ -97,8 +101,8 @@ class InprocWorkers(Workers):
         sent = tuple(report.checksums.values()) * len(update.checksums)
         return WeightsLoaded(0, sent, update.checksums)
 
+    @override
     async def close(self) -> None:
-        """End threads and processes."""
         if self._started:
             self._started = False
             await asyncio.to_thread(self._worker.close)
@@ -106,6 +110,7 @@ class InprocWorkers(Workers):
                 executor.shutdown()
         self._device.shutdown()
 
+    @override
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
         receive = getattr(self._worker, method)
         if MESSAGES[method].is_quick:
@@ -113,6 +118,7 @@ class InprocWorkers(Workers):
         executor = self._disk if MESSAGES[method].lane == "disk" else self._threads
         return await _on(executor, lambda: receive(*arguments))
 
+    @override
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
         receive = getattr(self._worker, method)
         await self._on_device_of(replica.name, lambda: receive(*arguments))

@@ -176,7 +176,7 @@ def assert_logprobs(
 
 
 def build(name: str, architecture: str, tensor: int, **of_cache: int) -> GenerationEngine:
-    settings = ModelSettings("actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
+    settings = ModelSettings(name="actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()

@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("base")
     compiled = compile_recipe(ROOT / RECIPE, ["models.actor.path=null"])
     architecture = compiled.config.models["actor"].architecture
-    TorchModel(ModelSettings("actor", architecture=architecture), RankPosition()).save(str(path))()
+    TorchModel(ModelSettings(name="actor", architecture=architecture), RankPosition()).save(str(path))()
     return f"models.actor.path={path}"
 
 

@@ -49,7 +49,7 @@ def rows_of(directory: Path, query: str) -> Sequence[tuple[Any, ...]]:
 def save_base(path: Path, options: Sequence[str]) -> Path:
     """Save the random weights of the configured model."""
     architecture = compile_recipe(ROOT / "recipes/grpo_async.py", options).config.models["actor"].architecture
-    TorchModel(ModelSettings("actor", architecture=architecture), RankPosition()).save(str(path))()
+    TorchModel(ModelSettings(name="actor", architecture=architecture), RankPosition()).save(str(path))()
     return path
 
 

@@ -127,7 +127,7 @@ def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) ->
         "eos_token_id": 2,
         "bos_token_id": 1,
     }
-    return ModelSettings("actor", architecture=architecture, seed=seed)
+    return ModelSettings(name="actor", architecture=architecture, seed=seed)
 
 
 def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:

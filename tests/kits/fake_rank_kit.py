@@ -268,7 +268,7 @@ def found(case: Case) -> Figures:
     replace_in_torch()
     _, t, p, c = layout.coords(RankOrder.TRAIN, case.rank)
     settings = ModelSettings(
-        "actor",
+        name="actor",
         trainable=True,
         architecture=case.architecture,
         **{

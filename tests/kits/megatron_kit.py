@@ -158,7 +158,7 @@ CASES = {case.name: case for turn in ROUNDS for _, case in turn}
 def settings(case: Case, directory: Path, **changes: Any) -> ModelSettings:
     """Return settings that read the checkpoint from `write_checkpoint`."""
     return ModelSettings(
-        "actor", **({"trainable": True, "path": str(directory / case.name)} | case.settings | changes)
+        name="actor", **({"trainable": True, "path": str(directory / case.name)} | case.settings | changes)
     )
 
 

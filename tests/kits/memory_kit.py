@@ -127,7 +127,7 @@ def real_peaks(
 ) -> tuple[int, int]:
     """Bytes of a second training step and of an inference, beyond weights and optimizer state."""
     settings = ModelSettings(
-        "m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
+        name="m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
     )
     model, batch = (
         TorchModel(settings, position or RankPosition()),

@@ -97,7 +97,7 @@ def measure(case: Case, layout: Layout, rank: int, group: Any) -> Measured:
     """
     architecture = case.architecture
     settings = ModelSettings(
-        "m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **case.asked
+        name="m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **case.asked
     )
     position = RankPosition(group, layout.data, layout.tensor, layout.pipe, layout.context, layout.expert)
     data_rank, tensor_rank = divmod(rank, layout.tensor)

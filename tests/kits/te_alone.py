@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("installed", installed_transformer_engine())
     state = torch.get_rng_state()
-    settings = ModelSettings("actor", architecture=kit.MIXED, kernels="transformer_engine")
+    settings = ModelSettings(name="actor", architecture=kit.MIXED, kernels="transformer_engine")
     model = MegatronModel(settings, RankPosition())
     assert torch.equal(torch.get_rng_state(), state)
     check_modules(model)

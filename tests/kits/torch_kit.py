@@ -46,7 +46,7 @@ MIXED = {
 }
 """Two layers with experts after a dense one."""
 SETTINGS = ModelSettings(
-    "actor",
+    name="actor",
     trainable=True,
     architecture=ARCHITECTURE,
     seed=3,

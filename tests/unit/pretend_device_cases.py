@@ -148,7 +148,7 @@ def generate(engine):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "olmo2"])
 def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_type):
-    settings = ModelSettings("actor", architecture=ONE_LAYER | {"model_type": model_type}, seed=3)
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER | {"model_type": model_type}, seed=3)
     wanted, _ = generate(EmbeddedEngine(settings))
     engine = EmbeddedEngine(dataclasses.replace(settings, device=device))
     with host_syncs() as syncs:
@@ -162,7 +162,7 @@ def test_a_step_waits_again_only_if_the_ranked_tokens_lack_a_nucleus(
     device, num_ranked, num_waits, monkeypatch
 ):
     monkeypatch.setattr("hflow.engines.embedded.sampling.NUM_RANKED", num_ranked)
-    settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3, device=device)
     engine = EmbeddedEngine(settings)
     engine.add(0, PROMPTS[0], SamplingParams(max_tokens=4, top_p=0.5))
     with host_syncs() as syncs:
@@ -181,7 +181,7 @@ def test_numbers_that_a_body_reports_do_not_wait(device):
 
 
 def test_an_engine_sleeps_wakes_and_loads(device):
-    settings = ModelSettings("actor", architecture=ONE_LAYER, seed=3, device=device)
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3, device=device)
     engine = EmbeddedEngine(settings)
     wanted, _ = generate(engine)
     engine.sleep(SleepLevel.KEEP_WEIGHTS)

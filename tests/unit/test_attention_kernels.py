@@ -73,7 +73,7 @@ def test_every_call_of_a_training_step_is_counted(counted):
 def test_every_call_of_the_engine_is_counted(counted):
     num_layers = kit.ARCHITECTURE["num_hidden_layers"]
     for dtype, decoding in (("fp32", AttentionKernel.PRODUCTS), ("bf16", AttentionKernel.SDPA)):
-        engine = EmbeddedEngine(ModelSettings("actor", architecture=kit.ARCHITECTURE, dtype=dtype))
+        engine = EmbeddedEngine(ModelSettings(name="actor", architecture=kit.ARCHITECTURE, dtype=dtype))
         attention_kernels.num_calls.clear()
         counted.num = 0
         engine.add(0, [1, 5, 6], SamplingParams(max_tokens=4, temperature=0.0))

@@ -244,7 +244,7 @@ def test_files_of_a_list_and_of_a_pattern_follow_each_other(tmp_path: Path) -> N
 
 def test_a_column_with_another_name(tmp_path: Path) -> None:
     path, columns = jsonl(tmp_path, ['{"question": "q", "answer": "a"}']), {"prompt": Unit.TEXT}
-    renamed = DataSettings(path, names={"prompt": "question"}, key="data.train")
+    renamed = DataSettings(path, map={"prompt": "question"}, key="data.train")
     assert open_dataset(renamed, columns).row(0) == {"prompt": "q"}
     both = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
     assert open_dataset(renamed, both).row(0) == {"prompt": "q", "answer": "a"}
@@ -263,7 +263,7 @@ def test_a_column_with_another_name(tmp_path: Path) -> None:
 )
 def test_a_missing_column_says_how_to_map_it(tmp_path: Path, names: dict[str, str], message: str) -> None:
     settings = DataSettings(
-        jsonl(tmp_path, ['{"question": "q", "answer": "a"}']), names=names, key="data.train"
+        jsonl(tmp_path, ['{"question": "q", "answer": "a"}']), map=names, key="data.train"
     )
     with pytest.raises(DataError, match=message):
         open_dataset(settings, {"prompt": Unit.TEXT})
@@ -272,7 +272,7 @@ def test_a_missing_column_says_how_to_map_it(tmp_path: Path, names: dict[str, st
 def test_several_sources_are_numbered_one_after_the_other(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"q": "b"}\n')
     first = DataSettings(jsonl(tmp_path, ['{"prompt": "a"}', '{"prompt": "aa"}']))
-    second = DataSettings(str(tmp_path / "b.jsonl"), names={"prompt": "q"})
+    second = DataSettings(str(tmp_path / "b.jsonl"), map={"prompt": "q"})
     rows = open_dataset(DataSettings(sources=(first, second)), {"prompt": Unit.TEXT})
     assert [rows.row(i)["prompt"] for i in range(len(rows))] == ["a", "aa", "b"]
 
@@ -356,7 +356,7 @@ def test_numbers_of_parquet_that_are_none(tmp_path: Path) -> None:
 def test_a_column_inside_another_one(tmp_path: Path, kind: str) -> None:
     rows = [{"answer": {"text": "a"}, "answer.text": "b"}, {"answer": {"text": "c"}}]
     path, columns = tmp_path / f"data.{kind}", {"prompt": Unit.TEXT}
-    settings = DataSettings(str(path), names={"prompt": "answer.text"}, key="data.train")
+    settings = DataSettings(str(path), map={"prompt": "answer.text"}, key="data.train")
 
     def write(rows: list[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

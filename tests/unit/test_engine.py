@@ -52,7 +52,7 @@ PROMPTS = [[1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 31)) * 2, [1
 
 
 def settings(name: str = "qwen2", **changes: object) -> ModelSettings:
-    return ModelSettings("actor", architecture={**ARCHITECTURES[name], **changes}, seed=3)
+    return ModelSettings(name="actor", architecture={**ARCHITECTURES[name], **changes}, seed=3)
 
 
 def reference(name: str = "qwen2", seed: int = 3) -> torch.nn.Module:
@@ -367,7 +367,7 @@ def test_freed_parameters_keep_their_values_or_can_be_loaded_again(keep: bool) -
 
 
 def test_bf16_generates_with_its_own_forward() -> None:
-    bf16 = ModelSettings("actor", architecture=ARCHITECTURES["llama"], seed=3, dtype="bf16")
+    bf16 = ModelSettings(name="actor", architecture=ARCHITECTURES["llama"], seed=3, dtype="bf16")
     results = generate(EmbeddedEngine(bf16), PROMPTS, [SamplingParams(max_tokens=6, seed=1)] * len(PROMPTS))
     model = reference("llama").bfloat16()
     for i, prompt in enumerate(PROMPTS):
@@ -389,7 +389,7 @@ def test_unsupported_architectures_are_rejected_by_name(
     architecture: dict[str, object], message: str
 ) -> None:
     with pytest.raises(BackendError, match=message) as caught:
-        EmbeddedEngine(ModelSettings("actor", architecture=architecture))
+        EmbeddedEngine(ModelSettings(name="actor", architecture=architecture))
     assert "\n" not in str(caught.value)
 
 
@@ -411,12 +411,12 @@ def test_options_are_checked(options: dict[str, int]) -> None:
 def test_a_checkpoint_is_read(tmp_path: object) -> None:
     model = reference()
     model.save_pretrained(tmp_path)
-    engine = EmbeddedEngine(ModelSettings("actor", path=str(tmp_path)))
+    engine = EmbeddedEngine(ModelSettings(name="actor", path=str(tmp_path)))
     (result,) = generate(engine, [PROMPTS[1]], [SamplingParams(max_tokens=5)]).values()
     expected = full_logprobs(model, PROMPTS[1], result.ids, 1.0)
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
     with pytest.raises(BackendError, match=r"model .actor.: .*not an HF checkpoint"):
-        EmbeddedEngine(ModelSettings("actor", path=str(tmp_path) + "/none"))
+        EmbeddedEngine(ModelSettings(name="actor", path=str(tmp_path) + "/none"))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from hflow.models.settings import ModelSettings
 
 
 def of(**changes: Any) -> ModelSettings:
-    return ModelSettings("actor", architecture={**kit.ARCHITECTURE, **changes})
+    return ModelSettings(name="actor", architecture={**kit.ARCHITECTURE, **changes})
 
 
 def test_a_good_one_is_read() -> None:
@@ -28,9 +28,9 @@ def test_a_familys_own_end_of_text_token_is_not_that_of_another_vocabulary() -> 
     """It would be saved, and end turns of the saved model which went on in training."""
     gemma = {**kit.ARCHITECTURE, "model_type": "gemma", "head_dim": 8}
     gemma.pop("eos_token_id", None)
-    config: Any = read_config(ModelSettings("actor", architecture=gemma))
+    config: Any = read_config(ModelSettings(name="actor", architecture=gemma))
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
-    named: Any = read_config(ModelSettings("actor", architecture={**gemma, "eos_token_id": 7}))
+    named: Any = read_config(ModelSettings(name="actor", architecture={**gemma, "eos_token_id": 7}))
     assert named.eos_token_id == 7
 
 
@@ -76,9 +76,9 @@ def test_checkpoints_are_checked_likewise(tmp_path: Path) -> None:
     wrong = {**kit.ARCHITECTURE, "num_attention_heads": 4, "num_key_value_heads": 3}
     (tmp_path / "config.json").write_text(json.dumps(wrong))
     with pytest.raises(BackendError, match="is not a multiple of num_key_value_heads 3"):
-        read_config(ModelSettings("actor", path=str(tmp_path)))
+        read_config(ModelSettings(name="actor", path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(
         BackendError, match=r"model 'actor': .*config.json is not a JSON file: invalid JSON: "
     ):
-        read_config(ModelSettings("actor", path=str(tmp_path)))
+        read_config(ModelSettings(name="actor", path=str(tmp_path)))

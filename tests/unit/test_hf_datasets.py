@@ -61,7 +61,7 @@ def hub(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("one", "train", "test 0"), ("both", "train", "train 0"), ("both", "test", "test 0")],
 )
 def test_what_save_to_disk_wrote(saved: Path, name: str, split: str, first: str) -> None:
-    source = open_dataset(DataSettings(str(saved / name), split=split, names=NAMES), COLUMNS)
+    source = open_dataset(DataSettings(str(saved / name), split=split, map=NAMES), COLUMNS)
     assert [source.row(i) for i in range(len(source))] == [
         {"prompt": first.replace("0", str(i))} for i in range(3)
     ]
@@ -76,7 +76,7 @@ def test_what_save_to_disk_wrote(saved: Path, name: str, split: str, first: str)
     ],
 )
 def test_a_dataset_of_the_hub(hub: None, path: str, split: str, prompts: list[str]) -> None:
-    source = open_dataset(DataSettings(path, split=split, names=NAMES), COLUMNS)
+    source = open_dataset(DataSettings(path, split=split, map=NAMES), COLUMNS)
     assert [source.row(i)["prompt"] for i in range(len(source))] == prompts
 
 

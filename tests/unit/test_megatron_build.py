@@ -27,7 +27,8 @@ from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
 def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
         build_stage(
-            ModelSettings("actor", architecture=architecture, **changes), ParallelState.of(RankPosition())
+            ModelSettings(name="actor", architecture=architecture, **changes),
+            ParallelState.of(RankPosition()),
         )
     assert "\n" not in str(error.value)
 
@@ -113,7 +114,7 @@ def test_a_single_process_has_layout_1x1x1():
 def test_building_keeps_the_random_state():
     state = torch.get_rng_state()
     build_stage(
-        ModelSettings("actor", architecture=kit.QWEN2, sequence_parallel=True),
+        ModelSettings(name="actor", architecture=kit.QWEN2, sequence_parallel=True),
         ParallelState.of(RankPosition()),
     )
     assert torch.equal(torch.get_rng_state(), state)

@@ -238,16 +238,18 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
 @pytest.mark.parametrize("head", ["lm", "value", "score"])
 def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
     """Without a checkpoint; megatron reads what torch saved, and torch what megatron saved."""
-    drawn = ModelSettings("actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
+    drawn = ModelSettings(name="actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
     copy_stage(ours, tmp_path / "ours", HostCopies())()
-    saved = ModelSettings("actor", path=str(tmp_path / "ours"), head=head)
+    saved = ModelSettings(name="actor", path=str(tmp_path / "ours"), head=head)
     theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)
     theirs.save(str(tmp_path / "theirs"))()
-    assert_equal(weights(alone(ModelSettings("actor", path=str(tmp_path / "theirs"), head=head))), wanted)
+    assert_equal(
+        weights(alone(ModelSettings(name="actor", path=str(tmp_path / "theirs"), head=head))), wanted
+    )
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from hflow.data.batches.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.launch.planning.compile import compile_recipe
-from hflow.planner.forecast.cost import transfers
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
     all_gather,
@@ -85,7 +84,6 @@ from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.workload import Workload
 from hflow.training.fsdp.sharding import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.training.loop.output import LOGITS_PER_CHUNK
-from hflow.weights.buckets import BUCKET_BYTES
 
 
 # ------------------------------------------------------------------------------ FLOPs and weights
@@ -154,7 +152,6 @@ def test_the_planners_traits_of_the_torch_backend_are_right():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
     assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
-    assert transfers.BUCKET_BYTES == BUCKET_BYTES
 
 
 # -------------------------------------------------------------------------------------- roofline

@@ -52,10 +52,8 @@ from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
-from hflow.training.fsdp import weight_export
 from hflow.training.loop.output import LOGITS_PER_CHUNK
 from hflow.training.megatron import memory as megatron_memory
-from hflow.weights import buckets as worker_weights
 
 NUM_7B = 6_738_415_616
 MIB = 2**20
@@ -69,7 +67,6 @@ def model_state(asked):
 def test_descriptors_of_backends_are_right():
     assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
-    assert transfer.BUCKET_BYTES == weight_export.BUCKET_BYTES == worker_weights.BUCKET_BYTES
     assert EngineOptions().max_tokens_per_step == parts.PREFILL_TOKENS
 
 
@@ -959,7 +956,9 @@ def test_a_real_training_step_in_several_micro_batches():
 
 def test_a_real_engine_in_its_second_turn():
     num_sequences, prompt, response = 16, 64, 64
-    made = EmbeddedEngine(ModelSettings("m", architecture=kit.ARCHITECTURE), {"max_running": num_sequences})
+    made = EmbeddedEngine(
+        ModelSettings(name="m", architecture=kit.ARCHITECTURE), {"max_running": num_sequences}
+    )
 
     def turn():
         for i in range(num_sequences):

@@ -184,7 +184,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_scalar_head_takes_the_place_of_the_output_matrix_as_in_the_torch_backend(head, is_tied):
     architecture = {"model_type": "llama", **SMALL, "tie_word_embeddings": is_tied}
-    model = TorchModel(ModelSettings("critic", head, architecture=architecture), RankPosition())
+    model = TorchModel(ModelSettings(name="critic", head=head, architecture=architecture), RankPosition())
     built = [(name, tuple(x.shape)) for name, x in model.weights()]
     shape = read_shape(architecture, head)
     assert named(shape) == built

@@ -74,7 +74,9 @@ def their_scores(path: Path) -> np.ndarray:
 
 
 def opened(backend: str, path: Path, **changes: Any) -> Any:
-    return BACKENDS[backend](ModelSettings("rm", "score", path=str(path), **changes), RankPosition())
+    return BACKENDS[backend](
+        ModelSettings(name="rm", head="score", path=str(path), **changes), RankPosition()
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -101,14 +103,14 @@ def test_a_saved_reward_model_is_one_of_transformers(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_critic_starts_from_the_backbone_of_a_reward_model(reward_model: Path, backend: str) -> None:
-    settings = ModelSettings("critic", "value", path=str(reward_model), trainable=True)
+    settings = ModelSettings(name="critic", head="value", path=str(reward_model), trainable=True)
     names = {name for name, _ in BACKENDS[backend](settings, RankPosition()).weights()}
     assert "value_head.weight" in names
     assert "score.weight" not in names
     with pytest.raises(
         BackendError, match=r"has no value_head.safetensors: it is not the checkpoint of a value"
     ):
-        BACKENDS[backend](ModelSettings("critic", "value", path=str(reward_model)), RankPosition())
+        BACKENDS[backend](ModelSettings(name="critic", head="value", path=str(reward_model)), RankPosition())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

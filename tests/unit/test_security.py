@@ -62,7 +62,7 @@ def test_weights_in_a_pickle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(dict(architecture)))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(tmp_path / "was_read")))
     with pytest.raises(BackendError, match="safetensors"):
-        build_module(ModelSettings("actor", path=str(tmp_path), dtype="fp32"), None)
+        build_module(ModelSettings(name="actor", path=str(tmp_path), dtype="fp32"), None)
     assert not (tmp_path / "was_read").exists()
 
 

@@ -97,7 +97,7 @@ def test_an_engine_with_its_own_devices_keeps_everything():
 
 
 def settings() -> ModelSettings:
-    return ModelSettings("actor", architecture=ARCHITECTURE, seed=3)
+    return ModelSettings(name="actor", architecture=ARCHITECTURE, seed=3)
 
 
 def answer(engine: EmbeddedEngine) -> tuple[int, ...]:

@@ -138,15 +138,15 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 
 
 def test_vllm_has_the_default_number_of_queues_beside_megatron() -> None:
-    setup = EngineSetup(ModelSettings("actor", device="cuda"), devices=("2", "3"))
+    setup = EngineSetup(ModelSettings(name="actor", device="cuda"), devices=("2", "3"))
     on_gpus = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert on_gpus.items() <= environment(setup).items()
-    assert not on_gpus.keys() & environment(EngineSetup(ModelSettings("actor"))).keys()
+    assert not on_gpus.keys() & environment(EngineSetup(ModelSettings(name="actor"))).keys()
 
 
 def test_vllm_draws_all_tokens_at_once_with_its_second_runner_on_gpus() -> None:
     for device, runner in (("cuda", "1"), ("cpu", "0")):
-        setup = EngineSetup(ModelSettings("actor", device=device))
+        setup = EngineSetup(ModelSettings(name="actor", device=device))
         assert environment(setup)["VLLM_USE_V2_MODEL_RUNNER"] == runner
 
 
@@ -162,5 +162,5 @@ def test_vllm_draws_all_tokens_at_once_with_its_second_runner_on_gpus() -> None:
 def test_vllm_reads_only_the_weights_that_it_draws_with(
     path: str | None, receives: bool, lora: LoraConfig | None, reads: bool
 ) -> None:
-    setup = EngineSetup(ModelSettings("actor", path=path, lora=lora), receives_weights=receives)
+    setup = EngineSetup(ModelSettings(name="actor", path=path, lora=lora), receives_weights=receives)
     assert reads_checkpoint(setup) == reads

@@ -8,14 +8,16 @@ from __future__ import annotations
 import glob
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hflow.base.errors import DataError, nearest
+from hflow.base.validation import CHECKED
+from hflow.config.schema import WeightedSourceConfig
 from hflow.data.rows.hf_datasets import HUB, is_saved, open_hub, open_saved
 from hflow.data.rows.row_files import JsonLines, Parquet
 from hflow.data.rows.row_schema import Check, RowSchema
@@ -96,25 +98,12 @@ NUM_CHECKED_ROWS = 20_000
 """Rows of each source that are checked before a run. Others are checked when they are read."""
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    """Settings of a dataset: files, the name of a generator, or several sources."""
+@checked_dataclass(frozen=True, config=CHECKED)
+class DataSettings(WeightedSourceConfig):
+    """The configuration of a dataset with one source, or several sources."""
 
-    path: str | tuple[str, ...] | None = None
-    """A `.jsonl` or `.parquet` file, a pattern of such files, a directory of `save_to_disk`, a dataset of the
-    Hub (`hf:OWNER/NAME`), or several of these, whose rows follow each other."""
-    generator: str | None = None
-    """`addition`, `addition-chat` or `addition-pairs`."""
-    split: str = "train"
-    """The split of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote."""
     shuffle: bool = True
     """Whether each epoch has a new random order (see `RowOrder`)."""
-    limit: int | None = None
-    """Number of rows to use, from the beginning; None uses all."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Declared column -> the source's name for it, where that differs."""
-    weight: float = 1.0
-    """The share of a source in the rows of a trained dataset, relative to the other sources."""
     sources: tuple[DataSettings, ...] = ()
     """The sources of a dataset that has several. It has no path and no generator then."""
     key: str = "data.NAME"
@@ -200,7 +189,7 @@ def open_dataset(
         return JoinedRows([open_dataset(source, columns, checks) for source in settings.sources])
     if (settings.path is None) == (settings.generator is None):
         raise DataError("a dataset needs either a path or a generator; set one of them")
-    schema = RowSchema(columns, settings.names, settings.key, checks or {})
+    schema = RowSchema(columns, settings.map, settings.key, checks or {})
     is_read = settings.path is not None
     source = _open_paths(settings, schema) if is_read else _open_generator(settings, schema)
     if settings.limit is not None:
@@ -222,7 +211,7 @@ def check_columns(
         DataError: for a file without the declared columns, as `open_dataset` raises.
     """
     for source in settings.sources or (settings,):
-        schema = RowSchema(columns, source.names, source.key, checks or {})
+        schema = RowSchema(columns, source.map, source.key, checks or {})
         paths = (source.path,) if isinstance(source.path, str) else source.path or ()
         for pattern in paths:
             names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hflow.base.errors import BackendError, ConfigError, nearest
 from hflow.data.batches.device_copy import to_device
@@ -131,8 +132,8 @@ class EmbeddedEngine(GenerationEngine):
         self._probe(settings.name)
 
     @property
+    @override
     def num_unfinished(self) -> int:
-        """Number of requests that wait or run."""
         return len(self._waiting) + len(self._running)
 
     @property
@@ -145,13 +146,8 @@ class EmbeddedEngine(GenerationEngine):
         """Allocated bytes of keys and values."""
         return self._cache.nbytes
 
+    @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request.
-
-        Raises:
-            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
-                and the engine has no `decode`, or if experts shall be recorded and the model has none.
-        """
         if params.routing_replay and not self._recorder.num_layers:
             raise BackendError("routing_replay is set, but the engine's model has no experts; remove it")
         request = new_request(
@@ -160,14 +156,14 @@ class EmbeddedEngine(GenerationEngine):
         self._waiting.append(request)
 
     @torch.inference_mode()
+    @override
     def cancel(self, request_id: int) -> None:
-        """Remove a request, waiting or running; no result is returned for it."""
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
         self._compact([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
 
     @torch.inference_mode()
+    @override
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Admit waiting requests and draw one token for each running one; return the finished requests."""
         assert not self._asleep, "step() called while asleep"
         if not self._has_weights:
             raise BackendError(
@@ -185,20 +181,15 @@ class EmbeddedEngine(GenerationEngine):
         self._draw(logits)
         return self._finish(has_entered=len(groups) > 0)
 
+    @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Remove all requests; return what each has drawn, running ones in slot order, then waiting ones."""
         unfinished = [*self._running, *self._waiting]
         self._running, self._rows = [], None
         self._waiting.clear()
         return [(request.request_id, request.result("abort")) for request in unfinished]
 
+    @override
     def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
-        """Copy new weights in place. Running sequences keep their tokens and are prefilled again.
-
-        Raises:
-            BackendError: if names or shapes differ from the model's, or the weights are shared.
-            RunError: if the module then holds other weights than were sent.
-        """
         if self._shares_weights:
             raise BackendError(
                 "this engine shares its trainer's weights, so it cannot load others; call set_version"
@@ -214,20 +205,14 @@ class EmbeddedEngine(GenerationEngine):
         self.set_version(version)
         return loaded
 
+    @override
     def set_version(self, version: int) -> None:
-        """Report that shared weights have changed. Running sequences are prefilled again.
-
-        Prefilling overwrites the cache, so the old one need not be cleared.
-        """
-        self._requeue()
+        self._requeue()  # prefilling overwrites the cache, so it need not be cleared
         self.version = version
 
+    @override
     def sleep(self, level: SleepLevel) -> None:
-        """Free the cache, and weights that are not shared, on an accelerator.
-
-        On a CPU both stay in memory, since allocating pages again costs more than a short turn of generation.
-        Weights that were dropped cannot be used there either.
-        """
+        """Free memory on an accelerator. On a CPU, allocating pages again costs more than a short turn."""
         self._requeue()
         self._asleep = True
         keep = level is SleepLevel.KEEP_WEIGHTS
@@ -238,16 +223,18 @@ class EmbeddedEngine(GenerationEngine):
         if not self._shares_weights:
             self._freed = FreedParameters(self._module, keep or self._has_adapters)
 
+    @override
     def wake_weights(self) -> None:
-        """Allocate the weights again, and copy them back if they were kept."""
         if self._freed is not None:
             self._freed.restore()
             self._freed = None
 
+    @override
     def wake_cache(self) -> None:
         """Let `step` run. It allocates the cache when it needs it."""
         self._asleep = False
 
+    @override
     def close(self) -> None:
         """Do nothing: the engine is in this process only."""
 

@@ -16,12 +16,11 @@ from hflow.base.errors import BackendError, nearest
 from hflow.engines.embedded.attention import ATTENTION
 from hflow.models.adapter import adapter_weights, add_adapter
 from hflow.models.device import local_device
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import check_supported
 from hflow.models.settings import ModelSettings
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module:
@@ -35,9 +34,9 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
     Raises:
         BackendError: if the engine does not support the architecture, dtype or module.
     """
-    if settings.dtype not in _DTYPES:
+    if settings.dtype not in DTYPES:
         raise BackendError(
-            f"model {settings.name!r} has dtype {settings.dtype!r}; set one of {sorted(_DTYPES)}"
+            f"model {settings.name!r} has dtype {settings.dtype!r}; set one of {sorted(DTYPES)}"
         )
     with translate_errors(settings.name):
         module: Any = _new_module(settings) if shared is None else _sharing_module(settings, shared)
@@ -52,7 +51,7 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
 
 
 def _new_module(settings: ModelSettings) -> Any:
-    dtype, config = _DTYPES[settings.dtype], read_config(settings)
+    dtype, config = DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
         module: Any = AutoModelForCausalLM.from_pretrained(
             settings.path,
@@ -86,7 +85,7 @@ def _sharing_module(settings: ModelSettings, shared: nn.Module) -> Any:
     It has its own config and mode, as the trainer uses another attention, dropout and recomputation.
     """
     with torch.device("meta"):
-        module: Any = _from_config(copy.deepcopy(shared.config), _DTYPES[settings.dtype])
+        module: Any = _from_config(copy.deepcopy(shared.config), DTYPES[settings.dtype])
     if settings.lora is not None:
         add_adapter(module, settings)
     for path, parameter in shared.named_parameters(remove_duplicate=False):

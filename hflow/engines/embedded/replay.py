@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hflow.base.errors import RunError
 from hflow.data.batches.device_copy import to_device
@@ -41,17 +42,17 @@ class RecordingEngine(EmbeddedEngine):
         self._draws = draws
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
 
+    @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request."""
         super().add(request_id, prompt_ids, params)
         self._keys[request_id] = _key(params, prompt_ids)
 
+    @override
     def step(self) -> list[tuple[int, GenerationResult]]:
-        """Draw a token for each request; record and return the finished requests."""
         return self._record(super().step())
 
+    @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Remove all requests; record and return what each has drawn."""
         return self._record(super().interrupt())
 
     def _record(self, ended: list[tuple[int, GenerationResult]]) -> list[tuple[int, GenerationResult]]:
@@ -73,6 +74,7 @@ class ReplayingEngine(EmbeddedEngine):
         super().__init__(*engine_args)
         self._draws = draws
 
+    @override
     def _forced_tokens(self) -> Tensor:
         tokens = [self._next_token(request) for request in self._running]
         return to_device(torch.tensor(tokens), self._device)

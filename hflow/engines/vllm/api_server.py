@@ -8,16 +8,18 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 
+from typing_extensions import override
+
 from hflow.base.errors import ConfigError
 from hflow.data.text.tool_formats import tool_format
-from hflow.engines.interface import EngineSetup
+from hflow.engines.interface import ApiServer, EngineSetup
 from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
 from hflow.processes.child import ChildProcess
 
 _MODULE = "hflow.engines.vllm.api_server_main"
 
 
-class VllmApiServer:
+class VllmApiServer(ApiServer):
     """vLLM's server as a child process.
 
     Args:
@@ -36,28 +38,20 @@ class VllmApiServer:
         self._is_closing = False
 
     @property
+    @override
     def port(self) -> int:
-        """The port that the server listens on, once it was started."""
         return self._port
 
+    @override
     def start(self) -> None:
-        """Start the process.
-
-        Raises:
-            ConfigError: if the port is in use, or the host is not this machine's.
-        """
         self._port = _free_port(self._host, self._port)
         variables = environment(self._setup)
         if self._api_key is not None:
             variables["VLLM_API_KEY"] = self._api_key  # arguments can be read by all users of the machine
         self._process.start(variables, self._arguments())
 
+    @override
     def wait_ready(self) -> None:
-        """Wait until requests can be sent, or until `close`.
-
-        Raises:
-            RunError: if the process ends before.
-        """
         host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         while not self._is_closing:
             if self._process.has_ended:
@@ -67,18 +61,14 @@ class VllmApiServer:
                 return
             time.sleep(0.2)
 
+    @override
     def wait(self) -> None:
-        """Wait until `close`.
-
-        Raises:
-            RunError: if the process ends before.
-        """
         self._process.wait()
         if not self._is_closing:
             raise self._process.death()
 
+    @override
     def close(self) -> None:
-        """End the process and all of its children. Safe to call twice."""
         self._is_closing = True
         self._process.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from typing_extensions import override
 
 from hflow.base.errors import BackendError
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
@@ -69,18 +70,13 @@ class VllmEngine(GenerationEngine):
         self._process.start(environment(setup) | _IN_PROCESS, process_settings)
 
     @property
+    @override
     def num_unfinished(self) -> int:
         """Number of requests that wait or run, or whose results have not been returned."""
         return len(self._unfinished)
 
+    @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request; the next `step` sends it.
-
-        Raises:
-            BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
-                and the engine has no tokenizer, or if experts shall be recorded and the engine was not built
-                for it.
-        """
         if params.routing_replay and not self._records_experts:
             raise BackendError(
                 "routing_replay is set, but the engine does not record experts; build it with records_experts"
@@ -90,11 +86,12 @@ class VllmEngine(GenerationEngine):
         self._unfinished.add(request_id)
         self._outbox.append(EngineCall("add", ([AddedRequest(request_id, ids, params)],), has_reply=False))
 
+    @override
     def cancel(self, request_id: int) -> None:
-        """Remove a request; no result is returned for it."""
         self._unfinished.discard(request_id)
         self._outbox.append(EngineCall("cancel", ([request_id],), has_reply=False))
 
+    @override
     def step(self) -> list[tuple[int, GenerationResult]]:
         """Send new requests, and return those that have finished. It waits for a few milliseconds at most."""
         self._flush()
@@ -106,44 +103,37 @@ class VllmEngine(GenerationEngine):
             self._finished.extend(message.results)
         return self._take_finished()
 
+    @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        """Remove all requests; return what each has drawn, and what has finished since the last step."""
         aborted: list[tuple[int, GenerationResult]] = self._call("interrupt")
         self._finished.extend(aborted)
         return self._take_finished()
 
+    @override
     def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
-        """Load new weights in all ranks. Running requests keep their tokens and are prefilled again.
-
-        Raises:
-            BackendError: if names or shapes differ from the model's.
-            RunError: if a rank then holds other weights than were sent, or the process has ended.
-        """
         pickled = [cloudpickle.dumps(rank) for rank in incoming]
         loaded: LoadedWeights = self._call("load_weights", pickled, version)
         return loaded
 
+    @override
     def set_version(self, version: int) -> None:
-        """Report the version of the checkpoint's weights, or of random weights."""
         self._call("set_version", version)
 
+    @override
     def sleep(self, level: SleepLevel) -> None:
-        """Free the device's memory, where the engine shares its devices.
-
-        On a CPU nothing is freed: vLLM cannot do that.
-        """
+        """Free the device's memory, where the engine shares its devices. vLLM cannot do that on a CPU."""
         self._call("sleep", level)
 
+    @override
     def wake_weights(self) -> None:
-        """Allocate the weights again; after level 1 they have their old values."""
         self._call("wake_weights")
 
+    @override
     def wake_cache(self) -> None:
-        """Allocate the KV cache again."""
         self._call("wake_cache")
 
+    @override
     def close(self) -> None:
-        """End the process."""
         self._process.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 from torch import Tensor, nn
+from typing_extensions import override
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -139,6 +140,7 @@ class AdapterTransfer(HflowWeightTransfer):
                     self._base[name] = BaseTensor(held.shape, held.box, self._copies.copy(held.view))
         self._target = next(self.model.parameters()).device
 
+    @override
     def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
         assert scale is not None, "adapters come with their scale"
         return MergedWeights(incoming, self._base, scale, self._target)

@@ -31,6 +31,7 @@ from hflow.engines.interface import GenerationResult
 from hflow.engines.request import GenerationRequest, new_request, stop_reason
 from hflow.engines.vllm import rank
 from hflow.engines.vllm.engine_process import AddedRequest, ProcessSettings
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed
@@ -52,7 +53,7 @@ class SeededWeights:
         return IncomingWeights.of_tensors(self._tensors)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.dtype]
+        dtype = DTYPES[self.settings.dtype]
         with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=torch.float32)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -19,12 +18,12 @@ from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings, has_toke
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.checkpoints.saved import SavedModels, find_saved_models
 from hflow.launch.checkpoints.served import generates
+from hflow.models.dtypes import SAVED_DTYPES
 from hflow.models.settings import SHARDS
 from hflow.models.weight_files import INDEX, weight_file_names
 from hflow.runtime.saving.checkpoint import MANIFEST, verify_checkpoint
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIG = "config.json"
 
 
@@ -113,10 +112,12 @@ def _cast(directory: Path, dtype: Dtype) -> None:
     for name in weight_file_names(directory):
         path = directory / name
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key).to(DTYPES[dtype]) for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).to(SAVED_DTYPES[dtype]) for key in file.keys()}  # noqa: SIM118
         save_file(tensors, path, metadata={"format": "pt"})
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    _change_json(directory / CONFIG, {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}, drop="torch_dtype")
+    _change_json(
+        directory / CONFIG, {"dtype": str(SAVED_DTYPES[dtype]).removeprefix("torch.")}, drop="torch_dtype"
+    )
     if (directory / INDEX).is_file():
         metadata = read_json_object(directory / INDEX).get("metadata") or {}
         _change_json(directory / INDEX, {"metadata": {**metadata, "total_size": num_bytes}})

@@ -108,7 +108,7 @@ def serve(
     engine, why = _choose_engine(engine, device)
     tokenizer = TextTokenizer(checkpoint.tokenizer)
     settings = ModelSettings(
-        checkpoint.name, path=str(checkpoint.directory), dtype=checkpoint.dtype, device=device
+        name=checkpoint.name, path=str(checkpoint.directory), dtype=checkpoint.dtype, device=device
     )
     longest = max_length(read_config(settings))
     gen = checkpoint.config.gen

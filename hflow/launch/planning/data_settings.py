@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,19 +40,12 @@ def data_settings(config: RunConfig, dataset: DatasetSpec) -> DataSettings:
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
-            path=_absolute(source.path),
-            generator=source.generator,
-            split=source.split,
-            limit=source.limit,
-            names=source.map,
-            weight=source.weight if isinstance(source, WeightedSourceConfig) else 1.0,
+            **vars(source) | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
         )
         for source_key, source in _sources(own, key, dataset)
     )
-    if own.sources:
-        return DataSettings(shuffle=own.shuffle, sources=sources, key=key)
-    return replace(sources[0], shuffle=own.shuffle)
+    return DataSettings(shuffle=own.shuffle, sources=sources, key=key) if own.sources else sources[0]
 
 
 def check_data(config: RunConfig, graph: Graph) -> None:

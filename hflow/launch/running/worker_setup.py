@@ -265,27 +265,21 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         )
     is_resumed = _is_resumed(spec, config, _followers(compiled, spec))
     num_earlier = _saved_updates(Path(str(config.path)) / SHARDS) if is_resumed else 0
+    resolved_values = {
+        "path": None if source.path is None else str(resolved(source.path)),
+        "architecture": None if source.path is not None else source.architecture or {},
+        "dtype": model_dtype(compiled.config, spec, compiled.plan.cluster.device),
+        "kernels": _kernels(compiled, spec),
+        "resume": is_resumed,
+    }
     return ModelSettings(
+        **vars(config) | resolved_values,
         name=spec.name,
         head=spec.head,
         trainable=spec.trainable,
-        path=None if source.path is None else str(resolved(source.path)),
-        architecture=None if source.path is not None else dict(source.architecture or {}),
         seed=compiled.config.seed,
-        dtype=model_dtype(compiled.config, spec, compiled.plan.cluster.device),
         device=compiled.plan.cluster.device,
-        activation_checkpointing=config.activation_checkpointing,
-        offload_activations=config.offload_activations,
-        compile=config.compile,
-        offload=config.offload,
-        sequence_parallel=config.sequence_parallel,
-        kernels=_kernels(compiled, spec),
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        lora=config.lora,
-        optim=config.optim,
         num_updates=num_earlier + scheduled_updates(compiled.plan, compiled.config.steps).get(spec.name, 0),
-        save_optimizer=config.save_optimizer,
-        resume=is_resumed,
     )
 
 

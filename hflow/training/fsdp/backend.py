@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from typing_extensions import override
 
 from hflow.base.errors import BackendError
 from hflow.base.files import WriteFiles
 from hflow.data.batches.batch import Batch
 from hflow.models.adapter import adapter_weights, adapters_off
 from hflow.models.device import local_device
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import let_routers_replay
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.training.fsdp.build import DTYPES, build_model
+from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
 from hflow.training.fsdp.packed_model import PackedModel
@@ -99,24 +101,14 @@ class TorchModel(ModelBackend):
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
         return TorchRunner(module, device, dtype, self.group, splitter)
 
+    @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        """Run a forward without gradient and the body; return a batch of the returned fields per shard.
-
-        Raises:
-            BackendError: if a sequence is too long for the model or has unknown tokens.
-            RunError: if the policy's temperature is 0.
-        """
         check_sequences(self.settings.name, self._model.config, shards)
         with self.on_device():
             return self._runner.infer(call, shards)
 
+    @override
     def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
-        """Run all minibatches and epochs of one step; return metrics averaged over all ranks.
-
-        Raises:
-            BackendError: if the model is frozen, or as `infer`.
-            RunError: for `infer`'s reasons, or if the loss has a wrong shape or a gradient is not finite.
-        """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
@@ -125,27 +117,29 @@ class TorchModel(ModelBackend):
             return self._runner.train(self._optimizer, call, shards, step)
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """The dtype of the forward pass."""
         return self._runner.dtype
 
+    @override
     def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """Have the weights on the device while the context is open."""
         return self._offload.on_device(changes=changes)
 
+    @override
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF-named full tensors of what training changes, in the model's dtype; a collective."""
         runner = self._runner
         with self.on_device():
             yield from named_weights(self._model, runner.module.head, self.settings.head, runner.dtype)
 
+    @override
     def blocks(self) -> Iterator[Block]:
-        """Yield this rank's rows of each fp32 weight that training changes; not a collective."""
+        """Yield this rank's rows of each fp32 weight that training changes."""
         assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         module = self._runner.module
         pairs = held_blocks(self._model, module, module.head, self.settings.head)
         return (block for _, blocks in pairs for block in blocks)
 
+    @override
     def shared_module(self) -> nn.Module | None:
         """Return the HF model if it is on one rank and computes in fp32, the dtype of its weights."""
         is_whole = self.group is None and self.settings.dtype == "fp32"
@@ -155,29 +149,26 @@ class TorchModel(ModelBackend):
         model: nn.Module = self._model
         return model
 
+    @override
     def without_adapters(self, settings: ModelSettings) -> ModelBackend:
-        """Return the model without its adapters, as a frozen model of its own."""
         return BaseModel(settings, self)
 
+    @override
     def save(self, directory: str) -> WriteFiles:
-        """Copy some files of the weights to each rank; return the function that writes them. A collective.
-
-        They are written in the dtype that the model trains in. A model that only update nodes change has no
-        sharded checkpoint, so it is written as it is stored, in fp32.
-        """
+        # A model that only update nodes change has no sharded checkpoint: it is saved as it is stored.
         head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
         with self.on_device(), self._copies.made():
             return copy_model(
                 self._model, head, self.settings, Path(directory), dtype, self.group, self._copies
             )
 
+    @override
     def save_shards(self, directory: str) -> WriteFiles:
-        """Copy this rank's rows of weights and moments, and return the function that writes them."""
         with self._offload.on_device(training=True), self._state_copies.made():
             return copy_model_shards(self._trained_model(), Path(directory), self.group, self._state_copies)
 
+    @override
     def load_shards(self, directory: str) -> None:
-        """Load this rank's rows of weights and moments that any backend wrote in any layout."""
         with self._offload.on_device(training=True, changes=True):
             load_model_shards(self._trained_model(), Path(directory))
 
@@ -201,8 +192,8 @@ class BaseModel(TorchModel):
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
         self._runner = replace(trained._runner, splitter=splitter, requested={})
 
+    @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        """Run a forward without gradient and without adapters, and the body; as `TorchModel.infer`."""
         with adapters_off(self._model):
             return super().infer(call, shards)
 

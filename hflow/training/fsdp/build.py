@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from hflow.base.errors import BackendError, nearest
 from hflow.models.adapter import add_adapter
+from hflow.models.dtypes import DTYPES
 from hflow.models.heads import SCORE, ScalarHead, missing_head
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PACKED, check_supported
@@ -22,7 +23,6 @@ from hflow.models.weight_files import check_tensors
 from hflow.training.fsdp.held_weights import holds_parameters_of, parameters_on_meta
 
 HEADS = ("lm", "value", "score")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _MODELS: Any = AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from typing_extensions import override
 
 from hflow.data.batches.device_copy import to_device
 from hflow.models.settings import ModelSettings
@@ -77,6 +78,7 @@ class TorchOptimizer(StepOptimizer):
         """Return the state of all shards."""
         return [value for state in self._optimizer.state.values() for value in state.values()]
 
+    @override
     def _param_groups(self) -> Iterator[dict[str, Any]]:
         yield from self._optimizer.param_groups
 

@@ -14,22 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import CONFIG_NAME
 
 from hflow.base.files import WriteFiles
 from hflow.models.adapter import adapter_weights, base_name, save_adapter
 from hflow.models.expert_tensors import stacked_views
-from hflow.models.heads import head_file, head_prefix, save_head, saved_config
+from hflow.models.heads import head_prefix, save_head, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
 from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place
-from hflow.training.hf_files import Copies, FileDivision, check_is_shared, write_files
-from hflow.types.tensor_slices import Block, Box, numel, whole_box
+from hflow.training.hf_files import Copies, FileDivision, check_is_shared
+from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
 from hflow.weights.adapters import A, B, merge
-
-BUCKET_BYTES = 64 << 20
-"""A bucket is gathered once its whole tensors reach this size, which bounds the extra memory."""
 
 Named = tuple[str, Tensor]
 ReceiverOf = Callable[[str], int]
@@ -213,7 +209,7 @@ def _copy_files(
     files, saved_in = _divide_into_files(model, whole, num_ranks)
     copies: Copies = {}
     head: dict[str, Tensor] = {}
-    for name, tensor in collect(lambda name: files.writer(name) if name in whole else 0):
+    for name, tensor in collect(files.writer):
         if name in whole:
             copies.setdefault(files.file_of[name], {})[name] = tensor
         elif prefix is not None and name.startswith(prefix):
@@ -223,15 +219,8 @@ def _copy_files(
         for file, tensors in copies.items():
             converted = revert_weight_conversion(model, tensors)
             copies[file] = {name: x.contiguous() for name, x in converted.items()}
-        paths = write_files(directory, copies)
-        if rank != 0:
-            return paths
-        if head:
-            save_head(directory, head)
-            paths.append(head_file(directory))
-        saved_config(model.config, kind, dtype).save_pretrained(directory)
-        paths += [directory / CONFIG_NAME, *files.write_index(directory, saved_in)]
-        return paths
+        config = saved_config(model.config, kind, dtype) if rank == 0 else None
+        return files.write(directory, copies, head, config, saved_in)
 
     return write
 

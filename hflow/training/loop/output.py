@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from hflow.training.loop.inputs import PackedBatch, scored_tokens
 from hflow.types import Output
@@ -51,6 +52,7 @@ class LmOutput(Output):
         self._packed = packed
         self._requested = requested
 
+    @override
     def _get(self, name: str) -> Any:
         if name not in TOKEN_FIELDS:
             raise AttributeError(
@@ -63,13 +65,13 @@ class LmOutput(Output):
             self._fields.update(zip(names, map(self._scatter, values), strict=True))
         return self._fields[name]
 
+    @override
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` likeliest tokens at each position: ids and log-probs, both `[T, K]`."""
         ids, logprobs = self._logits.topk(k)
         return self._scatter(ids), self._scatter(logprobs)
 
+    @override
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Return the log-probs `[T, K]` of token ids `[T, K]` at each position."""
         return self._scatter(self._logits.logprobs_of(ids[self._packed.targets]))
 
     def _scatter(self, values: Tensor) -> Tensor:
@@ -100,6 +102,7 @@ class ScalarOutput(Output):
         }[head]
         self._head = head
 
+    @override
     def _get(self, name: str) -> Any:
         if name not in self._makers:
             known = ", ".join(sorted(self._makers))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hflow.base.errors import BackendError
 from hflow.base.files import WriteFiles
@@ -55,25 +56,15 @@ class MegatronModel(ModelBackend):
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
 
+    @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        """Run a forward without gradient and the body; on heads, return a batch of the fields per shard.
-
-        Raises:
-            BackendError: if a sequence is too long for the model or has unknown tokens.
-            RunError: if the policy's temperature is 0.
-        """
         check_temperature(call)
         check_sequences(self.settings.name, self._stage.hf_config, shards)
         with self.on_device():
             return self._runner.infer(call, shards)
 
+    @override
     def train(self, call: NodeCall, shards: Sequence[TrainShard], step: int) -> dict[str, float]:
-        """Run all minibatches and epochs of one step; on heads, return metrics averaged over all ranks.
-
-        Raises:
-            BackendError: if the model is frozen, or as `infer`.
-            RunError: for `infer`'s reasons, or if the loss has a wrong shape or a gradient is not finite.
-        """
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         check_temperature(call)
@@ -85,36 +76,37 @@ class MegatronModel(ModelBackend):
         return metrics
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """The dtype of the forward pass."""
         return self._stage.dtype
 
+    @override
     def on_device(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """Have the weights on the device while the context is open."""
         return self._offload.on_device(changes=changes)
 
+    @override
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield HF-named full tensors one by one, in the model's dtype, on every rank; a collective."""
         with self.on_device():
             yield from named_weights(self._stage)
 
+    @override
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks of each parameter of this rank, copies included; not a collective."""
+        """Yield the blocks of each parameter of this rank, copies included."""
         assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         return held_blocks(self._stage)
 
+    @override
     def save(self, directory: str) -> WriteFiles:
-        """Copy some files of the weights to each rank, and return the function that writes them."""
         with self.on_device(), self._copies.made():
             return copy_stage(self._stage, Path(directory), self._copies)
 
+    @override
     def save_shards(self, directory: str) -> WriteFiles:
-        """Copy the weights and moments that this rank updates, and return the function that writes them."""
         with self._offload.on_device(training=True), self._state_copies.made():
             return copy_stage_shards(self._stage, self._optimizer, Path(directory), self._state_copies)
 
+    @override
     def load_shards(self, directory: str) -> None:
-        """Load this rank's part of weights and moments that any backend wrote in any layout."""
         with self._offload.on_device(training=True, changes=True):
             load_stage_shards(self._stage, self._optimizer, Path(directory))
 

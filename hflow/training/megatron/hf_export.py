@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from transformers.utils import CONFIG_NAME
 
 from hflow.base.files import WriteFiles
+from hflow.base.model_files import FILE_BYTES
 from hflow.models.expert_tensors import file_names, file_tensors
-from hflow.models.heads import SCORE, head_file, head_prefix, save_head, saved_config
+from hflow.models.heads import SCORE, head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
-from hflow.training.hf_files import FILE_BYTES, Copies, FileDivision, check_is_shared, write_files
+from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.training.megatron.hf_mapping import backbone_shapes
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.weight_export import named_weights
@@ -43,29 +44,15 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
     files = FileDivision.over_ranks(num_bytes, num_ranks, file_bytes)
     copies: Copies = {}
     head: dict[str, Tensor] = {}
-
-    def receiver_of(name: str) -> int:
-        return files.writer(name) if name in files.file_of else 0
-
-    for name, tensor in named_weights(stage, receiver_of=receiver_of):
+    for name, tensor in named_weights(stage, receiver_of=files.writer):
         if name in files.file_of:
             copies.setdefault(files.file_of[name], {}).update(file_tensors({name: host.copy(tensor)}))
         else:
             head[name.removeprefix(head_prefix(stage.head))] = host.copy(tensor)
-
-    def write() -> list[Path]:
-        paths = write_files(directory, copies)
-        if head:
-            save_head(directory, head)
-            paths.append(head_file(directory))
-        if rank == 0:
-            saved_config(stage.hf_config, stage.head, stage.dtype).save_pretrained(directory)
-            stored_in = {
-                file_name: file
-                for name, file in files.file_of.items()
-                for file_name in file_names(name, shapes[name][0])
-            }
-            paths += [directory / CONFIG_NAME, *files.write_index(directory, stored_in)]
-        return paths
-
-    return write
+    saved_in = {
+        file_name: file
+        for name, file in files.file_of.items()
+        for file_name in file_names(name, shapes[name][0])
+    }
+    config = saved_config(stage.hf_config, stage.head, stage.dtype) if rank == 0 else None
+    return partial(files.write, directory, copies, head, config, saved_in)

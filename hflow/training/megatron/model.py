@@ -25,12 +25,13 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedConfig
 
 from hflow.models.device import local_device
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
-from hflow.training.fsdp.build import DTYPES, HEADS, check_choice
+from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -192,7 +193,7 @@ def _uninitialized_stage(
     settings: ModelSettings, hf_config: PreTrainedConfig, dims: ModelDims, parallel: ParallelState
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
-    kernels = LayerKernels(settings.kernels)
+    kernels = settings.kernels
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(dims, hf_config.rms_norm_eps, settings, dtype, parallel)

@@ -24,6 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from hflow.models.settings import ModelSettings
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
@@ -131,6 +132,7 @@ class MegatronOptimizer(StepOptimizer):
         buffers = (*self.module.buffers, *self.module.expert_parallel_buffers)
         return [buffer.grad_data for buffer in buffers]
 
+    @override
     def _param_groups(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
             yield from part.param_groups

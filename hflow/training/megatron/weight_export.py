@@ -18,10 +18,7 @@ from torch import Tensor
 
 from hflow.training.megatron.hf_mapping import MappedParameter
 from hflow.training.megatron.model import Stage
-from hflow.types.tensor_slices import Block, box_slices
-
-BUCKET_BYTES = 64 << 20
-"""Maximum size of a rank's part of a bucket. A larger parameter is a bucket of its own, sent in pieces."""
+from hflow.types.tensor_slices import BUCKET_BYTES, Block, box_slices
 
 Named = tuple[str, Tensor]
 ByShard = tuple[MappedParameter, ...]

@@ -69,6 +69,7 @@ class WeightChannel(abc.ABC):
 
         Raises:
             RunError: when it is missing or incomplete.
+            WorkerFailureError: when the sender or another receiver does not take part.
         """
 
     @abc.abstractmethod

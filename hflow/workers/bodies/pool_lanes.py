@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
+from typing_extensions import override
 
 from hflow.base.errors import timeout_message
 from hflow.workers.bodies.pool_child import (
@@ -174,12 +175,12 @@ class SharedLane(PoolLane):
         """Start the processes before the first job comes."""
         assert self._processes.active
 
+    @override
     def close(self) -> None:
-        """Kill what runs and end the processes."""
         stop_processes(self._processes)
 
+    @override
     def set_up(self, node: str) -> Future[str]:
-        """Return the reason why the setup of a node fails, empty if it does not."""
         future: Future[str] = self._processes.schedule(setup_problem, args=(node,))
         return future
 
@@ -219,10 +220,11 @@ class SyncLane(SharedLane):
         self._num_chunks: Counter[str] = Counter()
         """Node -> chunks that were sent and have not returned."""
 
+    @override
     def add(self, job: Job) -> None:
-        """Queue a job after the others of its node."""
         self._queues.setdefault(job.node, deque()).append(job)
 
+    @override
     def start_jobs(self) -> None:
         """Send chunks while there is room, one per node in turn."""
         while nodes := [node for node, jobs in self._queues.items() if jobs and self._has_room(node)]:
@@ -230,8 +232,8 @@ class SyncLane(SharedLane):
                 if self._has_room(node):
                     self._send_chunk(node)
 
+    @override
     def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
-        """Return the results of a chunk's jobs, or all its jobs as lost if it was killed."""
         jobs = call.jobs
         self._num_chunks[jobs[0].node] -= 1
         results = call.results()
@@ -240,6 +242,7 @@ class SyncLane(SharedLane):
         self._queues.setdefault(jobs[0].node, deque()).extendleft(reversed(jobs[len(results) :]))
         return list(zip(jobs, results, strict=False)), []
 
+    @override
     def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
         """Remove queued jobs and return them. Jobs of a chunk that was sent run, as they are short."""
         return _remove_jobs(self._queues, set(job_ids))
@@ -289,10 +292,11 @@ class AsyncLane(SharedLane):
         """Running jobs to stop in the next step."""
         self._is_stepping = False
 
+    @override
     def add(self, job: Job) -> None:
-        """Queue a job after the others."""
         self._queue.append(job)
 
+    @override
     def start_jobs(self) -> None:
         """Start the next step, if none is under way and there is a job to run."""
         if self._is_stepping:
@@ -304,8 +308,8 @@ class AsyncLane(SharedLane):
             cancelled, self._cancelled = self._cancelled, []
             self._send(new, ASYNC_STEP_SECONDS + SHARED_TIMEOUT_SECONDS, run_async, cancelled)
 
+    @override
     def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
-        """Return the results of a step, or all running jobs as lost if the process was killed."""
         self._is_stepping = False
         results = call.results()
         if results is not None:
@@ -314,6 +318,7 @@ class AsyncLane(SharedLane):
         self._running.clear()
         return [], lost
 
+    @override
     def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
         """Remove queued jobs and return them; running ones are stopped by the next step."""
         cancelled = set(job_ids)
@@ -377,10 +382,11 @@ class IsolatedLane(PoolLane):
         self.is_waiting_to_start = False
         """Whether queued jobs wait for the start of a process."""
 
+    @override
     def add(self, job: Job) -> None:
-        """Queue a job after the others of its node."""
         self._queues.setdefault(job.node, deque()).append(job)
 
+    @override
     def start_jobs(self) -> None:
         """Start jobs, each in an idle process or a new one."""
         self.is_waiting_to_start = False
@@ -402,6 +408,7 @@ class IsolatedLane(PoolLane):
                         room -= 1
                         self._run(jobs.popleft(), process, must_be_quick, is_first)
 
+    @override
     def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
         """Return the result of the call's only job, unless it was too slow for its place."""
         (job,) = call.jobs
@@ -419,6 +426,7 @@ class IsolatedLane(PoolLane):
             return [], []
         return [(job, call.killed_result(job) if results is None else results[0])], []
 
+    @override
     def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
         """Remove queued jobs and return them; the processes of running ones are killed."""
         cancelled = set(job_ids)
@@ -428,6 +436,7 @@ class IsolatedLane(PoolLane):
             self._busy[job_id].future.cancel()
         return removed
 
+    @override
     def set_up(self, node: str) -> Future[str]:
         """Start a process for a node, which waits for its first job."""
         process = self._start_process()
@@ -435,8 +444,8 @@ class IsolatedLane(PoolLane):
         future: Future[str] = process.schedule(setup_problem, args=(node,))
         return future
 
+    @override
     def close(self) -> None:
-        """Kill what runs and end the processes."""
         for process in (*self._idle, *(call.process for call in self._busy.values())):
             stop_processes(process)
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from typing_extensions import override
 
 from hflow.base.errors import HflowError, WorkerFailureError
 from hflow.base.recipe_files import pack
@@ -129,10 +130,10 @@ class RayWorkers(Workers):
         self._timeout: float
         self._hang_seconds: float | None = None
 
+    @override
     async def start(
         self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Start all actors, unless they have been, then build process groups and models in them."""
         self._plan, self._timeout = setup.plan, setup.collective_timeout
         self._hang_seconds = setup.hang_seconds
         self.replaceable = replaceable_workers(setup.plan) if setup.sample_log_directory else {}
@@ -159,6 +160,7 @@ class RayWorkers(Workers):
         arguments = {w: build.of(machines[w], ranks[w]) for w in workers}
         await self._call_devices("build", arguments)
 
+    @override
     async def transfer(self, moves: Sequence[Move]) -> int:
         """Let destinations pull from sources, after what their devices were sent before."""
         if not moves:
@@ -179,27 +181,27 @@ class RayWorkers(Workers):
                     raise
                 await asyncio.gather(*(replaced[worker].wait() for worker in lost))
 
+    @override
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
-        """Run a batch node on all its workers at once."""
         replicas = self._plan.placement(next(iter(tasks.values())).node).replicas
         replica = self._plan.replica(replicas[0]) if replicas else None
         arguments = {worker: ({worker: task},) for worker, task in tasks.items()}
         return [result for (result,) in await self._call_devices("run", arguments, replica)]
 
+    @override
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
-        """Let senders publish weights for a generation replica."""
         return await self._weights.publish(replica, version)
 
+    @override
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """Bring engines to a version, with weights that are published now unless they have been."""
         return await self._weights.wake(replica, version)
 
+    @override
     def forget_weights(self, replica: str) -> None:
-        """Drop what was published for a generation replica, because it has lost an engine."""
         self._weights.forget(replica)
 
+    @override
     async def watch(self) -> None:
-        """Probe every worker again and again, until one does not answer."""
         if self._hang_seconds is not None:
             async with asyncio.TaskGroup() as tasks:
                 for worker in range(len(self._actors)):
@@ -236,8 +238,8 @@ class RayWorkers(Workers):
                 answer.cancel()
             await asyncio.sleep(seconds / PROBES_PER_LIMIT)
 
+    @override
     async def replace(self, worker: int) -> Mapping[str, Sequence[int]]:
-        """Start another process on the device of a worker that has failed, and build the worker there."""
         self._rebuilding.add(worker)
         try:
             actor = self._actors[worker] = self._processes.replace(worker)
@@ -268,8 +270,8 @@ class RayWorkers(Workers):
         """Kill a worker's process."""
         ray.kill(self._actors[worker])
 
+    @override
     async def close(self) -> None:
-        """End the work, and free what this run reserved or started. Safe to call twice."""
         actors, self._actors = self._actors, []
         await close_workers(
             [actor for worker, actor in enumerate(actors) if worker not in self._unresponsive]
@@ -281,6 +283,7 @@ class RayWorkers(Workers):
         """Send one message; returns a reference to its answer."""
         return getattr(self._actors[worker], method).remote(*arguments)
 
+    @override
     async def _call(self, worker: int, method: str, *arguments: Any) -> Any:
         """Send one message and wait for its answer. If the worker dies and is replaced, send it again.
 
@@ -309,6 +312,7 @@ class RayWorkers(Workers):
         """
         return await self._answer_or_cause(worker, self._send(worker, method, *arguments), None)
 
+    @override
     async def _call_replica(self, replica: Replica, method: str, *arguments: Any) -> None:
         """Send a message to the devices of a replica's workers and wait for them.
 

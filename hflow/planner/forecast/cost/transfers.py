@@ -10,11 +10,12 @@ from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part
-from hflow.planner.forecast.memory.transfer import BUCKET_BYTES, num_writers, saved_state_bytes
+from hflow.planner.forecast.memory.transfer import num_writers, saved_state_bytes
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.rows import WeightRoute
+from hflow.types.tensor_slices import BUCKET_BYTES
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:

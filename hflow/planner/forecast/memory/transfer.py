@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
+from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.memory.parts import Items, item
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
@@ -19,15 +20,11 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
 from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
+from hflow.types.tensor_slices import BUCKET_BYTES
 
-BUCKET_BYTES = 64 << 20
-"""A bucket is closed when it has at least this size (`training/fsdp/weight_export.py`,
-`weights/buckets.py`). Where the data axis does not shard weights, a tensor rank's part of it has."""
 COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
-MIN_FILE_BYTES = 64 << 20
-"""Ranks share the files of a checkpoint, as far as there are as many of this size (`hf_files.py`)."""
 RECEIVED_LAST = "weights received last"
 SAVED_STATE = "copy of the optimizer's state"
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from typing_extensions import override
 
 from hflow.base.errors import WorkerFailureError
 from hflow.planner.weights.weight_slices import Receivers
@@ -75,6 +76,7 @@ class CollectiveChannel(WeightChannel):
         self._groups: dict[tuple[str, Receivers], Any] = {}
         """(address, receivers) -> the receiver's group of a stream."""
 
+    @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Keep the bucket until its receivers take it.
 
@@ -88,18 +90,16 @@ class CollectiveChannel(WeightChannel):
             self._streams[receivers] = _Stream(address, receivers, self._timeout)
         return self._streams[receivers].add(bucket)
 
+    @override
     def receive(self, handle: Any, receiver: int) -> Bucket:
-        """Take part in the bucket's broadcast.
-
-        Raises:
-            WorkerFailureError: when the sender or another receiver does not take part in time.
-        """
+        """Take part in the bucket's broadcast."""
         assert isinstance(handle, CollectiveBucket)
         try:
             return handle.header.with_payload(self._broadcast(handle, receiver))
         except (RuntimeError, dist.DistError) as error:
             raise _failure(f"worker {receiver} could not receive weights", error) from error
 
+    @override
     def free(self, handles: Iterable[Any]) -> None:
         """Do nothing: a bucket is dropped when it was broadcast.
 
@@ -109,6 +109,7 @@ class CollectiveChannel(WeightChannel):
         for stream in self._streams.values():
             stream.raise_if_failed()
 
+    @override
     def forget_receivers(self) -> None:
         """Drop buckets that were not taken. The next ones have another address, where new groups form.
 
@@ -116,6 +117,7 @@ class CollectiveChannel(WeightChannel):
         """
         self.close()
 
+    @override
     def close(self) -> None:
         """Drop buckets that were not taken."""
         for stream in self._streams.values():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from typing_extensions import override
 
 from hflow.base.errors import RunError
 from hflow.models.host_copy import host_payload
@@ -44,6 +45,7 @@ class DiskChannel(WeightChannel):
         self._directory = Path(settings.directory)
         self._numbers = itertools.count()
 
+    @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Write the bucket to a temporary name, then rename it."""
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -59,13 +61,9 @@ class DiskChannel(WeightChannel):
         os.replace(temporary, path)
         return BucketFile(str(path), num_bytes, bucket.header)
 
+    @override
     def receive(self, handle: Any, receiver: int) -> Bucket:
-        """Map the file.
-
-        Raises:
-            RunError: when the file is missing, for example because machines do not share the directory, or is
-                incomplete.
-        """
+        """Map the file."""
         assert isinstance(handle, BucketFile)
         path = Path(handle.path)
         size = path.stat().st_size if path.exists() else None
@@ -89,6 +87,7 @@ class DiskChannel(WeightChannel):
             entries.append(entry._replace(start=start, end=end))
         return Bucket(tuple(entries), payload)
 
+    @override
     def free(self, handles: Iterable[Any]) -> None:
         """Remove the files; a file that is still mapped stays readable."""
         for handle in handles:

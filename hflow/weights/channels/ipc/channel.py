@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from typing_extensions import override
 
 from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
@@ -48,6 +49,7 @@ class IpcChannel(WeightChannel):
         super().__init__(settings)
         self._shared: list[_Shared] = []
 
+    @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Keep the bucket on its GPU.
 
@@ -62,6 +64,7 @@ class IpcChannel(WeightChannel):
         self._shared.append(_Shared(payload, arguments[_COUNTER_FILE], arguments[_COUNTER_PLACE]))
         return DeviceBucket(_device_id(payload.device.index), rebuild, arguments, bucket.header)
 
+    @override
     def receive(self, handle: Any, receiver: int) -> Bucket:
         """Open the bucket.
 
@@ -79,6 +82,7 @@ class IpcChannel(WeightChannel):
         arguments[_DEVICE_ARGUMENT] = device  # the sender may number its GPUs in another way
         return handle.header.with_payload(handle.rebuild(*arguments))
 
+    @override
     def free(self, handles: Iterable[Any]) -> None:
         """Free all payloads: one publication is pending at most."""
         while self._shared:
@@ -86,8 +90,8 @@ class IpcChannel(WeightChannel):
             # A counter below 0, if the receiver takes its reference back too, means the same as 0.
             torch.UntypedStorage._release_ipc_counter_cuda(shared.file, shared.place)
 
+    @override
     def close(self) -> None:
-        """Free all payloads."""
         self.free(())
 
 

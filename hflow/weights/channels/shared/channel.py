@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hflow.base.errors import WorkerFailureError
 from hflow.models.host_copy import PinnableMemory
@@ -48,6 +49,7 @@ class SharedChannel(WeightChannel):
         self._mapped: dict[tuple[int, int], PinnableMemory] = {}
         """(process, inode) -> a segment that this process has mapped as a receiver."""
 
+    @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
         """Copy the bucket into a segment."""
         num_bytes = bucket.payload.numel()
@@ -58,12 +60,9 @@ class SharedChannel(WeightChannel):
         self._used[segment.inode] = segment
         return SharedBucket(os.getpid(), segment.file, segment.inode, num_bytes, bucket.header)
 
+    @override
     def receive(self, handle: Any, receiver: int) -> Bucket:
-        """Map the segment.
-
-        Raises:
-            WorkerFailureError: when the sender has ended, or is on another machine.
-        """
+        """Map the segment."""
         assert isinstance(handle, SharedBucket)
         key = handle.process, handle.inode
         if key not in self._mapped:
@@ -72,10 +71,12 @@ class SharedChannel(WeightChannel):
             self._mapped[key].pin()
         return handle.header.with_payload(self._mapped[key].bytes[: handle.num_bytes])
 
+    @override
     def free(self, handles: Iterable[Any]) -> None:
         """Keep the segments for later buckets."""
         self._free += [self._used.pop(handle.inode) for handle in handles]
 
+    @override
     def close(self) -> None:
         """Free all segments. What receivers have mapped remains until they unmap it."""
         for segment in (*self._free, *self._used.values()):
