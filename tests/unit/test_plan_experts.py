@@ -63,7 +63,6 @@ from hflow.planner.plan.model_shape import (
     expert_parameters,
     num_parameters,
 )
-from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.weights.sharding import mean_copies
@@ -369,7 +368,7 @@ def test_layouts_that_cannot_be(replica, message):
     layout, role, shape = replica
     kind = "megatron" if role == "train" else "vllm"
     wrong = Replica(f"m@{role}", "m", role, kind, Layout.parse(layout), "all", (), ())
-    request = PlanRequest(graphs.cluster_of("cpu-1x4"), 8, 1, {}, {"m": shape})
+    request = graphs.request("cpu-1x4", shapes={"m": shape})
     with pytest.raises(PlanError) as refusal:
         check_layouts([wrong], request)
     assert str(refusal.value) == message

@@ -270,9 +270,7 @@ def _load(settings: TokenizerSettings) -> Any:
         loader: Any = PreTrainedTokenizerFast if _is_generic(Path(settings.path)) else AutoTokenizer
         try:
             loaded = loader.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
-            if not isinstance(
-                loaded.model_max_length, int | float
-            ):  # which its first call would show
+            if not isinstance(loaded.model_max_length, int | float):  # which its first call would show
                 raise TypeError(f"model_max_length is {loaded.model_max_length!r}, and not a number")
             return loaded
         except Exception as error:  # the tokenizers library raises plain exceptions

@@ -246,12 +246,12 @@ class Limit:
 class Forecast:
     """All estimates of one plan."""
 
-    workload: tuple[tuple[str, Workload], ...]
+    workload: tuple[tuple[str, Workload], ...] = ()
     """Root stream -> lengths of its samples."""
-    memory: tuple[PhaseMemory, ...]
-    times: tuple[NodeTime, ...]
-    period: Period | None
-    traffic: tuple[EdgeTraffic, ...]
+    memory: tuple[PhaseMemory, ...] = ()
+    times: tuple[NodeTime, ...] = ()
+    period: Period | None = None
+    traffic: tuple[EdgeTraffic, ...] = ()
     missing: tuple[str, ...] = ()
     """The figures that could not be estimated, with the reason, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()

@@ -28,6 +28,8 @@ class PlanRequest:
     """
 
     cluster: ClusterSpec
+    hardware: Hardware
+    """Figures of the cluster's devices and links."""
     batch: int
     """Groups (prompts) per step."""
     num_steps: int
@@ -56,8 +58,6 @@ class PlanRequest:
     """Keys of the configuration that the user left at their defaults and the planner may set: `placement`,
     `schedule.max_concurrent`, `models.NAME.tokens_per_microbatch` and so on. Layouts that are None are free
     in any case."""
-    hardware: Hardware | None = None
-    """Figures of devices and links; None: no forecast."""
     larger_devices: tuple[Device, ...] = ()
     """Other devices of the same type with more memory, in this order: what to use if nothing fits."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

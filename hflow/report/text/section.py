@@ -20,7 +20,6 @@ from hflow.planner.plan.forecast import Limit, Remedy
 
 WIDEST = 120
 """Largest width of a report in columns; longer lines are hard to read."""
-NO_FIGURES = "the plan has no figures of its devices"
 GAP = 3
 """Space between two columns of a table."""
 

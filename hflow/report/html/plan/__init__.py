@@ -97,7 +97,7 @@ class PageView:
 
 def page_view(plan: Plan) -> PageView:
     """Return the content of a plan's page; `plan.serialise.plain` makes JSON of it."""
-    times = plan.forecast.times if plan.forecast else ()
+    times = plan.forecast.times
     return PageView(
         recipe=plan.recipe,
         cluster=plan.cluster.name,

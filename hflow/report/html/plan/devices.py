@@ -74,7 +74,7 @@ class MemoryView:
 
 def memory_view(plan: Plan) -> MemoryView | None:
     """Return the bars of a plan; None if no memory is known."""
-    rows = plan.forecast.memory if plan.forecast else ()
+    rows = plan.forecast.memory
     if not rows:
         return None
     capacity = plan.cluster.memory_bytes
@@ -289,7 +289,7 @@ def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
 def _peaks(plan: Plan) -> dict[int, tuple[int, str]]:
     """Return each device's largest number of bytes in any phase, and that phase."""
     peaks: dict[int, tuple[int, str]] = {}
-    for phase in plan.forecast.memory if plan.forecast else ():
+    for phase in plan.forecast.memory:
         total = phase.total
         for device in phase.devices:
             if device not in peaks or total > peaks[device][0]:

@@ -65,17 +65,16 @@ class Headline:
 
 
 def headline(plan: Plan) -> Headline:
-    """Return the headline of a plan, with or without a forecast."""
-    forecast = plan.forecast
-    period = forecast.period if forecast else None
+    """Return the headline of a plan."""
+    forecast, period = plan.forecast, plan.forecast.period
     return Headline(
         verdict=_verdict(plan),
         story=tuple(_story(plan, period)),
         tiles=tuple(_tiles(plan, forecast, period)),
         cycle=tuple(_cycle(plan, period)) if period else (),
         assumptions=tuple(_assumptions(plan)),
-        missing=forecast.missing if forecast else ("hardware: no figures for it, so nothing is estimated",),
-        limits=tuple(map(limit_text, forecast.limits)) if forecast else (),
+        missing=forecast.missing,
+        limits=tuple(map(limit_text, forecast.limits)),
         warnings=(*(f"Cannot run: {reason}" for reason in plan.unrunnable), *plan.warnings),
     )
 
@@ -96,7 +95,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _peak(plan: Plan) -> tuple[int, str] | None:
-    rows = plan.forecast.memory if plan.forecast else ()
+    rows = plan.forecast.memory
     return max(((row.total, row.phase) for row in rows), key=lambda pair: pair[0], default=None)
 
 
@@ -104,7 +103,7 @@ def _story(plan: Plan, period: Period | None) -> Iterator[str]:
     stream = plan.schedule.streams[0]
     prompts, each = stream.batch or 0, stream.group_size
     samples = f" and {each} answers to each, {prompts * each:,} samples in all" if each > 1 else ""
-    kind = plan.hardware.device.name if plan.hardware else plan.cluster.device
+    kind = plan.hardware.device.name
     where = pluralize(plan.cluster.num_devices, f"{kind.upper()} device")
     machines = f" in {pluralize(plan.cluster.num_nodes, 'machine')}" if plan.cluster.num_nodes > 1 else ""
     yield (
@@ -135,12 +134,12 @@ def _at_least(plan: Plan) -> str:
     return f"at least {text}" if is_lower_bound else text
 
 
-def _tiles(plan: Plan, forecast: Forecast | None, period: Period | None) -> Iterator[Tile]:
+def _tiles(plan: Plan, forecast: Forecast, period: Period | None) -> Iterator[Tile]:
     peak = _peak(plan)
     if peak is not None:
         of = f"of {format_bytes(plan.cluster.memory_bytes)}, in {peak[1]}"
         yield Tile("Peak memory", format_bytes(peak[0]), of, "peak")
-    if forecast is not None and period is not None:
+    if period is not None:
         yield from _speed(plan, forecast, period)
     yield Tile("Staleness", *_staleness(plan), "staleness")
 
@@ -191,10 +190,9 @@ def _cycle(plan: Plan, period: Period) -> Iterator[CycleLink]:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    for stream, lengths in plan.forecast.workload if plan.forecast else ():
+    for stream, lengths in plan.forecast.workload:
         yield f"Lengths of {stream}: {lengths_text(lengths)}."
-    if plan.hardware is not None:
-        yield from _hardware(plan.hardware, plan.cluster)
+    yield from _hardware(plan.hardware, plan.cluster)
 
 
 def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[str]:

@@ -71,7 +71,7 @@ def tables(plan: Plan) -> Tables:
 
 def _placements(plan: Plan) -> Table | None:
     """Return the candidates of the search, the chosen one first."""
-    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    candidates = plan.forecast.candidates
     rows = tuple(
         (
             format_seconds(row.seconds),
@@ -105,13 +105,13 @@ def _replica(replica: Replica, size: str) -> tuple[str, ...]:
 
 
 def _times(plan: Plan) -> Iterator[TimeRow]:
-    rows = plan.forecast.times if plan.forecast else ()
+    rows = plan.forecast.times
     for row in sorted(rows, key=lambda row: -row.seconds):
         yield TimeRow(row.node, format_seconds(row.seconds), row.limit, time_parts(row))
 
 
 def _moves(plan: Plan) -> Table | None:
-    if plan.forecast is None or not plan.forecast.traffic:
+    if not plan.forecast.traffic:
         return None
     return Table(
         "Redistribution: bytes that a step's inputs move",

@@ -69,7 +69,7 @@ def data_section(plan: Plan, width: int) -> Section:
     rules = [rule for rule in plan.rules if rule.fields]
     if not rules:
         return Section("Data", absent="no node reads a field of another")
-    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    traffic = {row.consumer: row for row in plan.forecast.traffic}
     is_spread = plan.cluster.num_nodes > 1
     columns = [text("node"), text("reads, split, moves")]
     if traffic:

@@ -58,7 +58,7 @@ def replicas_section(plan: Plan, width: int) -> Section:
 
 def _chosen(plan: Plan) -> list[Text]:
     """Return the reasons of the layouts that the planner chose."""
-    whys = plan.forecast.layouts if plan.forecast is not None else ()
+    whys = plan.forecast.layouts
     return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
 
 

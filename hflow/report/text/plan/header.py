@@ -24,7 +24,6 @@ from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import expected_max
-from hflow.report.text.section import NO_FIGURES
 
 MIN_SHARE = 0.01
 """Nodes with a smaller share of the critical cycle are counted, not named."""
@@ -104,11 +103,9 @@ def largest_batch_line(plan: Plan) -> str:
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
-    kind = f"{hardware.device.name if hardware else cluster.device} device"
+    kind = f"{hardware.device.name} device"
     devices = f"{pluralize(cluster.devices_per_node, kind)} of {format_bytes(cluster.memory_bytes)}"
     line = f"{pluralize(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
-    if hardware is None:
-        return line
     used = [
         f"{link.name} {format_count(link.gb_per_s)} GB/s {where}"
         for link, where in used_links(cluster, hardware)
@@ -126,7 +123,7 @@ def _bound(cluster: ClusterSpec) -> str:
 
 def peak_phase(plan: Plan) -> PhaseMemory | None:
     """Return the phase in which some devices hold most; None if no memory is known."""
-    rows = plan.forecast.memory if plan.forecast else ()
+    rows = plan.forecast.memory
     return max(rows, key=lambda row: row.total, default=None)
 
 
@@ -176,7 +173,7 @@ def _fits(plan: Plan) -> Text:
     size = f"{format_bytes(peak.total)} of {format_bytes(capacity)} ({format_share(peak.total / capacity)})"
     if peak.total > capacity:
         return Text.assemble(("no", "bold red"), f": {size} needed {where}")
-    if plan.forecast is not None and plan.forecast.missing:
+    if plan.forecast.missing:
         return Text.assemble(("partly known", "yellow"), f": what is known takes {size} at most, {where}")
     return Text.assemble(("yes", "bold green"), f": at most {size}, {where}")
 
@@ -188,10 +185,9 @@ def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
 
 
 def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
-    period = plan.forecast.period if plan.forecast else None
+    period = plan.forecast.period
     if period is None or not period.seconds:
-        unknown = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
-        why = NO_FIGURES if plan.forecast is None else unknown
+        why = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
     seconds, is_lower_bound = step_seconds(plan)
@@ -207,7 +203,6 @@ def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
 
 
 def _rate(plan: Plan, seconds: float) -> str:
-    assert plan.forecast is not None
     stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
     per_second = (stream.batch or 0) * stream.group_size / seconds
     rate = f"{format_count(per_second)} samples/s"

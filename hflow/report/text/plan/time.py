@@ -20,7 +20,7 @@ from hflow.planner.plan.forecast import NodeTime, Period, Slot
 from hflow.planner.plan.rows import Plan, ScheduledNode
 from hflow.report.text.plan.graph import cadence
 from hflow.report.text.plan.header import step_name
-from hflow.report.text.section import NO_FIGURES, Section, add_row, dim, number, table, text
+from hflow.report.text.section import Section, add_row, dim, number, table, text
 
 NUM_LABEL_LINES = 2
 MIN_LABEL_WIDTH = 4
@@ -197,8 +197,6 @@ TIME_NOTE = (
 
 def times_section(plan: Plan, width: int) -> Section:
     """Return a row for each node in the order of execution; of very many, the slowest."""
-    if plan.forecast is None:
-        return Section("Time", absent=NO_FIGURES)
     if not plan.forecast.times:
         return Section("Time", absent="the seconds of no node are known")
     shown = table(text("node"), text("per"), number("seconds"), text("of which"), text("limited by"))
@@ -241,8 +239,6 @@ PERIOD_NOTE = (
 
 def period_section(plan: Plan, width: int) -> Section:
     """Return the critical cycle, a chart and idle shares."""
-    if plan.forecast is None:
-        return Section("Period", absent=NO_FIGURES)
     period = plan.forecast.period
     if period is None:
         return Section("Period", absent="the seconds of some nodes are not known")
