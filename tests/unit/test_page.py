@@ -271,8 +271,7 @@ def test_each_device_knows_its_fullest_phase():
     plan = plan_of(cluster="h100-1x8", batch=64)
     view = page_view(plan).devices
     for device, text in enumerate(view.peaks):
-        peak = plan.forecast.peak(device)
-        assert peak is not None
+        peak = plan.forecast.peaks()[device]
         assert text.endswith(f"in {peak.phase}")
         assert view.machines[0].devices[device].fill == pytest.approx(
             peak.total / plan.cluster.memory_bytes, abs=1e-3

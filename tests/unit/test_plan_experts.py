@@ -66,7 +66,7 @@ from hflow.planner.plan.model_shape import (
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.weights.sharding import mean_copies
-from hflow.report.text.plan.header import experts_line
+from hflow.report.content import experts_line
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from hflow.base.text import format_seconds
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
+from hflow.report.content import TableView
 from hflow.report.html.plan.cards import arrows
 from hflow.report.html.plan.details import (
     EdgeDetail,
@@ -32,7 +33,7 @@ from hflow.report.html.plan.devices import DevicesView, MemoryView, devices_view
 from hflow.report.html.plan.gantt import Gantt, gantt_view
 from hflow.report.html.plan.graph_view import GraphView, graph_view
 from hflow.report.html.plan.headline import Headline, headline
-from hflow.report.html.plan.tables import Table, Tables, tables
+from hflow.report.html.plan.tables import Tables, tables
 from hflow.report.text.plan.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (
@@ -132,7 +133,7 @@ IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 """Characters that could end a script element, as JSON escapes."""
 
 
-def render_page(plan: Plan, sizes: Table | None = None) -> str:
+def render_page(plan: Plan, sizes: TableView | None = None) -> str:
     """Return the HTML page of a plan, for `hflow plan --html FILE`.
 
     Args:

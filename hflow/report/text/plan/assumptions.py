@@ -23,17 +23,17 @@ def assumptions_section(plan: Plan, width: int) -> Section:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
-    for label, value in _rows(plan):
+    missing = (("not estimated", line) for line in plan.forecast.missing)
+    for label, value in (*assumption_lines(plan), *missing):
         grid.add_row(Text(label), Text(value))
     return Section("Assumptions", NOTE, (grid,))
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a label and a line for each number that estimates use."""
     for stream, lengths in plan.forecast.workload:
         yield f"lengths of {stream}", lengths_text(lengths)
     yield from _hardware(plan.hardware, plan.cluster)
-    for line in plan.forecast.missing:
-        yield "not estimated", line
 
 
 def lengths_text(lengths: Workload) -> str:
