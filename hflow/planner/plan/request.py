@@ -1,7 +1,4 @@
-"""`PlanRequest`: the input of `compile_plan` besides the graph.
-
-The sample lengths that a plan assumes for each root stream.
-"""
+"""`PlanRequest`: the input of `compile_plan` besides the graph; and the sample lengths that it assumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`Section`: one part of the report, and the styles that all parts share.
-
-What makes a step longer than necessary, as sentences: one wording for `hflow plan` and its page.
-"""
+"""`Section`: one part of the report; the styles that all parts share, and limits of a step as sentences."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Everything that the page shows, as one value of plain texts and numbers.
+"""`render_page`: a plan as one self-contained HTML file.
 
-`render_page`: a plan as one self-contained HTML file.
-
-`view.py` decides what is shown, templates write it as HTML and SVG, and the script only reacts to the reader.
-Equal plans give equal bytes.
+`page_view` decides what is shown, as one value of plain texts and numbers; templates write it as HTML and
+SVG, and the script only reacts to the reader. Equal plans give equal bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Memory as bars: what equal devices hold in each phase, against their capacity.
-
-The device grid: machines, their devices, the replicas on each, and how full its memory becomes.
-"""
+"""The device grid (machines, devices, the replicas on each), and memory as bars against the capacity."""
 
 from __future__ import annotations
 

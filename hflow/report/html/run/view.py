@@ -1,7 +1,4 @@
-"""What workers did in two steps of a run, as a chart like that of the plan.
-
-Everything that the page of a run shows, as one value of plain texts and numbers.
-"""
+"""Everything that the page of a run shows, as one value of plain texts and numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The sections on data (how batch nodes' inputs are split over ranks, and what moves) and on routing.
-
-The section on samples: where they come from, and how old they may be.
-"""
+"""The sections on data (how batch nodes' inputs are split, and what moves), routing and samples."""
 
 from __future__ import annotations
 

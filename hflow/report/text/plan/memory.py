@@ -1,7 +1,4 @@
-"""Classes of devices with equal memory, as reports show them.
-
-The section on memory: for each class of equal devices, a bar per phase against the capacity.
-"""
+"""The section on memory: for each class of equal devices, a bar per phase against the capacity."""
 
 from __future__ import annotations
 

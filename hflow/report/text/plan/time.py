@@ -1,8 +1,6 @@
-"""The steady state as a chart in text: one lane per device group, time from left to right.
+"""The sections on time: seconds of each node, and the period with its critical cycle and a chart.
 
-The chart is periodic: a bar that leaves at the right continues at the left.
-
-The sections on time: seconds of each node, and the period with its critical cycle.
+The chart has one lane per device group. It is periodic: a bar that leaves at the right continues at the left.
 """
 
 from __future__ import annotations
