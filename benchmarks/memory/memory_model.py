@@ -30,18 +30,18 @@ import torch.distributed as dist
 
 from benchmarks.lib import harness
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
-from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, ScheduleConfig, WorkloadConfig
+from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.dsl import apply_overrides
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Read
+from hflow.launch.planning.request import cluster_hardware
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import memory_phases
 from hflow.planner.models.architectures import read_shape
-from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.training.fsdp.backend import TorchModel
@@ -162,8 +162,9 @@ def predicted(case: Case) -> dict[str, int]:
     )
     shape = read_shape(case.architecture)
     assert shape is not None
+    config = RunConfig(name="memory", cluster=f"cpu-1x{case.dp + 1}", device_memory_gib=64)
     request = PlanRequest(
-        ClusterSpec(f"cpu-1x{case.dp + 1}", "cpu", 1, case.dp + 1, 64 << 30),
+        *cluster_hardware(config, __file__),
         batch=case.sequences * case.dp // 2,
         num_steps=4,
         models={"actor": asked, "ref": asked},

@@ -92,7 +92,6 @@ def settings(case: str, figures: str) -> list[str]:
 def step_seconds(case: str, figures: str) -> float:
     """Return the predicted seconds of a step."""
     forecast = launch.plan(RECIPES / f"{CASES[case][0]}.py", settings(case, figures)).forecast
-    assert forecast is not None
     assert forecast.period is not None
     return forecast.period.seconds
 
@@ -101,7 +100,6 @@ def measure(case: str, calibration: str, out: Path) -> Result:
     """Plan a case and run it in `out`."""
     recipe, values = RECIPES / f"{CASES[case][0]}.py", settings(case, f"calibration={calibration}")
     plan = compile_recipe(recipe, values).plan
-    assert plan.forecast is not None
     before = os.getloadavg()[0]
     command = [sys.executable, "-m", "hflow", "run", str(recipe), "--plain", *values]
     command += [f"out={out}", f"name={slug(case)}"]

@@ -138,8 +138,7 @@ def ahead(quick: bool) -> None:
         for recipe, staleness, spread in itertools.product(("grpo", "ppo"), (1, 4), (0.5, 1.0)):
             keys = f"schedule.max_staleness={staleness}", f"workload.response_cv={spread}", "batch=128"
             graph, request = problem(recipe, cluster, model, *keys)
-            assert request.hardware is not None
-            evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+            evaluator = Evaluator(SearchProblem(graph, request))
             found = explore(evaluator, keeps_alternatives=True)
             one, others = (
                 by_seconds(evaluator, found.ranked(), simulated_period, NUM_IMPROVED, alternatives)[0]

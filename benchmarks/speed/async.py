@@ -139,7 +139,6 @@ def _lengths(ledger: Path) -> list[int]:
 def planned(args: argparse.Namespace, kind: Kind) -> float:
     """Return the seconds per step that the plan estimates from `configs/hardware`."""
     forecast = launch.plan(RECIPE, overrides(args, kind, "runs")).forecast
-    assert forecast is not None
     assert forecast.period is not None
     return forecast.period.seconds
 

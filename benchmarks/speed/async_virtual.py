@@ -141,7 +141,6 @@ def reward_seconds(stretch: float) -> DurationFunction:
 def durations_of(plan: Plan, stretch: float) -> tuple[dict[str, float | DurationFunction], float, int]:
     """Seconds of everything in the trained stream, those of a token, and slots over all engines."""
     forecast = plan.forecast
-    assert forecast is not None
     assert forecast.pace is not None
     stream = plan.schedule.streams[0]
     token = stretch * forecast.pace.seconds_per_token
@@ -228,7 +227,6 @@ def measure(args: argparse.Namespace, staleness: int, interrupt: bool) -> dict[s
     with asyncio.Runner(loop_factory=None if args.real else ControllerTime) as runner:
         found = runner.run(execute(plan, durations, token, slots))
     samples = found["samples"]
-    assert plan.forecast is not None
     assert plan.forecast.period is not None
     simulated = simulate_plan(plan, args.steps)
     return {

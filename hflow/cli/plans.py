@@ -20,7 +20,7 @@ from hflow.report.text.plan.graph import plan_dot, plan_mermaid, render_graph
 from hflow.report.text.simulation import render_simulation
 
 if TYPE_CHECKING:
-    from hflow.report.html.plan.tables import Table
+    from hflow.report.content import TableView
 
 
 DIFF = (
@@ -151,7 +151,7 @@ def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None)
         show(render_plan(compiled.plan))
 
 
-def write_page(compiled: launch.Compiled, file: Path, sizes: Table | None = None) -> None:
+def write_page(compiled: launch.Compiled, file: Path, sizes: TableView | None = None) -> None:
     """Write the HTML page of a plan, with the clusters that it was compared with.
 
     Raises:

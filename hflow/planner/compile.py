@@ -77,24 +77,21 @@ def compile_plan(
     )
     plan = dataclasses.replace(plan, unrunnable=unrunnable)
     estimates = build_forecast(plan, request)
-    if estimates is not None:
-        estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
-        if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
-            estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
-        if with_limits and plan.cluster.device == "cuda":
-            basis = Basis(graph, request, searched, simulate, plan.engines)
-            limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
-            estimates = dataclasses.replace(estimates, limits=limits)
-        capacity = plan.cluster.memory_bytes
-        check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
-        check_host_memory(estimates.host)
-        tight = margin_warnings(
-            estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False)
-        )
-        plan = dataclasses.replace(
-            plan, warnings=(*plan.warnings, *tight, *host_memory_warnings(estimates.host, request))
-        )
-    plan = dataclasses.replace(plan, hardware=request.hardware, forecast=estimates)
+    estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
+    if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
+        estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
+    if with_limits and plan.cluster.device == "cuda":
+        basis = Basis(graph, request, searched, simulate, plan.engines)
+        limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
+        estimates = dataclasses.replace(estimates, limits=limits)
+    capacity = plan.cluster.memory_bytes
+    check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
+    check_host_memory(estimates.host)
+    tight = margin_warnings(estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False))
+    plan = dataclasses.replace(
+        plan, warnings=(*plan.warnings, *tight, *host_memory_warnings(estimates.host, request))
+    )
+    plan = dataclasses.replace(plan, forecast=estimates)
     return dataclasses.replace(plan, digest=plan_digest(plan))
 
 
@@ -114,8 +111,8 @@ def _simulated(plan: Plan, forecast: Forecast, simulate: PeriodFunction) -> Fore
 
 
 def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
-    """Return the plan with the caches of its engines, as far as its devices have figures."""
-    caches = {} if request.hardware is None else engine_caches(plan, request)
+    """Return the plan with the caches of its engines."""
+    caches = engine_caches(plan, request)
     engines = []
     for engine in plan.engines:
         size, batch = caches.get(engine.replica, (None, None))
@@ -133,10 +130,8 @@ def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
     )
 
 
-def build_forecast(plan: Plan, request: PlanRequest) -> Forecast | None:
-    """Return all that can be estimated of a plan, or None without figures of the hardware."""
-    if request.hardware is None:
-        return None
+def build_forecast(plan: Plan, request: PlanRequest) -> Forecast:
+    """Return all that can be estimated of a plan."""
     lengths = stream_workloads(plan, request)
     traffic = estimate_traffic(plan, request, dict(lengths)[plan.schedule.streams[0].name])
     times = node_times(plan, request, dict(lengths), traffic)

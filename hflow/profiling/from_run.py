@@ -239,7 +239,6 @@ def planned_run(directory: RunDirectory) -> tuple[Plan, RunTimes, Predict]:
     traffic = estimate_traffic(plan, request, lengths[plan.schedule.streams[0].name])
 
     def predict(calibration: Calibration) -> Mapping[str, float]:
-        assert request.hardware is not None
         hardware = replace(request.hardware, calibration=calibration)
         rows = node_times(plan, replace(request, hardware=hardware), lengths, traffic)
         return {row.node: row.seconds for row in rows}

@@ -239,8 +239,7 @@ def _check_host_memory(plan: Plan, found: Sequence[ProcessDevices]) -> None:
 
     Their processes would be killed in the middle of the run, when it is first full.
     """
-    rows = () if plan.forecast is None else plan.forecast.host
-    needed = {machine: row.total for row in rows for machine in row.machines}
+    needed = {machine: row.total for row in plan.forecast.host for machine in row.machines}
     for worker, process in enumerate(found):
         need = needed.get(plan.cluster.node_of(worker), 0)
         if 0 < process.host_memory_bytes < need:

@@ -70,7 +70,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     made = tmp_path_factory.mktemp("page") / "plan.html"
     plan = with_forecast(compile_plan(ppo(), asked))
-    assert plan.forecast is not None
     remedy = Remedy((("schedule.max_staleness", 2),), 0.25)
     limits = (Limit("ref is idle for 90 % of a step", (remedy,), ("ref",)),)
     plan = replace(plan, forecast=replace(plan.forecast, limits=limits))

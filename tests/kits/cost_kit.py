@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import plan_graphs as graphs
 from model_configs import model_config
+from plan_graphs import SHIPPED
 
-from hflow.launch.planning.request import device_calibration
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.generation import RolloutRequest
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -54,8 +54,6 @@ TOY = Hardware(
 )
 """1e12 FLOP/s in fp32, memory of 1e11 bytes/s, links of 1e10 and 1e9 bytes/s, 1 and 10 us, and of 2e10
 to the host."""
-SHIPPED = device_calibration(Device("gpu", "cuda", 80.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, "a", "b"), __file__)
-"""Figures for GPUs without a file of their own."""
 A100 = Hardware(
     Device("a100", "cuda", 80.0, {"fp32": 19.5, "bf16": 312.0}, 2039.0, "nvlink", "ib"),
     Link("nvlink", 300.0, 4.0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cost_kit import SHIPPED
+from plan_graphs import hardware_of
 
 from hflow.graph.ir import Level
 from hflow.planner.plan.forecast import (
@@ -24,7 +24,7 @@ from hflow.planner.plan.forecast import (
     Slot,
     StepTraffic,
 )
-from hflow.planner.plan.hardware import Device, Hardware, Link
+from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import EdgeRule, Plan, ScheduledNode, WeightRoute
 from hflow.planner.plan.workload import Workload
 
@@ -47,22 +47,7 @@ ROUTE_BYTES = 14 * GIB
 
 def sample_hardware(plan: Plan) -> Hardware:
     """H100s for a CUDA cluster, workers of 8 GiB else; memory is that of the plan's cluster."""
-    memory_gib = plan.cluster.memory_bytes / GIB
-    if plan.cluster.device == "cuda":
-        return Hardware(
-            Device("h100", "cuda", memory_gib, {"fp32": 67, "bf16": 989}, 3350, "nvlink4", "ib-ndr", 1.5),
-            Link("nvlink4", 450, 2),
-            Link("ib-ndr", 50, 5),
-            Link("pcie-5", 64, 5),
-            SHIPPED,
-        )
-    return Hardware(
-        Device("cpu", "cpu", memory_gib, {"fp32": 0.2, "bf16": 0.1}, 20, "shared-memory", "ethernet", 0.5),
-        Link("shared-memory", 5, 20),
-        Link("ethernet", 1.25, 50),
-        Link("shared-memory", 5, 20),
-        SHIPPED,
-    )
+    return hardware_of(plan.cluster, 1.5 if plan.cluster.device == "cuda" else 0.5)
 
 
 def with_forecast(plan: Plan, missing: tuple[str, ...] = (), shrink: float = 1.0) -> Plan:

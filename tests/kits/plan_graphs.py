@@ -23,8 +23,9 @@ from hflow.graph.ir import (
     Stream,
 )
 from hflow.graph.model import Model
-from hflow.launch.planning.request import known_devices
+from hflow.launch.planning.request import device_calibration, known_devices
 from hflow.planner.plan.cluster import ClusterSpec, parse_cluster
+from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.types import Unit
 
@@ -187,6 +188,48 @@ def cluster_of(name: str) -> ClusterSpec:
     return parse_cluster(name, DEVICES)
 
 
+SHIPPED = device_calibration(Device("gpu", "cuda", 80.0, {"fp32": 1.0, "bf16": 1.0}, 1.0, "a", "b"), __file__)
+"""Figures for GPUs without a file of their own."""
+
+
+def hardware_of(cluster: ClusterSpec, overhead_gib: float = 0.0) -> Hardware:
+    """H100s for a CUDA cluster, workers else; memory is the cluster's, less what a runtime takes."""
+    memory_gib = cluster.memory_bytes / 2**30
+    if cluster.device == "cuda":
+        return Hardware(
+            Device(
+                "h100",
+                "cuda",
+                memory_gib,
+                {"fp32": 67, "bf16": 989},
+                3350,
+                "nvlink4",
+                "ib-ndr",
+                overhead_gib=overhead_gib,
+            ),
+            Link("nvlink4", 450, 2),
+            Link("ib-ndr", 50, 5),
+            Link("pcie-5", 64, 5),
+            SHIPPED,
+        )
+    return Hardware(
+        Device(
+            "cpu",
+            "cpu",
+            memory_gib,
+            {"fp32": 0.2, "bf16": 0.1},
+            20,
+            "shared-memory",
+            "ethernet",
+            overhead_gib=overhead_gib,
+        ),
+        Link("shared-memory", 5, 20),
+        Link("ethernet", 1.25, 50),
+        Link("shared-memory", 5, 20),
+        SHIPPED,
+    )
+
+
 def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
     """A request with these fields, and these fields of its schedule's settings."""
     schedule = {
@@ -200,7 +243,8 @@ def request(cluster: str = "cpu-1x2", **changes: object) -> PlanRequest:
         "schedule": ScheduleConfig(**schedule),  # type: ignore[arg-type]
         "engine_problems": {"vllm": "vllm is not installed"},
     }
-    return PlanRequest(cluster_of(cluster), **(numbers | changes))  # type: ignore[arg-type]
+    where = cluster_of(cluster)
+    return PlanRequest(where, **({"hardware": hardware_of(where)} | numbers | changes))  # type: ignore[arg-type]
 
 
 def ppo(**options: object) -> Graph:
@@ -269,9 +313,13 @@ def changed(graph: Graph, node: str, **changes: object) -> Graph:
 
 
 def without(graph: Graph, node: str) -> Graph:
-    """The same graph without one node and its edges."""
+    """The same graph without one node, its edges and the reads of what it returns."""
     return replace(
         graph,
-        nodes=tuple(n for n in graph.nodes if n.name != node),
+        nodes=tuple(
+            replace(n, reads=tuple(read for read in n.reads if read.producer != node))
+            for n in graph.nodes
+            if n.name != node
+        ),
         edges=tuple(e for e in graph.edges if node not in (e.src, e.dst)),
     )

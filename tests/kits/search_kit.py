@@ -85,8 +85,7 @@ def exhaustive(graph: Graph, request: PlanRequest, *, spreads: bool = True) -> f
         request: what is free in it is tried.
         spreads: also try replicas that use the devices of several groups.
     """
-    assert request.hardware is not None
-    evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+    evaluator = Evaluator(SearchProblem(graph, request))
     free, cluster, best = evaluator.problem.free_devices, request.cluster, math.inf
     fitting: dict[tuple[Blocks, tuple[int, ...]], list[tuple[GroupChoice, ...]]] = {}
     for blocks in (*divisions(evaluator), *(spread_divisions(evaluator) if spreads else ())):

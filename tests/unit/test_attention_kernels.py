@@ -16,7 +16,7 @@ from hflow.launch.planning.compile import compile_recipe
 from hflow.models import attention_kernels
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings
-from hflow.report.text.plan.header import attention_line
+from hflow.report.content import attention_line
 from hflow.types.kernels import AttentionKernel, head_size_problem, packed_kernel
 
 KERNELS = ("scaled_dot_product_attention", "varlen_attn", "flash_attn_varlen_func", "flex_attention")

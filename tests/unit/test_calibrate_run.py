@@ -36,7 +36,6 @@ def compiled() -> Compiled:
 
 def seconds_of(plan: Plan) -> dict[str, float]:
     """Seconds of nodes without messages, and `step`."""
-    assert plan.forecast
     assert plan.forecast.period
     rows = plan.forecast.times
     nodes = {row.node: row.seconds - dict(row.parts).get("messages", 0.0) for row in rows}
@@ -45,7 +44,6 @@ def seconds_of(plan: Plan) -> dict[str, float]:
 
 def slower(plan: Plan, directory: Path) -> Plan:
     """The plan with figures that are not those of `plan`: what its runs really take."""
-    assert plan.hardware
     values = to_plain(plan.hardware.calibration)
     del values["name"]
     values |= {"devices": ["cpu"], "node_us": 30_000.0}
@@ -111,7 +109,6 @@ def test_a_plan_predicts_what_a_run_with_other_figures_took(compiled: Compiled, 
         assert times[name] == pytest.approx(wanted[name], rel=0.02)
     assert seconds_of(compiled.plan)["step"] < 0.8 * wanted["step"]
 
-    assert plan.hardware
     found = plan.hardware.calibration
     assert (found.name, found.devices, found.is_measured) == ("mine", ("cpu",), True)
     assert found.source == f"{NUM_STEPS - WARM_STEPS} steps of mine/20260101-000000, which correct cpu"
@@ -125,7 +122,6 @@ def test_a_plan_predicts_what_a_run_with_other_figures_took(compiled: Compiled, 
 
 
 def test_the_time_of_samples_and_messages_is_found(compiled: Compiled, tmp_path: Path):
-    assert compiled.plan.hardware
     kernels = replace(compiled.plan.hardware.calibration, attention=0.001, devices=("cpu",))
     values = to_plain(replace(kernels, sample_us=300.0, node_us=4000.0))
     del values["name"]
@@ -144,7 +140,6 @@ def test_lengths_come_from_the_run_unless_they_are_configured(compiled: Compiled
     assert (spec.prompt, spec.response_mean) == (7, 4.0)
     for unset, lengths in ((("prompt", "response_mean"), (9, 3.0)), (("prompt",), (9, 4.0)), ((), (7, 4.0))):
         plan = learned_plan(str(tmp_path / "run"), *(f"workload.{key}=null" for key in unset))
-        assert plan.forecast
         found = dict(plan.forecast.workload)[plan.schedule.streams[0].name]
         assert (found.prompt, found.response_mean) == lengths
 

@@ -37,7 +37,6 @@ def layout_of(plan: Plan) -> str:
 
 
 def why(plan: Plan, role: str = "train") -> dict[str, str]:
-    assert plan.forecast is not None
     return {name: reason for name, reason in plan.forecast.layouts if name.endswith(role)}
 
 

@@ -685,7 +685,6 @@ def test_an_architecture_on_the_command_line_goes_before_the_checkpoint_of_the_r
 def test_a_plan_names_the_path_without_a_checkpoint(tmp_path):
     keys = [f"models.actor.path={tmp_path}/later", "models.actor.architecture=null"]
     forecast = compile_recipe(PPO, keys).plan.forecast
-    assert forecast is not None
     causes = {line.partition(": ")[0]: line.partition(": ")[2] for line in forecast.missing}
     for model in ("actor", "ref"):  # the reference begins as a copy of the actor
         cause, _, _ = causes[model].partition(", so its memory")

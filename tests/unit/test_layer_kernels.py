@@ -16,7 +16,8 @@ from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.launch.running.preflight import refuse_unrunnable
 from hflow.launch.running.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
-from hflow.report.text.plan.header import header, layers_line
+from hflow.report.content import layers_line
+from hflow.report.text.plan.header import header
 from hflow.types import kernels
 from hflow.types.kernels import LayerKernels, TransformerEngine, choose_kernels
 

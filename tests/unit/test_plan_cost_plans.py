@@ -155,10 +155,6 @@ def test_models_of_unknown_sizes_have_no_seconds():
     assert set(rows) == {"score", "ref_inf", "group_advantage"}
 
 
-def test_without_hardware_figures_there_are_no_seconds():
-    assert timed(graphs.grpo(), hardware=None) == {}
-
-
 @pytest.mark.parametrize(
     ("level", "expected"),
     # 8 groups of 4 samples of 30 tokens; 0.5 + 0.1 a token + 2 a sequence + 3 a group.
@@ -303,7 +299,6 @@ def plan_with(figures: dict[str, float], directory: Path, *settings: str) -> Pla
     """Return a plan of GRPO with 32 samples of 9 tokens, with some figures of its calibration changed."""
     settings = ("models.actor.path=null", "batch=4", "workload.response_cv=0", *settings)
     hardware = compile_recipe("recipes/grpo.py", settings).plan.hardware
-    assert hardware
     values = {**to_plain(hardware.calibration), "devices": [hardware.device.name], **figures}
     del values["name"]
     file = directory / "figures.yaml"

@@ -63,11 +63,10 @@ from hflow.planner.plan.model_shape import (
     expert_parameters,
     num_parameters,
 )
-from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.weights.sharding import mean_copies
-from hflow.report.text.plan.header import experts_line
+from hflow.report.content import experts_line
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)
@@ -369,7 +368,7 @@ def test_layouts_that_cannot_be(replica, message):
     layout, role, shape = replica
     kind = "megatron" if role == "train" else "vllm"
     wrong = Replica(f"m@{role}", "m", role, kind, Layout.parse(layout), "all", (), ())
-    request = PlanRequest(graphs.cluster_of("cpu-1x4"), 8, 1, {}, {"m": shape})
+    request = graphs.request("cpu-1x4", shapes={"m": shape})
     with pytest.raises(PlanError) as refusal:
         check_layouts([wrong], request)
     assert str(refusal.value) == message

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import model_config
-from plan_graphs import grpo
+from plan_graphs import grpo, hardware_of
 
 from hflow.base.errors import PlanError
 from hflow.planner.checks.layouts import check_layouts
@@ -28,7 +28,8 @@ EVEN = replace(QWEN_7B, num_kv_heads=28, intermediate=28 * 64, vocab=28 * 64)
 def check(layout, shape=QWEN_7B, backend="megatron", role="train"):
     actor = Replica(f"actor@{role}", "actor", role, backend, Layout.parse(layout), ("all",), (), ())
     cluster = ClusterSpec("test", "cpu", 1, 1024, 2**30)
-    check_layouts((actor,), PlanRequest(cluster, 8, 1, shapes={} if shape is None else {"actor": shape}))
+    shapes = {} if shape is None else {"actor": shape}
+    check_layouts((actor,), PlanRequest(cluster, hardware_of(cluster), 8, 1, shapes=shapes))
 
 
 def refusal(*arguments, **options):
@@ -111,7 +112,8 @@ def test_vllm_pads_to_64_tokens_which_not_every_tensor_size_divides():
 def test_a_plan_is_refused_before_anything_is_laid_out():
     models = {"actor": model_config(layout="t2", gen_layout="d2")}
     shapes = {"actor": replace(QWEN_7B, num_heads=7, num_kv_heads=7)}
-    request = PlanRequest(ClusterSpec("test", "cpu", 1, 2, 2**30), 8, 1, models, shapes)
+    cluster = ClusterSpec("test", "cpu", 1, 2, 2**30)
+    request = PlanRequest(cluster, hardware_of(cluster), 8, 1, models, shapes)
     with pytest.raises(PlanError, match="actor@train: 7 heads cannot be split over 2 tensor ranks"):
         compile_plan(grpo(), request)
 

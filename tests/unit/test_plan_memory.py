@@ -413,7 +413,7 @@ def test_every_rank_copies_its_share_of_a_large_model_and_a_tensor(backend):
 
 # ------------------------------------------------------------------------------------ whole plans
 def compiled(graph, cluster="cpu-1x2", models=("actor", "ref", "critic"), **changes):
-    """A plan whose models are SMALL (the critic with a value head), without hardware: nothing is refused."""
+    """A plan whose models are SMALL (the critic with a value head): nothing is refused."""
     asked = changes.pop("asked", {})
     heads = {"critic": replace(SMALL, head="value")}
     known = [model.name for model in graph.models if model.name in models]

@@ -15,7 +15,15 @@ from hflow.dsl.recipe import load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Edge, EdgeKind
 from hflow.planner.compile import compile_plan
-from hflow.planner.plan.forecast import CycleStep, MemoryCategory, MemoryItem, Period, PhaseMemory, Slot
+from hflow.planner.plan.forecast import (
+    CycleStep,
+    Forecast,
+    MemoryCategory,
+    MemoryItem,
+    Period,
+    PhaseMemory,
+    Slot,
+)
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload
 from hflow.report.text.plan import render_plan
@@ -167,16 +175,15 @@ def test_an_engine_on_the_cycle_takes_new_weights():
     assert "actor_gen 9 s → actor@gen (new weights) 1 s" in line
 
 
-def test_a_plan_without_a_forecast_shows_the_rest_with_the_reason():
-    text = words(plan_of())
-    assert has(text, "Memory, Time, Period: left out", "no figures of its devices")
+def test_a_plan_without_estimates_shows_the_rest_with_the_reason():
+    text = words(replace(plan_of(), forecast=Forecast()))
+    assert has(text, "Memory: left out, as the sizes of the models are not known")
     assert has(text, "fits unknown", "period unknown", "Bytes are not estimated")
     assert "nothing has a second copy" not in text
 
 
 def test_missing_estimates_are_reported():
     plan = with_forecast(plan_of(), missing=("actor: its sizes are unknown to the planner",))
-    assert plan.forecast is not None
     assert has(words(plan), "fits partly known", "6.72 GiB of 8 GiB (84 %)")
     plan = replace(plan, forecast=replace(plan.forecast, memory=(), period=None))
     text = words(plan)
@@ -345,7 +352,6 @@ def test_memory_marks_the_fullest_phase_and_its_contents():
 def test_short_bars_are_drawn_larger():
     # Of 8 GiB the fullest phase holds 1.5 GiB; a quarter of 8 GiB is the shortest half that it fits into.
     plan = with_forecast(plan_of())
-    assert plan.forecast is not None
     rows = (phase("generate", 0, 1, held=GIB), phase("train", 0, 1, held=GIB * 3 // 2))
     lines = sections(replace(plan, forecast=replace(plan.forecast, memory=rows)))["Memory"]
     assert any(line.endswith("0 to 2 GiB") for line in lines)
@@ -354,7 +360,6 @@ def test_short_bars_are_drawn_larger():
 
 def test_the_smallest_of_many_phases_are_counted():
     plan = with_forecast(plan_of(cluster="h100-1x1"))
-    assert plan.forecast is not None
     rows = tuple(phase(f"node{i}", 0, held=(i + 1) * GIB) for i in range(12))
     lines = sections(replace(plan, forecast=replace(plan.forecast, memory=rows)))["Memory"]
     assert next(line.split()[0] for line in lines if "GiB" in line and "node" in line) == "node2"
@@ -363,7 +368,6 @@ def test_the_smallest_of_many_phases_are_counted():
 
 def test_many_classes_take_a_line_each_and_then_are_counted():
     plan = with_forecast(plan_of(cluster="h100-1x8"))
-    assert plan.forecast is not None
     rows = tuple(phase("train", device, held=(8 - device) * GIB) for device in range(8))
     text = words(replace(plan, forecast=replace(plan.forecast, memory=rows)))
     assert has(text, "device 0: at most 8 GiB", "device 4: at most 4 GiB, 5 %")
@@ -394,7 +398,6 @@ def test_the_cycle_is_spelled_out():
 
 def test_a_cycle_over_several_steps_shows_the_time_of_one():
     plan = with_forecast(plan_of())
-    assert plan.forecast is not None
     assert plan.forecast.period is not None
     cycle = (CycleStep("actor_gen", 60, "data", 1), CycleStep("actor_train", 30, "weights of actor", 1))
     period = replace(plan.forecast.period, seconds=45.0, cycle=cycle)

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import plan_graphs as graphs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
-from plan_graphs import grpo
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.model_shape import Experts, ModelShape, tensors
-from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, RouteRow, WeightRoute
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
@@ -194,8 +193,8 @@ def test_overlaps_of_a_grid_with_rows():
 # ---------------------------------------------------------------------- in the plan
 def planned(actor, shape=None):
     shapes = {} if shape is None else {"actor": shape}
-    request = PlanRequest(cluster(1, 2), batch=8, num_steps=1, models={"actor": actor}, shapes=shapes)
-    (route,) = compile_plan(grpo(), request).weights
+    request = graphs.request(models={"actor": actor}, shapes=shapes)
+    (route,) = compile_plan(graphs.grpo(), request).weights
     return route
 
 

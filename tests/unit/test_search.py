@@ -138,7 +138,6 @@ def test_the_seconds_are_those_of_the_plan_and_its_memory_has_a_margin() -> None
     graph, request = problem("ppo", "h100-2x8", "qwen2.5-7b")
     found = search(graph, request)
     plan = compile_plan(graph, found.request)
-    assert plan.forecast is not None
     assert plan.forecast.period is not None
     assert plan.forecast.period.seconds == pytest.approx(found.seconds, rel=0.03)
     largest = max(phase.total for phase in plan.forecast.memory)
@@ -169,7 +168,6 @@ def test_others_are_placed_well_around_a_part_of_a_machine(pin: str, rest: str) 
     by_hand = search(graph, replace(request, placement=f"{pin} {rest}"))
     assert found.seconds <= by_hand.seconds * (1 + 1e-6)
     plan = compile_plan(graph, found.request)
-    assert plan.forecast is not None
     assert plan.forecast.period is not None
     assert plan.forecast.period.seconds == pytest.approx(found.seconds, rel=0.03)
     for replica in plan.replicas:
@@ -189,7 +187,6 @@ def test_models_of_a_named_group_share_devices_and_groups_stay_apart() -> None:
         devices.plan.replica("critic@train").groups == devices.plan.replica("actor@gen").groups == (b.name,)
     )
     assert not devices.config.groups  # all of them are in the placement
-    assert devices.plan.forecast is not None
     assert len(devices.plan.forecast.candidates) > 1
 
 
@@ -282,13 +279,11 @@ def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> 
     assert plan.replica("actor@gen").layout.expert > 1, "chosen, so there is nothing to remove"
     (reason,) = plan.unrunnable
     assert "With models.actor.gen.engine=embedded no plan fits into memory. Use a model" in reason
-    assert plan.forecast is not None
     (backend,) = [limit for limit in plan.forecast.limits if "network" in limit.cause]
     assert backend.remedies[0].settings == (("models.actor.backend", "megatron"),)
     small = ("cluster=h100-1x8", "model@models.actor=gemma-2-2b", "models.actor.path=null")
     plan = compile_recipe(RECIPES / "grpo.py", small, with_limits=True).plan
     assert not plan.unrunnable
-    assert plan.forecast is not None
     assert not [limit for limit in plan.forecast.limits if "megatron" in limit_text(limit)], (
         "it would not run"
     )
@@ -310,7 +305,6 @@ def test_an_axis_is_to_be_removed_only_by_who_has_set_it(is_chosen: bool, instea
 def test_groups_and_complete_placements_are_not_searched() -> None:
     hand = "placement='actor,critic,ref,actor.gen=all'"
     plan = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, hand)).plan
-    assert plan.forecast is not None
     assert (len(plan.groups), plan.forecast.candidates) == (1, ())
     on_cpus = compile_recipe(RECIPES / "ppo.py", ("cluster=cpu-1x2",))
     assert on_cpus.config.placement is None
@@ -324,7 +318,6 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(PastSearches, "search", pytest.fail)
     again = compile_plan_file(file)
     assert again.plan.digest == compiled.plan.digest
-    assert again.plan.forecast is not None
     assert again.plan.forecast == compiled.plan.forecast
     assert len(again.plan.forecast.candidates) == 10
     console = Console(width=120, record=True, file=io.StringIO())
@@ -348,8 +341,7 @@ def test_a_search_is_not_repeated_for_settings_that_it_does_not_read() -> None:
 
 def test_a_replica_that_fits_on_no_number_of_devices_is_found_without_trying_divisions() -> None:
     graph, request = problem("ppo", "h100-1x2", "llama-3.1-70b", tunes=False)
-    assert request.hardware is not None
-    found = explore(Evaluator(SearchProblem(graph, request, request.hardware)))
+    found = explore(Evaluator(SearchProblem(graph, request)))
     assert (found.best, found.num_tried) == ({}, 0)
 
 
@@ -357,7 +349,6 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
     apart = "placement='actor,critic,ref=0-3:d4 actor.gen=4-7:d4'"
     limited = (*PPO_ON_8, apart, "schedule.max_concurrent=16")
     plan = compile_recipe(RECIPES / "ppo.py", limited, with_limits=True).plan
-    assert plan.forecast is not None
     setting, idle = plan.forecast.limits
     assert re.fullmatch(
         r"schedule\.max_concurrent=16 limits how many samples are generated at once\. With "
@@ -379,11 +370,9 @@ def test_copies_of_sleeping_engines_are_counted_in_host_memory(sync_every: int) 
     """As in the plan: an engine that wakes with the weights that it had keeps a copy of them."""
     schedule = (f"schedule.sync_every={sync_every}", "schedule.max_staleness=2")
     graph, request = problem("grpo", "h100-1x1", "qwen2.5-1.5b", *schedule, tunes=False)
-    assert request.hardware is not None
-    choice = explore(Evaluator(SearchProblem(graph, request, request.hardware))).ranked()[0]
+    choice = explore(Evaluator(SearchProblem(graph, request))).ranked()[0]
     placed = replace(request, free=frozenset(), placement=placement_of(choice))
     forecast = compile_plan(graph, placed).forecast
-    assert forecast is not None
     items = [item for row in forecast.host for item in row.items if item.name.endswith("weights (asleep)")]
     assert sum(row.total for row in forecast.host) == sum(group.fit.host for group in choice.groups)
     assert bool(items) == (sync_every > 1)
@@ -403,7 +392,6 @@ def test_published_weights_are_counted_in_host_memory(
     graph, request = problem("grpo", cluster, "qwen2.5-7b", "batch=64", *pins, tunes=False)
     found = search(graph, request)
     forecast = compile_plan(graph, found.request).forecast
-    assert forecast is not None
     fullest = max(forecast.host, key=lambda row: row.total)
     assert any("published" in item.name or "object store" in item.name for item in fullest.items)
     needed = fullest.total / request.cluster.devices_per_node
@@ -421,7 +409,6 @@ def test_published_weights_are_counted_in_host_memory(
 
 def _with_host_memory(request: PlanRequest, num_bytes: float) -> PlanRequest:
     """The request with so much memory of a machine for each of its devices."""
-    assert request.hardware is not None
     device = replace(request.hardware.device, host_memory_gib=num_bytes / GIB)
     return replace(request, hardware=replace(request.hardware, device=device))
 
@@ -443,7 +430,6 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
     """The planner chooses again with the named setting, and the state machine gives both seconds."""
     plan = compile_recipe(RECIPES / "grpo.py", AHEAD, with_limits=True).plan
     figures, forecast = plan_figures(plan), plan.forecast
-    assert forecast is not None
     assert forecast.period is not None
     assert forecast.period.simulated == pytest.approx(forecast.candidates[0].seconds, rel=0.01)
     assert forecast.period.simulated > forecast.period.seconds, "late responses are waited for"
@@ -473,7 +459,6 @@ def test_what_is_named_is_what_a_plan_with_it_takes() -> None:
 )
 def test_a_plan_names_the_seconds_and_idle_shares_of_its_simulation(keys: tuple[str, ...]) -> None:
     plan = compile_recipe(RECIPES / "grpo.py", (*AHEAD, *keys)).plan
-    assert plan.forecast is not None
     assert plan.forecast.period is not None
     figures, simulation = plan_figures(plan), simulate_plan(plan)
     assert not figures.is_lower_bound
@@ -498,8 +483,7 @@ def test_a_placement_that_is_fastest_only_when_responses_are_late_is_found() -> 
     """Taking turns on all devices is fastest by the analytic period, which leaves out late responses."""
     ahead = ("schedule.max_staleness=4", "workload.response_cv=1.5", "batch=128")
     graph, request = problem("grpo", "h100-2x8", "qwen2.5-7b", *ahead, tunes=False)
-    assert request.hardware is not None
-    evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+    evaluator = Evaluator(SearchProblem(graph, request))
     first = by_seconds(evaluator, explore(evaluator).ranked(), simulated_period, most=6)[0]
     found = search(graph, request, simulate=simulated_period)
     assert found.seconds < 0.97 * first[1]
@@ -513,13 +497,11 @@ def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_net
         *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=600"),
     )
     plan = compile_recipe(RECIPES / "grpo.py", large, with_limits=True).plan
-    assert plan.forecast is not None
     (limit,) = plan.forecast.limits
     setting = "models.actor.backend=megatron"
     waits = "actor_train waits for the network for most of its seconds"
     assert re.fullmatch(rf"{waits}\. With {setting} a step takes \d+ % less\.", limit_text(limit))
     followed = compile_recipe(RECIPES / "grpo.py", (*large, setting)).plan
-    assert followed.forecast is not None
     gain = 1 - followed.forecast.candidates[0].seconds / plan.forecast.candidates[0].seconds
     assert gain >= limit.remedies[0].gain - 0.01
 
@@ -532,12 +514,10 @@ def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
         *("workload.prompt=200", "workload.response_mean=400"),
     )
     plan = compile_recipe(RECIPES / "ppo.py", large, with_limits=True).plan
-    assert plan.forecast is not None
     first = plan.forecast.limits[0]
     assert first.cause == "models that are divided over data alone cannot use more devices well"
     settings = [f"{key}={value}" for key, value in first.remedies[0].settings]
     followed = compile_recipe(RECIPES / "ppo.py", (*large, *settings)).plan
-    assert followed.forecast is not None
     gain = 1 - followed.forecast.candidates[0].seconds / plan.forecast.candidates[0].seconds
     assert gain >= first.remedies[0].gain - 0.01 > 0.5
 
@@ -549,7 +529,6 @@ def test_the_fullest_stage_of_a_model_whose_first_layers_have_no_experts_counts(
         *("models.actor.gen.engine=vllm", "models.actor.backend=megatron", *LENGTHS),
     )
     plan = compile_recipe(RECIPES / "grpo.py", setting).plan
-    assert plan.forecast is not None
     fullest = max(plan.forecast.memory, key=lambda phase: phase.total)
     assert fullest.total <= (1 - MEMORY_MARGIN) * plan.cluster.memory_bytes
     assert plan.forecast.candidates[0].memory_bytes == fullest.total
@@ -567,7 +546,6 @@ def test_an_engine_that_generates_slowly_is_named(cluster: str) -> None:
     setting = "models.actor.gen.engine=vllm"
     embedded = (*small, "models.actor.gen.engine=embedded")
     plan = compile_recipe(RECIPES / "grpo.py", embedded, with_limits=True).plan
-    assert plan.forecast is not None
     limit = plan.forecast.limits[0]
     slow = "the embedded engine limits how fast samples are generated"
     assert re.fullmatch(rf"{slow}\. With {setting} a step takes \d+ % less\.", limit_text(limit))
@@ -593,7 +571,6 @@ def test_a_controller_that_handles_more_samples_than_engines_generate_is_named(
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(values))
     keys = (*PPO_ON_8, "placement=actor,actor.gen,critic,ref=all", f"calibration={tmp_path / 'slow.yaml'}")
     forecast = compile_recipe(RECIPES / "ppo.py", keys, with_limits=True).plan.forecast
-    assert forecast is not None
     source = next(row for row in forecast.times if row.node == "actor_gen")
     named = [limit_text(limit) for limit in forecast.limits if "controller" in limit.cause]
     if not sample_us:
@@ -612,8 +589,7 @@ def layouts_of(
     name: str, num: int, model: str, *overrides: str, divides_sequences: bool = False
 ) -> list[Layout]:
     graph, request = problem("grpo", "h100-1x8", model, *overrides)
-    assert request.hardware is not None
-    asked = SearchProblem(graph, request, request.hardware, divides_sequences=divides_sequences)
+    asked = SearchProblem(graph, request, divides_sequences=divides_sequences)
     return layouts_for(asked, name, tuple(range(num)), is_large=False)
 
 
@@ -770,7 +746,6 @@ def test_the_search_counts_the_seconds_that_the_plan_counts(
     graph, request = problem(recipe, cluster, model, "batch=64", *overrides, *sync, tunes=False)
     found = search(graph, replace(request, placement=placement))
     forecast = compile_plan(graph, found.request).forecast
-    assert forecast is not None
     assert forecast.period is not None
     assert found.seconds == pytest.approx(forecast.period.seconds, rel=5e-3)
 

@@ -255,6 +255,7 @@ def plan_request(
     cluster, hardware = cluster_hardware(config, recipe, learn)
     return PlanRequest(
         cluster=cluster,
+        hardware=hardware,
         batch=config.batch,
         num_steps=config.steps,
         models={spec.name: _model(config, spec, cluster.device) for spec in graph.models},
@@ -266,7 +267,6 @@ def plan_request(
         save_every=config.save_every,
         seed=config.seed,
         deterministic=config.deterministic,
-        hardware=hardware,
         larger_devices=_larger_devices(config, hardware.device, recipe),
         workload=_workload(config, hardware.device.name, learn),
         settings=_settings(config),

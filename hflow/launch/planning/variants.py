@@ -199,8 +199,7 @@ def _sized(
     plan, plans[cluster] = compiled.plan, compiled
     figures = plan_figures(plan)
     if figures.seconds_per_step is None:
-        missing = plan.forecast.missing if plan.forecast else ()
-        return SizedCluster(cluster, num_devices, figures, False, refusal="; ".join(missing))
+        return SizedCluster(cluster, num_devices, figures, False, refusal="; ".join(plan.forecast.missing))
     reaches, can_run = target.is_reached(figures), not plan.unrunnable
     return SizedCluster(cluster, num_devices, figures, reaches, _placement(plan), can_run=can_run)
 

@@ -44,7 +44,7 @@ def leaves_waiting_out(plan: Plan) -> bool:
     takes as long as its longest response.
     """
     stream = plan.schedule.streams[0]
-    lengths = dict(plan.forecast.workload).get(stream.name) if plan.forecast else None
+    lengths = dict(plan.forecast.workload).get(stream.name)
     settings = plan.schedule.settings
     if not stream.models or not settings.runs_ahead or lengths is None:
         return False
@@ -57,8 +57,8 @@ def step_seconds(plan: Plan) -> tuple[float | None, bool]:
     Where the period leaves out waiting for late responses, they are what the state machine takes, if the plan
     was simulated.
     """
-    period = plan.forecast.period if plan.forecast is not None else None
-    if plan.forecast is None or period is None or not period.seconds:
+    period = plan.forecast.period
+    if period is None or not period.seconds:
         return None, False
     if period.simulated is not None:
         return max(period.seconds, period.simulated), False
@@ -70,11 +70,10 @@ def plan_figures(plan: Plan) -> PlanFigures:
     forecast, cluster, stream = plan.forecast, plan.cluster, plan.schedule.streams[0]
     seconds, is_lower_bound = step_seconds(plan)
     num_steps, num_samples = plan.schedule.num_steps, (stream.batch or 0) * stream.group_size
-    price = plan.hardware.device.dollars_per_hour if plan.hardware is not None else None
+    price = plan.hardware.device.dollars_per_hour
     per_hour = None if price is None else price * cluster.num_devices
     per_step = None if per_hour is None or seconds is None else per_hour * seconds / SECONDS_PER_HOUR
-    is_known = forecast is not None and not unknown_models(plan)
-    peaks = [phase.total for phase in forecast.memory] if forecast is not None and is_known else []
+    peaks = [] if unknown_models(plan) else [phase.total for phase in forecast.memory]
     return PlanFigures(
         cluster=cluster.name,
         num_devices=cluster.num_devices,
@@ -87,5 +86,5 @@ def plan_figures(plan: Plan) -> PlanFigures:
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,
         is_lower_bound=is_lower_bound,
-        missing=() if forecast is None else forecast.missing,
+        missing=forecast.missing,
     )

@@ -119,6 +119,7 @@ def plan_structure(
         recipe=graph.name,
         graph=graph,
         cluster=request.cluster,
+        hardware=request.hardware,
         groups=placed.groups,
         replicas=replicas,
         placements=placements,

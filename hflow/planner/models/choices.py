@@ -1,9 +1,7 @@
-"""The engine and the kernels of a replica where nothing is configured, with the reason for the choice.
+"""The engine and kernels of a replica where nothing is configured, and the meaning of `deterministic=true`.
 
-What `deterministic=true` means for a plan: environment variables of workers, and what it does not cover.
-
-Two runs of such a plan with the same versions are equal bit for bit, as far as libraries allow. Workers also
-turn on torch's deterministic algorithms (`hflow.workers.torch_determinism`).
+Two runs of a deterministic plan with the same versions are equal bit for bit, as far as libraries allow.
+Workers also turn on torch's deterministic algorithms (`hflow.workers.torch_determinism`).
 """
 
 from __future__ import annotations

@@ -246,12 +246,12 @@ class Limit:
 class Forecast:
     """All estimates of one plan."""
 
-    workload: tuple[tuple[str, Workload], ...]
+    workload: tuple[tuple[str, Workload], ...] = ()
     """Root stream -> lengths of its samples."""
-    memory: tuple[PhaseMemory, ...]
-    times: tuple[NodeTime, ...]
-    period: Period | None
-    traffic: tuple[EdgeTraffic, ...]
+    memory: tuple[PhaseMemory, ...] = ()
+    times: tuple[NodeTime, ...] = ()
+    period: Period | None = None
+    traffic: tuple[EdgeTraffic, ...] = ()
     missing: tuple[str, ...] = ()
     """The figures that could not be estimated, with the reason, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()
@@ -265,7 +265,10 @@ class Forecast:
     host: tuple[HostMemory, ...] = ()
     """The items in the memory of machines; empty on CPUs, where it is the memory of the devices."""
 
-    def peak(self, device: int) -> PhaseMemory | None:
-        """Return the phase in which a device holds most; None for a device without phases."""
-        phases = [phase for phase in self.memory if device in phase.devices]
-        return max(phases, key=lambda phase: phase.total, default=None)
+    def peaks(self) -> dict[int, PhaseMemory]:
+        """Return the phase in which each device holds most; devices without phases are left out."""
+        fullest: dict[int, PhaseMemory] = {}
+        for phase in sorted(self.memory, key=lambda phase: -phase.total):
+            for device in phase.devices:
+                fullest.setdefault(device, phase)
+        return fullest

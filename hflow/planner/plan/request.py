@@ -1,7 +1,4 @@
-"""`PlanRequest`: the input of `compile_plan` besides the graph.
-
-The sample lengths that a plan assumes for each root stream.
-"""
+"""`PlanRequest`: the input of `compile_plan` besides the graph; and the sample lengths that it assumes."""
 
 from __future__ import annotations
 
@@ -28,6 +25,8 @@ class PlanRequest:
     """
 
     cluster: ClusterSpec
+    hardware: Hardware
+    """Figures of the cluster's devices and links."""
     batch: int
     """Groups (prompts) per step."""
     num_steps: int
@@ -56,8 +55,6 @@ class PlanRequest:
     """Keys of the configuration that the user left at their defaults and the planner may set: `placement`,
     `schedule.max_concurrent`, `models.NAME.tokens_per_microbatch` and so on. Layouts that are None are free
     in any case."""
-    hardware: Hardware | None = None
-    """Figures of devices and links; None: no forecast."""
     larger_devices: tuple[Device, ...] = ()
     """Other devices of the same type with more memory, in this order: what to use if nothing fits."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

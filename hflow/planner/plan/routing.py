@@ -1,9 +1,8 @@
-"""The routing table of a plan: the worker that each key stands for.
+"""The routing table of a plan, and the workers whose process can be replaced while the run continues.
 
-There are three kinds of keys: a model shard, the data shard `__data{i}__` (dp-head i of the source node), and
-the worker's own index. Several keys may stand for one worker.
-
-The workers of a plan whose process can be replaced while the run continues.
+The table names the worker that each key stands for. There are three kinds of keys: a model shard, the data
+shard `__data{i}__` (dp-head i of the source node), and the worker's own index. Several keys may stand for one
+worker.
 """
 
 from __future__ import annotations

@@ -345,10 +345,10 @@ class Plan:
     unrunnable: tuple[str, ...] = ()
     """Reasons why the plan cannot run, each with a fix; empty if nothing in the plan prevents it. Not part of
     the digest."""
-    hardware: Hardware | None = None
+    hardware: Hardware = field(kw_only=True)
     """Figures that the forecast uses. Not part of the digest, as no decision of a run depends on them."""
-    forecast: Forecast | None = None
-    """Estimates of bytes and seconds. Not part of the digest."""
+    forecast: Forecast = field(default_factory=Forecast)
+    """Estimates of bytes and seconds; empty until they are made. Not part of the digest."""
     digest: str = ""
 
     def replica(self, name: str) -> Replica:

@@ -68,22 +68,19 @@ def search(
     Raises:
         PlanError: if nothing fits; the message names the nearest change that does.
     """
-    assert request.hardware is not None, "a search needs figures of the hardware"
-    problem = SearchProblem(graph, request, request.hardware)
+    problem = SearchProblem(graph, request)
     check_known(problem)
     evaluator = Evaluator(problem)
     simulates = simulate is not None and is_estimate(problem)
     found = explore(evaluator, budget, keeps_alternatives=simulates)
     warnings: tuple[str, ...] = ()
     if not found.best and not problem.divides_sequences:
-        problem = SearchProblem(graph, request, request.hardware, divides_sequences=True)
+        problem = SearchProblem(graph, request, divides_sequences=True)
         evaluator = Evaluator(problem)
         found = explore(evaluator, budget, keeps_alternatives=simulates)
     if not found.best:
         refusal = no_fit(graph, request)
-        problem = SearchProblem(
-            graph, request, request.hardware, allows_planned_only=True, divides_sequences=True
-        )
+        problem = SearchProblem(graph, request, allows_planned_only=True, divides_sequences=True)
         evaluator = Evaluator(problem)
         if refusal.is_too_large:
             found = explore(evaluator, budget, keeps_alternatives=simulates)
@@ -135,18 +132,17 @@ def decide_layouts(
 ) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
     """Return a request with the layouts that the user left open, and the reason for each.
 
-    Where no layout fits or nothing is known of the hardware, they stay open: `compile_plan` then takes data
-    ranks alone, and refuses what does not fit. The same request is returned where nothing is decided.
+    Where no layout fits, they stay open: `compile_plan` then takes data ranks alone, and refuses what
+    does not fit. The same request is returned where nothing is decided.
 
     Args:
         graph: a checked graph.
         request: a request whose placement is resolved.
         structure: the plan of the request, with data ranks alone where layouts are open.
     """
-    is_open = any(_is_open(replica, request) for replica in structure.replicas)
-    if request.hardware is None or not is_open:
+    if not any(_is_open(replica, request) for replica in structure.replicas):
         return request, ()
-    evaluator = Evaluator(SearchProblem(graph, request, request.hardware, structure=structure))
+    evaluator = Evaluator(SearchProblem(graph, request, structure=structure))
     ranked = explore(evaluator).ranked()
     if not ranked:
         return request, ()
@@ -157,9 +153,7 @@ def decide_layouts(
 def chosen_layouts(graph: Graph, request: PlanRequest) -> frozenset[str]:
     """Return the replicas whose layout a search chooses."""
     names = {f"{model}@{role}" for model, role in replica_roles(graph)}
-    if request.hardware is None:
-        return frozenset()
-    return frozenset(names - SearchProblem(graph, request, request.hardware).layouts.keys())
+    return frozenset(names - SearchProblem(graph, request).layouts.keys())
 
 
 def free_settings(models: Iterable[str]) -> frozenset[str]:

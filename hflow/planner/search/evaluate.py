@@ -349,7 +349,7 @@ class Evaluator:
         route = weight_route(trainer, engine, request, with_bytes)
         plan = replace(problem.base, cluster=problem.cluster, replicas=(trainer, engine), weights=(route,))
         stream = self.table.events.stream.name
-        costs = Costs(plan, request, problem.hardware, problem.workloads[stream], ())
+        costs = Costs(plan, request, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
         seconds = {
             gen.name: sum(part.seconds for part in loading or ()),

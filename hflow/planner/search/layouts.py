@@ -1,7 +1,4 @@
-"""How groups of replicas divide devices: the sizes to try, and the devices of each group.
-
-`layouts_for`: the layouts with which a replica can use some devices.
-"""
+"""How groups of replicas divide devices, and the layouts with which a replica can use its devices."""
 
 from __future__ import annotations
 

@@ -84,9 +84,8 @@ class Basis:
     def _fastest(
         self, request: PlanRequest, budget: int, margin: float = MEMORY_MARGIN
     ) -> tuple[Choice, float] | None:
-        assert request.hardware is not None
         try:
-            evaluator = Evaluator(SearchProblem(self.graph, request, request.hardware, margin=margin))
+            evaluator = Evaluator(SearchProblem(self.graph, request, margin=margin))
             ranked = explore(evaluator, budget).ranked()
         except PlanError:
             return None
@@ -104,7 +103,7 @@ def throttles(
         is_placed: whether the user has placed the replicas, so that another placement may be better.
         can_run: whether the plan runs. Then only what runs as well is named.
     """
-    if basis.request.hardware is None or forecast.missing or forecast.period is None:
+    if forecast.missing or forecast.period is None:
         return ()
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:

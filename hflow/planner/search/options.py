@@ -137,7 +137,7 @@ class OptionTable:
         )
         plan = replace(base, replicas=tuple(option.replica for option, _ in chosen), engines=engines)
         workload = self._problem.workloads[self.events.stream.name]
-        return Costs(plan, request, self._problem.hardware, workload, ()).pace()
+        return Costs(plan, request, workload, ()).pace()
 
     def beside_engines(self, seconds: float) -> float:
         """Return a batch's seconds besides those of its engines."""
@@ -336,7 +336,7 @@ class OptionTable:
         request = self._problem.request
         request = replace(request, schedule=replace(request.schedule, max_concurrent=self.in_flight))
         workload = self._problem.workloads[self.events.stream.name]
-        return Costs(replace(plan, engines=()), request, self._problem.hardware, workload, traffic)
+        return Costs(replace(plan, engines=()), request, workload, traffic)
 
     def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
         """Return the imbalance of each node of a replica, without the bytes that its inputs move."""

@@ -27,7 +27,6 @@ from hflow.planner.make.replicas import (
 )
 from hflow.planner.make.structure import plan_structure
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.rows import DeviceGroup, Plan, Replica
@@ -73,7 +72,6 @@ class SearchProblem:
         self,
         graph: Graph,
         request: PlanRequest,
-        hardware: Hardware,
         *,
         margin: float = MEMORY_MARGIN,
         structure: Plan | None = None,
@@ -85,7 +83,6 @@ class SearchProblem:
         Args:
             graph: a checked graph.
             request: a request with something free.
-            hardware: figures of the devices.
             margin: share of a device's memory that a plan leaves free.
             structure: the request's plan, where its placement is given and the plan is known.
             allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
@@ -95,7 +92,7 @@ class SearchProblem:
             PlanError: if groups contradict each other, the cluster or the models.
         """
         self.graph = graph
-        self.hardware = hardware
+        self.hardware = request.hardware
         self.margin = margin
         self.allows_planned_only = allows_planned_only
         self.layouts: dict[str, Layout] = {}

@@ -249,7 +249,6 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
     *_, largest = _anywhere_attempts(graph, request)
     if cause := _cause(graph, largest.request):
         text += f": {cause}"
-    assert request.hardware is not None
     for device in request.larger_devices:
         name = f"{device.name}-{request.cluster.num_nodes}x{request.cluster.devices_per_node}"
         other = replace(
@@ -269,9 +268,8 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
 
 def _cause(graph: Graph, request: PlanRequest) -> str | None:
     """Return the replica that does not even fit alone, with the reason."""
-    assert request.hardware is not None
     try:
-        evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+        evaluator = Evaluator(SearchProblem(graph, request))
     except PlanError:
         return None
     name, problem = too_large(evaluator), evaluator.problem
@@ -326,9 +324,8 @@ def _anywhere_attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
 
 def _search(graph: Graph, request: PlanRequest) -> Found | None:
     """Return the best plan of a request, or None if none fits."""
-    assert request.hardware is not None
     try:
-        evaluator = Evaluator(SearchProblem(graph, request, request.hardware))
+        evaluator = Evaluator(SearchProblem(graph, request))
         ranked = explore(evaluator, REMEDY_BUDGET).ranked()
     except PlanError:
         return None

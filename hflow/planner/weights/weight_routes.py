@@ -198,8 +198,6 @@ def _obstacle(route: WeightRoute, src: Replica, gen: Replica, request: PlanReque
 
 def store_bytes(request: PlanRequest) -> float | None:
     """Return the bytes of a machine's object store; None if the memory of the machine is not known."""
-    if request.hardware is None:
-        return None
     device = request.hardware.device
     size = device.memory_bytes if device.type == "cpu" else device.host_memory_bytes
     return (

@@ -12,11 +12,11 @@ from rich.text import Text
 from hflow.base.text import TIMES, format_bytes, format_count, format_seconds, format_share
 from hflow.planner.diff import Change
 from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures
+from hflow.report.content import TableView
 from hflow.report.text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
     from hflow.launch.planning.variants import Changed, SizedCluster, Sizes, WhatIf
-    from hflow.report.html.plan.tables import Table
 
 UNKNOWN = "-"
 MOST_CHANGES = 3
@@ -198,11 +198,9 @@ def size_lines(found: Sizes) -> Iterator[str]:
         yield f"no plan on {names}{which}: {last.refusal}"
 
 
-def size_table(found: Sizes) -> Table:
+def size_table(found: Sizes) -> TableView:
     """Return the same as a table of the page."""
-    from hflow.report.html.plan.tables import Table  # only a page needs its templates
-
     rows = tuple((row.cluster, *size_cells(row)) for row in found.rows)
     numbers = tuple(range(1, len(SIZE_HEADINGS) + 1))
     title, note = " ".join(size_lines(found)), " ".join(_size_notes(found))
-    return Table(title, ("cluster", *SIZE_HEADINGS), rows, numbers, note)
+    return TableView(title, ("cluster", *SIZE_HEADINGS), rows, numbers, note)

@@ -1,10 +1,7 @@
-"""What the live panel and the plain lines show of generation beside training.
+"""What a run shows while it runs: a live panel in a terminal, plain lines elsewhere.
 
-Every number keeps its column, and every line its place, from the first step on, so that nothing jumps.
-
-What a run shows while it runs: a live panel in a terminal, plain lines elsewhere.
-
-Both receive the same rows and know nothing else about the run.
+Both receive the same rows and know nothing else about the run. Every number keeps its column, and every line
+its place, from the first step on, so that nothing jumps.
 """
 
 from __future__ import annotations

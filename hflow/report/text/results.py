@@ -1,7 +1,4 @@
-"""The output of `hflow report`: what a run reached, refused and suffered, in the terminal.
-
-The output of `hflow eval`: one row for each number that a node gave the samples of a stream.
-"""
+"""The outputs of `hflow report` (what a run reached, refused and suffered) and of `hflow eval`."""
 
 from __future__ import annotations
 

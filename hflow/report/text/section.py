@@ -1,7 +1,4 @@
-"""`Section`: one part of the report, and the styles that all parts share.
-
-What makes a step longer than necessary, as sentences: one wording for `hflow plan` and its page.
-"""
+"""`Section`: one part of the report; the styles that all parts share, and limits of a step as sentences."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from hflow.planner.plan.forecast import Limit, Remedy
 
 WIDEST = 120
 """Largest width of a report in columns; longer lines are hard to read."""
-NO_FIGURES = "the plan has no figures of its devices"
 GAP = 3
 """Space between two columns of a table."""
 

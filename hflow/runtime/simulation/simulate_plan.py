@@ -236,8 +236,6 @@ def _only(
 
 
 def _forecast_of(plan: Plan) -> Forecast:
-    if plan.forecast is None:
-        raise PlanError("the plan has no times to simulate: its devices are unknown. Set cluster.")
     unknown = [line.partition(":")[0] for line in plan.forecast.missing]
     if unknown:
         raise PlanError(

@@ -31,13 +31,11 @@ def node_times(
 
     Args:
         plan: a plan in which everything has its devices.
-        request: the request that the plan was compiled from. Without hardware there are no estimates.
+        request: the request that the plan was compiled from.
         workload: root stream -> lengths of its samples.
         traffic: bytes that the inputs of nodes move.
     """
     costs = _make_costs(plan, request, workload, traffic)
-    if costs is None:
-        return ()
     stream = plan.schedule.streams[0]
     rows = (stream.source, costs.source()), *_nodes(plan, costs)
     return tuple(node_time(name, parts) for name, parts in rows if parts is not None)
@@ -47,17 +45,14 @@ def generation_pace(
     plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
 ) -> Pace | None:
     """Estimate how fast the engines of the trained stream generate. Arguments as for `node_times`."""
-    costs = _make_costs(plan, request, workload, traffic)
-    return None if costs is None else costs.pace()
+    return _make_costs(plan, request, workload, traffic).pace()
 
 
 def _make_costs(
     plan: Plan, request: PlanRequest, workload: Mapping[str, Workload], traffic: Sequence[EdgeTraffic]
-) -> Costs | None:
-    if request.hardware is None:
-        return None
+) -> Costs:
     stream = plan.schedule.streams[0]
-    return Costs(plan, request, request.hardware, workload[stream.name], traffic)
+    return Costs(plan, request, workload[stream.name], traffic)
 
 
 def _nodes(plan: Plan, costs: Costs) -> Iterator[tuple[str, Parts]]:

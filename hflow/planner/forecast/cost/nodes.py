@@ -28,7 +28,7 @@ from hflow.planner.forecast.memory.offload import Use, moved_bytes
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
-from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
 from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes, shared_groups
@@ -48,13 +48,12 @@ class Costs:
         self,
         plan: Plan,
         request: PlanRequest,
-        hardware: Hardware,
         workload: Workload,
         traffic: Sequence[EdgeTraffic],
     ) -> None:
         self._plan = plan
         self._request = request
-        self._hardware = hardware
+        self._hardware = request.hardware
         self._workload = workload
         self._stream = plan.schedule.streams[0]
         self._edges = {edge.consumer: edge for edge in traffic}

@@ -48,8 +48,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
     sleep or merge adapters, and published weights, in Ray's object store or beside it. On CPUs there are no
     rows: the memory of the devices counts it all. Left out are processes and data.
     """
-    hardware = request.hardware
-    if plan.cluster.device == "cpu" or hardware is None:
+    if plan.cluster.device == "cpu":
         return ()
     context = MemoryContext(plan, request)
     machines = _published(context)
@@ -58,7 +57,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
             on_one = _items_of(context, ranks)
             for machine, num in plan.cluster.machines(tuple(devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
-    per_device = hardware.device.host_memory_bytes
+    per_device = request.hardware.device.host_memory_bytes
     capacity = None if per_device is None else per_device * plan.cluster.devices_per_node
     equal: dict[frozenset[tuple[ItemKey, int]], list[int]] = {}
     for machine, items in machines.items():

@@ -187,8 +187,7 @@ def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
 
 def _runtime(context: MemoryContext) -> int:
     """Return the bytes that the runtime of a device takes."""
-    hardware = context.request.hardware
-    return round(hardware.device.overhead_gib * GIB) if hardware else 0
+    return round(context.request.hardware.device.overhead_gib * GIB)
 
 
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:

@@ -1,9 +1,7 @@
-"""Everything that the page shows, as one value of plain texts and numbers.
+"""`render_page`: a plan as one self-contained HTML file.
 
-`render_page`: a plan as one self-contained HTML file.
-
-`view.py` decides what is shown, templates write it as HTML and SVG, and the script only reacts to the reader.
-Equal plans give equal bytes.
+`page_view` decides what is shown, as one value of plain texts and numbers; templates write it as HTML and
+SVG, and the script only reacts to the reader. Equal plans give equal bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from markupsafe import Markup
 from hflow.base.text import format_seconds
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
+from hflow.report.content import TableView
 from hflow.report.html.plan.cards import arrows
 from hflow.report.html.plan.details import (
     EdgeDetail,
@@ -32,7 +31,7 @@ from hflow.report.html.plan.devices import DevicesView, MemoryView, devices_view
 from hflow.report.html.plan.gantt import Gantt, gantt_view
 from hflow.report.html.plan.graph_view import GraphView, graph_view
 from hflow.report.html.plan.headline import Headline, headline
-from hflow.report.html.plan.tables import Table, Tables, tables
+from hflow.report.html.plan.tables import Tables, tables
 from hflow.report.text.plan.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (
@@ -97,7 +96,7 @@ class PageView:
 
 def page_view(plan: Plan) -> PageView:
     """Return the content of a plan's page; `plan.serialise.plain` makes JSON of it."""
-    times = plan.forecast.times if plan.forecast else ()
+    times = plan.forecast.times
     return PageView(
         recipe=plan.recipe,
         cluster=plan.cluster.name,
@@ -132,7 +131,7 @@ IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 """Characters that could end a script element, as JSON escapes."""
 
 
-def render_page(plan: Plan, sizes: Table | None = None) -> str:
+def render_page(plan: Plan, sizes: TableView | None = None) -> str:
     """Return the HTML page of a plan, for `hflow plan --html FILE`.
 
     Args:

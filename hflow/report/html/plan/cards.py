@@ -1,8 +1,7 @@
-"""The edges that the page draws: edges of the graph, and the node orders of device groups.
+"""The cards of the graph drawing, one for each node, and the edges between their rows.
 
-Nodes as cards: a head, then one row for everything that the node reads and returns.
-
-An edge ends at the row of its fields, so edges need no labels that could overlap.
+A card has a head, then one row for everything that the node reads and returns. An edge, of the graph or of
+the node order of a device group, ends at the row of its fields, so edges need no labels that could overlap.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ReplicaDetail:
 
 def node_details(plan: Plan) -> tuple[NodeDetail, ...]:
     """Return the details of every node of the graph."""
-    times = {row.node: row for row in plan.forecast.times} if plan.forecast else {}
+    times = {row.node: row for row in plan.forecast.times}
     return tuple(_node_detail(plan, node, times.get(node.name)) for node in plan.graph.nodes)
 
 
@@ -229,7 +229,7 @@ class EdgeDetail:
 
 def edge_details(plan: Plan, arrows: Sequence[Arrow]) -> tuple[EdgeDetail, ...]:
     """Return the details of every edge that is drawn."""
-    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    traffic = {row.consumer: row for row in plan.forecast.traffic}
     return tuple(_detail(plan, arrow, traffic.get(arrow.dst)) for arrow in arrows)
 
 

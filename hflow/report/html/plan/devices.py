@@ -1,7 +1,4 @@
-"""Memory as bars: what equal devices hold in each phase, against their capacity.
-
-The device grid: machines, their devices, the replicas on each, and how full its memory becomes.
-"""
+"""The device grid (machines, devices, the replicas on each), and memory as bars against the capacity."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class MemoryView:
 
 def memory_view(plan: Plan) -> MemoryView | None:
     """Return the bars of a plan; None if no memory is known."""
-    rows = plan.forecast.memory if plan.forecast else ()
+    rows = plan.forecast.memory
     if not rows:
         return None
     capacity = plan.cluster.memory_bytes
@@ -216,7 +213,7 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
         consumers: batch nodes whose inputs may be shown as routes.
     """
     cluster, sets = plan.cluster, Sets()
-    colours, shades, peaks = group_colours(plan), model_shades(plan), _peaks(plan)
+    colours, shades, peaks = group_colours(plan), model_shades(plan), plan.forecast.peaks()
     squares = _squares(plan, peaks)
     starts = range(0, cluster.num_devices, cluster.devices_per_node)
     return DevicesView(
@@ -239,7 +236,7 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
     )
 
 
-def _squares(plan: Plan, peaks: Mapping[int, tuple[int, str]]) -> tuple[DeviceView, ...]:
+def _squares(plan: Plan, peaks: Mapping[int, PhaseMemory]) -> tuple[DeviceView, ...]:
     colours, cluster = group_colours(plan), plan.cluster
     colour_of = {device: colours[group.name] for group in plan.groups for device in group.devices}
     names: dict[int, list[str]] = {}
@@ -250,7 +247,7 @@ def _squares(plan: Plan, peaks: Mapping[int, tuple[int, str]]) -> tuple[DeviceVi
         DeviceView(
             index=device,
             colour=colour_of.get(device, 0),
-            fill=round(min(1.0, peaks[device][0] / cluster.memory_bytes), 3) if device in peaks else 0.0,
+            fill=round(min(1.0, peaks[device].total / cluster.memory_bytes), 3) if device in peaks else 0.0,
             names=tuple(names.get(device, ())),
         )
         for device in range(cluster.num_devices)
@@ -286,18 +283,7 @@ def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
     )
 
 
-def _peaks(plan: Plan) -> dict[int, tuple[int, str]]:
-    """Return each device's largest number of bytes in any phase, and that phase."""
-    peaks: dict[int, tuple[int, str]] = {}
-    for phase in plan.forecast.memory if plan.forecast else ():
-        total = phase.total
-        for device in phase.devices:
-            if device not in peaks or total > peaks[device][0]:
-                peaks[device] = total, phase.phase
-    return peaks
-
-
-def _peak_text(plan: Plan, peak: tuple[int, str] | None) -> str:
+def _peak_text(plan: Plan, peak: PhaseMemory | None) -> str:
     if peak is None:
         return ""
-    return f"{format_bytes(peak[0])} of {format_bytes(plan.cluster.memory_bytes)} in {peak[1]}"
+    return f"{format_bytes(peak.total)} of {format_bytes(plan.cluster.memory_bytes)} in {peak.phase}"

@@ -81,11 +81,11 @@ class Gantt:
 
 def gantt_view(plan: Plan) -> Gantt | None:
     """Return the chart of a plan; None if the period is unknown."""
-    period = plan.forecast.period if plan.forecast else None
+    period = plan.forecast.period
     if period is None:
         return None
     sizes = {group.name: len(group.devices) for group in plan.groups}
-    limits = plan.forecast.limits if plan.forecast else ()
+    limits = plan.forecast.limits
     return period_gantt(period, sizes, groups_of(plan), limits)
 
 

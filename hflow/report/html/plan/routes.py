@@ -51,7 +51,7 @@ def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[Route
         consumers: batch nodes.
         sets: collects the sets of devices.
     """
-    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    traffic = {row.consumer: row for row in plan.forecast.traffic}
     data = [_data(traffic[node], sets) for node in consumers if node in traffic]
     return (*data, *(_weights(plan, route, sets) for route in plan.weights))
 

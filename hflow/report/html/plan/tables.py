@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hflow.base.text import TIMES, format_bytes, format_ranges_briefly, format_seconds, format_setting
-from hflow.planner.plan.rows import Plan, Replica, WeightRoute
-from hflow.report.formatting import format_rank_order, format_replica_size
+from hflow.base.text import TIMES, format_bytes, format_seconds, format_setting
+from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.report.content import REPLICA_COLUMNS, ROUTE_SIZE_COLUMNS, TableView, replica_row, route_sizes
+from hflow.report.formatting import format_rank_order
 from hflow.report.html.plan.details import Listing, TimeShare, route_listing, time_parts, transport_text
 from hflow.report.text.plan.weights import NOTE
-
-
-@dataclass(frozen=True)
-class Table:
-    """A plain table; columns in `right` hold numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...] = ()
-    note: str = ""
-    """What its words mean."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +35,12 @@ class RoutingTable:
 class Tables:
     """All tables."""
 
-    placements: Table | None
+    placements: TableView | None
     """What the search for a placement compared."""
-    replicas: Table
+    replicas: TableView
     times: tuple[TimeRow, ...]
-    moves: Table | None
-    weights: Table | None
+    moves: TableView | None
+    weights: TableView | None
     slices: tuple[Listing, ...]
     routing: RoutingTable
 
@@ -69,9 +58,9 @@ def tables(plan: Plan) -> Tables:
     )
 
 
-def _placements(plan: Plan) -> Table | None:
+def _placements(plan: Plan) -> TableView | None:
     """Return the candidates of the search, the chosen one first."""
-    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    candidates = plan.forecast.candidates
     rows = tuple(
         (
             format_seconds(row.seconds),
@@ -83,37 +72,24 @@ def _placements(plan: Plan) -> Table | None:
         for row in candidates
     )
     columns = ("step", "fullest device", "why", "placement", "settings")
-    return Table("Placements that were compared", columns, rows, right=(0, 1)) if rows else None
+    return TableView("Placements that were compared", columns, rows, right=(0, 1)) if rows else None
 
 
-def _replicas(plan: Plan) -> Table:
-    shapes = dict(plan.shapes)
-    return Table(
-        "Replicas",
-        ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads"),
-        tuple(
-            _replica(replica, format_replica_size(replica, shapes.get(replica.model)))
-            for replica in plan.replicas
-        ),
-        right=(1,),
-    )
-
-
-def _replica(replica: Replica, size: str) -> tuple[str, ...]:
-    ends = format_ranges_briefly(replica.workers), format_ranges_briefly(replica.heads)
-    return replica.name, size, replica.backend, str(replica.layout), ", ".join(replica.groups), *ends
+def _replicas(plan: Plan) -> TableView:
+    rows = tuple(replica_row(plan, replica) for replica in plan.replicas)
+    return TableView("Replicas", REPLICA_COLUMNS, rows, right=(1,))
 
 
 def _times(plan: Plan) -> Iterator[TimeRow]:
-    rows = plan.forecast.times if plan.forecast else ()
+    rows = plan.forecast.times
     for row in sorted(rows, key=lambda row: -row.seconds):
         yield TimeRow(row.node, format_seconds(row.seconds), row.limit, time_parts(row))
 
 
-def _moves(plan: Plan) -> Table | None:
-    if plan.forecast is None or not plan.forecast.traffic:
+def _moves(plan: Plan) -> TableView | None:
+    if not plan.forecast.traffic:
         return None
-    return Table(
+    return TableView(
         "Redistribution: bytes that a step's inputs move",
         ("node", "moves", "lower bound", "across machines", "stays", "heaviest rank", "steps"),
         tuple(
@@ -138,29 +114,16 @@ def _how(route: WeightRoute) -> str:
     return f"{route.how}; {format_rank_order(route.moved_bytes, route.saved_bytes)}"
 
 
-def _weights(plan: Plan) -> Table | None:
+def _weights(plan: Plan) -> TableView | None:
     if not plan.weights:
         return None
-    return Table(
+    return TableView(
         "Weight routes: from training to generation",
-        ("from", "to", "how", "transport", "moves", "across machines", "in place already", "rows"),
+        ("from", "to", "how", "transport", *ROUTE_SIZE_COLUMNS),
         tuple(
-            (
-                route.src,
-                route.dst,
-                _how(route),
-                transport_text(route),
-                format_bytes(route.moved_bytes) if _is_known(plan, route.model) else "unknown",
-                format_bytes(route.node_bytes) if _is_known(plan, route.model) else "unknown",
-                format_bytes(route.held_bytes) if _is_known(plan, route.model) else "unknown",
-                f"{len(route.rows):,}",
-            )
+            (route.src, route.dst, _how(route), transport_text(route), *route_sizes(route))
             for route in plan.weights
         ),
         right=(4, 5, 6, 7),
         note=NOTE,
     )
-
-
-def _is_known(plan: Plan, model: str) -> bool:
-    return model in dict(plan.shapes)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hflow.base.text import pluralize
+from hflow.report.content import TableView
 from hflow.report.html.plan.devices import NUM_COLOURS
-from hflow.report.html.plan.tables import Table
 from hflow.report.html.run.curves import CurveView, Series, curve_view
 from hflow.report.text.compare import ABSENT, NOTE, names_text, seeds_text, side_letter, spread_text
 
@@ -38,9 +38,9 @@ class ComparePageView:
     sides: tuple[SideView, ...]
     curves: tuple[CurveView, ...]
     note: str
-    values: Table
+    values: TableView
     values_note: str
-    config: Table | None
+    config: TableView | None
     """None: the configurations are equal."""
 
 
@@ -68,7 +68,7 @@ def compare_page_view(comparison: Comparison) -> ComparePageView:
         note=SEEDS_NOTE if num_runs > len(sides) else "",
         values=_values(comparison, letters),
         values_note=f"{NOTE[0].upper()}{NOTE[1:]}.",
-        config=Table(
+        config=TableView(
             "Keys that differ",
             ("key", *letters),
             tuple((key, *(value or ABSENT for value in values)) for key, values in comparison.config),
@@ -86,7 +86,7 @@ def _plot(metric: ComparedMetric) -> CurveView:
     return curve_view(metric.name, series, max(values.curve[-1][0] for _, values in reached))
 
 
-def _values(comparison: Comparison, letters: tuple[str, ...]) -> Table:
+def _values(comparison: Comparison, letters: tuple[str, ...]) -> TableView:
     """Return final and best value of each metric, with a row for each side."""
     rows = [
         (metric.name if i == 0 else "", letters[i], *_cells(values))
@@ -94,7 +94,7 @@ def _values(comparison: Comparison, letters: tuple[str, ...]) -> Table:
         for i, values in enumerate(metric.values)
     ]
     columns = ("metric", "", "final", "best", "at step")
-    return Table("Final and best values", columns, tuple(rows), right=(2, 3, 4))
+    return TableView("Final and best values", columns, tuple(rows), right=(2, 3, 4))
 
 
 def _cells(values: ReachedValues | None) -> tuple[str, str, str]:

@@ -1,7 +1,4 @@
-"""What workers did in two steps of a run, as a chart like that of the plan.
-
-Everything that the page of a run shows, as one value of plain texts and numbers.
-"""
+"""Everything that the page of a run shows, as one value of plain texts and numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.base.text import format_count, format_number, format_seconds, format_share, pluralize
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
+from hflow.report.content import TableView
 from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
-from hflow.report.html.plan.tables import Table
 from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
 
 if TYPE_CHECKING:
@@ -204,7 +201,7 @@ class RunPageView:
     """What samples can be coloured by."""
     num_samples: str
     has_texts: bool
-    refused: Table | None
+    refused: TableView | None
     faults: tuple[str, ...]
     config: tuple[tuple[str, str], ...]
     terms: tuple[tuple[str, str], ...]
@@ -323,11 +320,11 @@ def planned_seconds(report: RunReport) -> float | None:
         return None
 
 
-def _refused(report: RunReport) -> Table | None:
+def _refused(report: RunReport) -> TableView | None:
     rows = report.ledger.refused if report.ledger else ()
     if not rows:
         return None
-    return Table(
+    return TableView(
         "Refused and dropped samples",
         ("reason", "samples", "what", "node", "an error"),
         tuple((row.reason, f"{row.count:,}", row.kind, row.node, row.message) for row in rows),

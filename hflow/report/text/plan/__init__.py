@@ -67,7 +67,7 @@ class PlanReport:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         yield header(self._plan)
         sections = [make(self._plan, width) for make in SECTIONS]
-        if self._plan.forecast is not None and self._plan.forecast.candidates:
+        if self._plan.forecast.candidates:
             sections.insert(0, placements_section(self._plan, width))
         for absent, same in groupby(sections, key=lambda section: section.absent):
             if absent:
@@ -76,7 +76,7 @@ class PlanReport:
             else:
                 for section in same:
                     yield from shown(section)
-        for limit in self._plan.forecast.limits if self._plan.forecast is not None else ():
+        for limit in self._plan.forecast.limits:
             yield Text(f"\nlimit: {limit_text(limit)}", style="yellow")
         for reason in self._plan.unrunnable:
             yield Text(f"\ncannot run: {reason}", style="bold red")
@@ -97,7 +97,7 @@ _PLACEMENTS_NOTE = (
 
 def placements_section(plan: Plan, width: int) -> Section:
     """Return a row for each candidate of the search."""
-    candidates = plan.forecast.candidates if plan.forecast is not None else ()
+    candidates = plan.forecast.candidates
     rows = table(number("step"), text("placement, and why not"))
     for candidate in candidates:
         what = [Text(candidate.why, style="bold"), Text(candidate.placement)]

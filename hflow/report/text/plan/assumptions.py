@@ -13,31 +13,27 @@ from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload, expected_max
-from hflow.report.text.section import NO_FIGURES, Section
+from hflow.report.text.section import Section
 
 NOTE = "Estimates are as good as these numbers: bytes and seconds above follow from them."
 
 
 def assumptions_section(plan: Plan, width: int) -> Section:
     """Return a line for each number, and for each thing that could not be estimated."""
-    if plan.forecast is None:
-        return Section("Assumptions", absent=NO_FIGURES)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
-    for label, value in _rows(plan):
+    missing = (("not estimated", line) for line in plan.forecast.missing)
+    for label, value in (*assumption_lines(plan), *missing):
         grid.add_row(Text(label), Text(value))
     return Section("Assumptions", NOTE, (grid,))
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    assert plan.forecast is not None
+def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a label and a line for each number that estimates use."""
     for stream, lengths in plan.forecast.workload:
         yield f"lengths of {stream}", lengths_text(lengths)
-    if plan.hardware is not None:
-        yield from _hardware(plan.hardware, plan.cluster)
-    for line in plan.forecast.missing:
-        yield "not estimated", line
+    yield from _hardware(plan.hardware, plan.cluster)
 
 
 def lengths_text(lengths: Workload) -> str:

@@ -1,7 +1,4 @@
-"""The sections on data (how batch nodes' inputs are split over ranks, and what moves) and on routing.
-
-The section on samples: where they come from, and how old they may be.
-"""
+"""The sections on data (how batch nodes' inputs are split, and what moves), routing and samples."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def data_section(plan: Plan, width: int) -> Section:
     rules = [rule for rule in plan.rules if rule.fields]
     if not rules:
         return Section("Data", absent="no node reads a field of another")
-    traffic = {row.consumer: row for row in plan.forecast.traffic} if plan.forecast else {}
+    traffic = {row.consumer: row for row in plan.forecast.traffic}
     is_spread = plan.cluster.num_nodes > 1
     columns = [text("node"), text("reads, split, moves")]
     if traffic:

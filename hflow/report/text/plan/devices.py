@@ -17,7 +17,7 @@ from hflow.graph.ir import Level
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import DeviceGroup, Plan
-from hflow.report.formatting import format_replica_size
+from hflow.report.content import REPLICA_COLUMNS, replica_row
 from hflow.report.text.section import Section, add_row, dim, table, text
 
 REPLICAS_NOTE = (
@@ -33,22 +33,13 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 def replicas_section(plan: Plan, width: int) -> Section:
     """Return a row for each replica, with its letter in the device grid."""
-    names = ("", "replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
-    shown = table(*map(text, names))
-    shapes, marks, colours = dict(plan.shapes), marks_of(plan), group_colours(plan)
+    shown = table(*map(text, ("", *REPLICA_COLUMNS)))
+    marks, colours = marks_of(plan), group_colours(plan)
     for replica in plan.replicas:
-        colour = colours[replica.groups[0]]
-        add_row(
-            shown,
-            Text(marks[replica.name], f"bold {colour}"),
-            Text(replica.name, "bold"),
-            format_replica_size(replica, shapes.get(replica.model)),
-            replica.backend,
-            str(replica.layout),
-            Text(", ").join(Text(name, colours[name]) for name in replica.groups),
-            format_ranges_briefly(replica.workers),
-            format_ranges_briefly(replica.heads),
-        )
+        mark = Text(marks[replica.name], f"bold {colours[replica.groups[0]]}")
+        groups = Text(", ").join(Text(name, colours[name]) for name in replica.groups)
+        name, size, backend, layout, _, *ends = replica_row(plan, replica)
+        add_row(shown, mark, Text(name, "bold"), size, backend, layout, groups, *ends)
     layouts = [replica.layout for replica in plan.replicas]
     others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
     is_bf16 = any(replica.dtype == "bf16" and replica.role == "train" for replica in plan.replicas)
@@ -58,7 +49,7 @@ def replicas_section(plan: Plan, width: int) -> Section:
 
 def _chosen(plan: Plan) -> list[Text]:
     """Return the reasons of the layouts that the planner chose."""
-    whys = plan.forecast.layouts if plan.forecast is not None else ()
+    whys = plan.forecast.layouts
     return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
 
 

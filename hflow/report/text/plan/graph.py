@@ -1,7 +1,4 @@
-"""The section on the graph: what every node is, where it runs, and what it waits for, by stage.
-
-Graphs as text and as drawings: the output of `hflow check`, and Graphviz and Mermaid sources of a plan.
-"""
+"""The graph as text (in a plan, and as `hflow check` prints it) and as Graphviz and Mermaid sources."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rich import box
 from rich.panel import Panel
@@ -18,13 +18,10 @@ from hflow.base.text import (
     format_share,
     pluralize,
 )
-from hflow.planner.forecast.figures import step_seconds
-from hflow.planner.models.choices import determinism_line
 from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
 from hflow.planner.plan.rows import Plan
-from hflow.planner.plan.workload import expected_max
-from hflow.report.text.section import NO_FIGURES
+from hflow.report.content import Facts, choice_lines, facts
 
 MIN_SHARE = 0.01
 """Nodes with a smaller share of the critical cycle are counted, not named."""
@@ -51,64 +48,12 @@ def staleness_line(plan: Plan) -> str:
     )
 
 
-def engines_line(plan: Plan) -> str:
-    """Return the generation engines with the reasons for them, one after the other where they differ."""
-    return _choices_line((choice.replica, f"{choice.engine}: {choice.why}") for choice in plan.engines)
-
-
-def attention_line(plan: Plan) -> str:
-    """Return the attention kernels with the reasons for them, one after the other where they differ."""
-    return _choices_line((choice.replica, f"{choice.kernel}: {choice.why}") for choice in plan.attention)
-
-
-def layers_line(plan: Plan) -> str:
-    """Return the kernels of layers with the reasons for them, one after the other where they differ."""
-    return _choices_line(
-        (choice.replica, f"{' '.join(filter(None, (choice.kernels, choice.version)))}: {choice.why}")
-        for choice in plan.layers
-    )
-
-
-def _choices_line(choices: Iterable[tuple[str, str]]) -> str:
-    replicas_of: dict[str, list[str]] = {}
-    for replica, text in choices:
-        replicas_of.setdefault(text, []).append(replica)
-    if len(replicas_of) == 1:
-        return next(iter(replicas_of))
-    return "; ".join(f"{', '.join(names)} {text}" for text, names in replicas_of.items())
-
-
-def experts_line(plan: Plan) -> str:
-    """Describe the experts of trained models, and how their load is balanced; empty if there are none."""
-    trained = {replica.model for replica in plan.replicas if replica.role == "train"}
-    found = [
-        f"{model}: {shape.experts.per_token} of {shape.experts.num} for each token"
-        for model, shape in plan.shapes
-        if shape.experts is not None and model in trained
-    ]
-    if not found:
-        return ""
-    return f"{'; '.join(found)}. No loss balances them: router_aux_loss_coef of a config is not used"
-
-
-def largest_batch_line(plan: Plan) -> str:
-    """Return the number of sequences that engines' caches hold, if they do not grow; else an empty text."""
-    return "; ".join(
-        f"{pluralize(engine.largest_batch, 'sequence')} of mean length, in "
-        f"{format_bytes(engine.cache_bytes)} of KV cache of {engine.replica}"
-        for engine in plan.engines
-        if engine.largest_batch is not None and engine.cache_bytes is not None
-    )
-
-
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
     cluster, hardware = plan.cluster, plan.hardware
-    kind = f"{hardware.device.name if hardware else cluster.device} device"
+    kind = f"{hardware.device.name} device"
     devices = f"{pluralize(cluster.devices_per_node, kind)} of {format_bytes(cluster.memory_bytes)}"
     line = f"{pluralize(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
-    if hardware is None:
-        return line
     used = [
         f"{link.name} {format_count(link.gb_per_s)} GB/s {where}"
         for link, where in used_links(cluster, hardware)
@@ -124,14 +69,8 @@ def _bound(cluster: ClusterSpec) -> str:
     return ", bound to cores " + " | ".join(format_ranges(tuple(cores)) for cores in bound)
 
 
-def peak_phase(plan: Plan) -> PhaseMemory | None:
-    """Return the phase in which some devices hold most; None if no memory is known."""
-    rows = plan.forecast.memory if plan.forecast else ()
-    return max(rows, key=lambda row: row.total, default=None)
-
-
 def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
-    schedule = plan.schedule
+    schedule, found = plan.schedule, facts(plan)
     yield "cluster", Text(cluster_line(plan))
     yield (
         "run",
@@ -141,23 +80,13 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Text]]:
         ),
     )
     yield "digest", Text(plan.digest)
-    if plan.engines:
-        yield "engine", Text(engines_line(plan))
-    if plan.attention:
-        yield "attention", Text(attention_line(plan))
-    if plan.layers:
-        yield "layers", Text(layers_line(plan))
-    if experts := experts_line(plan):
-        yield "experts", Text(experts)
-    if batch := largest_batch_line(plan):
-        yield "largest batch", Text(batch)
-    if determinism := determinism_line(plan):
-        yield "deterministic", Text(determinism)
+    for label, line in choice_lines(plan):
+        yield label, Text(line)
     if plan.unrunnable:
         count = pluralize(len(plan.unrunnable), "reason")
         yield "runs", Text.assemble(("no", "bold red"), f": {count}, at the end of this report")
-    yield "fits", _fits(plan)
-    yield from _speed(plan)
+    yield "fits", _fits(plan, found.peak)
+    yield from _speed(plan, found)
     yield "staleness", Text(staleness_line(plan))
 
 
@@ -167,8 +96,7 @@ def _batch(plan: Plan) -> str:
     return f"{size} x {pluralize(stream.group_size, 'sample')}" if stream.group_size > 1 else size
 
 
-def _fits(plan: Plan) -> Text:
-    peak = peak_phase(plan)
+def _fits(plan: Plan, peak: PhaseMemory | None) -> Text:
     if peak is None:
         return Text("unknown: no memory is estimated", style="yellow")
     capacity = plan.cluster.memory_bytes
@@ -176,7 +104,7 @@ def _fits(plan: Plan) -> Text:
     size = f"{format_bytes(peak.total)} of {format_bytes(capacity)} ({format_share(peak.total / capacity)})"
     if peak.total > capacity:
         return Text.assemble(("no", "bold red"), f": {size} needed {where}")
-    if plan.forecast is not None and plan.forecast.missing:
+    if plan.forecast.missing:
         return Text.assemble(("partly known", "yellow"), f": what is known takes {size} at most, {where}")
     return Text.assemble(("yes", "bold green"), f": at most {size}, {where}")
 
@@ -187,34 +115,20 @@ def _devices(cluster: ClusterSpec, devices: tuple[int, ...]) -> str:
     return f"device{'s' if len(devices) > 1 else ''} {format_ranges_briefly(devices)}"
 
 
-def _speed(plan: Plan) -> Iterator[tuple[str, Text]]:
-    period = plan.forecast.period if plan.forecast else None
-    if period is None or not period.seconds:
-        unknown = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
-        why = NO_FIGURES if plan.forecast is None else unknown
+def _speed(plan: Plan, found: Facts) -> Iterator[tuple[str, Text]]:
+    period, seconds = plan.forecast.period, found.seconds
+    if period is None or seconds is None:
+        why = "the seconds of some nodes are not known" if plan.graph.learns else "nothing is learned"
         yield "period", Text(f"unknown: {why}", style="yellow")
         return
-    seconds, is_lower_bound = step_seconds(plan)
-    assert seconds is not None, "the plan has a period"
     note = ""
-    if is_lower_bound:
+    if found.is_lower_bound:
         note = "; a lower bound, `hflow simulate` also counts waiting for late responses"
     elif format_seconds(seconds) != format_seconds(period.seconds):
         note = f", with waiting for late responses; without it {format_seconds(period.seconds)}"
-    rate = f" a step: {_rate(plan, seconds)}{note}"
+    rate = f" a step: {', '.join(found.rates)}{note}"
     yield "period", Text.assemble((format_seconds(seconds), "bold"), rate)
     yield "bound by", Text(cycle_line(plan, period.cycle))
-
-
-def _rate(plan: Plan, seconds: float) -> str:
-    assert plan.forecast is not None
-    stream, lengths = plan.schedule.streams[0], dict(plan.forecast.workload)
-    per_second = (stream.batch or 0) * stream.group_size / seconds
-    rate = f"{format_count(per_second)} samples/s"
-    if stream.name not in lengths:
-        return rate
-    tokens = lengths[stream.name].prompt + expected_max(lengths[stream.name], 1)
-    return f"{rate}, {format_count(per_second * tokens)} tokens/s"
 
 
 def cycle_line(plan: Plan, cycle: tuple[CycleStep, ...]) -> str:

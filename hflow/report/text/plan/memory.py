@@ -1,7 +1,4 @@
-"""Classes of devices with equal memory, as reports show them.
-
-The section on memory: for each class of equal devices, a bar per phase against the capacity.
-"""
+"""The section on memory: for each class of equal devices, a bar per phase against the capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.traits import traits
-from hflow.report.text.section import GAP, NO_FIGURES, Section, dim, number, table, text
+from hflow.report.text.section import GAP, Section, dim, number, table, text
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,6 @@ NOTE = (
 
 def memory_section(plan: Plan, width: int) -> Section:
     """Return the fullest class of each group in full, if there is room, and one line per other class."""
-    if plan.forecast is None:
-        return Section("Memory", absent=NO_FIGURES)
     if not plan.forecast.memory:
         return Section("Memory", absent="the sizes of the models are not known")
     capacity = plan.cluster.memory_bytes

@@ -1,8 +1,6 @@
-"""The steady state as a chart in text: one lane per device group, time from left to right.
+"""The sections on time: seconds of each node, and the period with its critical cycle and a chart.
 
-The chart is periodic: a bar that leaves at the right continues at the left.
-
-The sections on time: seconds of each node, and the period with its critical cycle.
+The chart has one lane per device group. It is periodic: a bar that leaves at the right continues at the left.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from hflow.planner.plan.forecast import NodeTime, Period, Slot
 from hflow.planner.plan.rows import Plan, ScheduledNode
 from hflow.report.text.plan.graph import cadence
 from hflow.report.text.plan.header import step_name
-from hflow.report.text.section import NO_FIGURES, Section, add_row, dim, number, table, text
+from hflow.report.text.section import Section, add_row, dim, number, table, text
 
 NUM_LABEL_LINES = 2
 MIN_LABEL_WIDTH = 4
@@ -197,8 +195,6 @@ TIME_NOTE = (
 
 def times_section(plan: Plan, width: int) -> Section:
     """Return a row for each node in the order of execution; of very many, the slowest."""
-    if plan.forecast is None:
-        return Section("Time", absent=NO_FIGURES)
     if not plan.forecast.times:
         return Section("Time", absent="the seconds of no node are known")
     shown = table(text("node"), text("per"), number("seconds"), text("of which"), text("limited by"))
@@ -241,8 +237,6 @@ PERIOD_NOTE = (
 
 def period_section(plan: Plan, width: int) -> Section:
     """Return the critical cycle, a chart and idle shares."""
-    if plan.forecast is None:
-        return Section("Period", absent=NO_FIGURES)
     period = plan.forecast.period
     if period is None:
         return Section("Period", absent="the seconds of some nodes are not known")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hflow.base.text import format_bytes, format_ranges_briefly
+from hflow.base.text import format_ranges_briefly
 from hflow.planner.plan.rows import Plan, Replica, WeightRoute
+from hflow.report.content import ROUTE_SIZE_COLUMNS, route_sizes
 from hflow.report.formatting import format_rank_order
 from hflow.report.text.section import Section, add_row, dim, lines, number, table, text
 
@@ -24,11 +25,11 @@ def weights_section(plan: Plan, width: int) -> Section:
     is_sized = any(route.rows or route.moved_bytes or route.held_bytes for route in plan.weights)
     columns = [text("from → to"), text("how")]
     if is_sized:
-        columns += [number("rows"), number("moved"), number("between machines"), number("in place")]
+        columns += map(number, ROUTE_SIZE_COLUMNS)
     shown = table(*columns)
     for route in plan.weights:
         ends = lines((_end(plan.replica(route.src)), Text("→ ") + _end(plan.replica(route.dst))))
-        add_row(shown, ends, _way(route), *(_bytes(route) if is_sized else ()))
+        add_row(shown, ends, _way(route), *(route_sizes(route) if is_sized else ()))
     return Section("Weights", NOTE, (shown,))
 
 
@@ -47,10 +48,3 @@ def _end(replica: Replica) -> Text:
     return Text.assemble(
         (replica.name, "bold"), f" {replica.layout} on {format_ranges_briefly(replica.workers)}"
     )
-
-
-def _bytes(route: WeightRoute) -> tuple[str, ...]:
-    if not (route.rows or route.moved_bytes or route.held_bytes):
-        return "?", "?", "?", "?"
-    sizes = (route.moved_bytes, route.node_bytes, route.held_bytes)
-    return f"{len(route.rows):,}", *map(format_bytes, sizes)
