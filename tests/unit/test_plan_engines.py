@@ -76,7 +76,7 @@ def test_vllm_is_the_default_on_cuda_where_it_can_serve_the_model():
 def test_the_plan_prints_engine_and_reason_everywhere():
     compiled = compile_recipe(GRPO)
     assert "engine embedded: the cluster is cpu" in shown(compiled)
-    assert "Generation engine: embedded: the cluster is cpu." in render_page(compiled.plan)
+    assert "Engine: embedded: the cluster is cpu." in render_page(compiled.plan)
     (row,) = json.loads(plan_file_text(compiled))["plan"]["engines"]
     assert row == {
         "replica": "actor@gen",
