@@ -8,7 +8,7 @@ critic at the start of the step, whatever weights generated the tokens. Expect t
 `recipes/ppo.py`.
 """
 
-from hflow import Dataset, Model, Recipe, Text, nodes, rewards, use
+from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
@@ -17,12 +17,17 @@ critic = Model("critic", head="value", trainable=True, init_from=actor)
 ref = Model("ref", init_from=actor)
 
 
+@compute(per="sample", timeout=5.0, returns="reward")
+def score(completion: str, answer: str, stop_reason: str) -> float:
+    return float(stop_reason == "stop" and completion.strip() == answer.strip())
+
+
 recipe = Recipe(
     "ppo_async",
     data,
     [
         use(nodes.actor_gen, actor),
-        use(rewards.exact, name="score", returns="reward"),
+        score,
         use(nodes.ref_inf, ref),
         use(nodes.critic_inf, critic),
         use(nodes.kl_reward, beta=0.05),
@@ -30,6 +35,6 @@ recipe = Recipe(
         use(nodes.critic_train, critic, minibatches=2, epochs=4),
         use(nodes.actor_train, actor, minibatches=2, prox="recompute", after=10),
         use(nodes.actor_gen, actor, name="eval_gen", data=heldout, every=20, temperature=0.0),
-        use(rewards.exact, name="accuracy", on="eval_gen", returns="accuracy"),
+        use(score, name="accuracy", on="eval_gen", returns="accuracy"),
     ],
 )

@@ -217,6 +217,9 @@ def test_a_checkpoint_of_an_earlier_version_continues(of_format_1: RunDirectory)
 
 
 BONUS = """
+from hflow import compute
+
+
 @compute(per="sample", returns="bonus")
 def bonus(completion: str) -> float:
     return 1.0
@@ -228,7 +231,8 @@ recipe = Recipe("""
 @pytest.mark.parametrize("change", ["added", "removed", "other field"])
 def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, change: str):
     plain = (ROOT / "recipes/grpo_async.py").read_text()
-    bonus = plain.replace("\nrecipe = Recipe(", BONUS).replace("  score,\n", "  score,\n        bonus,\n", 1)
+    score = 'name="score", returns="reward"),\n'
+    bonus = plain.replace("\nrecipe = Recipe(", BONUS).replace(score, f"{score}        bonus,\n", 1)
     points = plain.replace('returns="reward"', 'returns="points"')
     points = points.replace(" nodes.group_adv", ' use(nodes.group_advantage, reads={"reward": "points"}), #')
     before, after, field = {
