@@ -1,9 +1,9 @@
-"""Recognizes secrets: values of variables such as `OPENAI_API_KEY`, and keys of known services.
-
-The exceptions that hflow raises for its users.
+"""The exceptions that hflow raises for its users, and the secrets that their messages must not show.
 
 All of them are subclasses of `HflowError` and of a standard exception, so that other code can catch either.
 Every message says what to change. `assert` is for bugs in hflow itself.
+
+Secrets are values of variables such as `OPENAI_API_KEY`, and keys of known services.
 """
 
 from __future__ import annotations

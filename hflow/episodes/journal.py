@@ -43,7 +43,7 @@ class JournalEntry:
     """What was requested, to compare with when the episode is replayed."""
     outcome: Any = None
     """For a completion a `GenerationResult`; for a call its result and whether it failed; for an environment
-    None; else a number."""
+    its way of replay, or None if its calls are made again; else a number."""
     is_done: bool = True
     """False where the episode stopped during the effect; a completion may have some tokens then."""
 
@@ -133,9 +133,7 @@ class JournalRecorder:
 
 def can_replay(journal: Journal) -> bool:
     """Return whether no environment of the episode is one that is never replayed."""
-    return all(
-        entry.request.get("replay") != "never" for entry in journal.entries if entry.kind == "environment"
-    )
+    return not any(entry.kind == "environment" and entry.outcome == "never" for entry in journal.entries)
 
 
 def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:

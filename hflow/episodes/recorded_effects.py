@@ -19,7 +19,7 @@ from hflow.episodes.journal import Journal, JournalRecorder, can_replay, complet
 from hflow.processes.error_location import error_line
 from hflow.sandboxes.providers import SandboxProvider
 from hflow.types import EpisodeState
-from hflow.types.engine import Replay, environment_number, replay_of
+from hflow.types.engine import environment_number, replay_of
 from hflow.types.sandbox import ToolFailed, sandbox_of
 
 Function = Callable[..., Any]
@@ -52,8 +52,6 @@ class RecordedEffects:
         self._sandboxes = sandboxes
         self._recorder = JournalRecorder(journal if journal is None or can_replay(journal) else None)
         self._environments: list[Any] = []
-        self._replays: list[Replay] = []
-        """The way of replay of each environment."""
         self._environment_locks: list[asyncio.Lock] = []
         """One lock for each environment: its calls are made one after the other, as they begin."""
         self._offered: set[Function] = set()
@@ -130,7 +128,7 @@ class RecordedEffects:
         if number is not None:
             request["environment"] = number
         index, entry = self._recorder.begin("call", model, request)
-        is_again = number is not None and self._replays[number] == "again"
+        is_again = number is not None and replay_of(self._environments[number]) == "again"
         if entry.is_done and not is_again:
             outcome = entry.outcome
         else:
@@ -161,17 +159,14 @@ class RecordedEffects:
             "environment": name,
             "arguments": json_value(arguments, f"the arguments of {name}"),
         }
-        replay = replay_of(kind)
-        if replay != "again":
-            request["replay"] = replay
         index, entry = self._recorder.begin("environment", model, request)
         with self.status.during(EpisodeState.PROCESSING_TOOLS):
             environment = await _call_function(kind, arguments)
-        if not entry.is_done:
-            self._recorder.record(index, None)
         self._environments.append(environment)
-        self._replays.append(replay)
         self._environment_locks.append(asyncio.Lock())
+        replay = replay_of(environment)
+        if not entry.is_done:
+            self._recorder.record(index, None if replay == "again" else replay)
         return environment
 
     async def close_environments(self) -> None:

@@ -38,25 +38,25 @@ def find_sampling_problem(
 
 
 Replay = Literal["again", "recorded", "never"]
-"""What happens to the calls of an environment when its episode is replayed, as its class says in `replay`:
+"""Treatment of an environment's calls when its episode is replayed, as its attribute `replay` says:
 
-- `again`, if it says nothing: it is created again, and its recorded calls are made again, which restores its
-  state. Their results must be those that were recorded.
-- `recorded`: it is created again, and recorded calls return what was recorded. For an object without a state
-  that calls change, such as a client of a search engine.
+- `again`, if it has none: it is created again, and its recorded calls are made again, which restores its
+  state. Their results must equal the recorded ones.
+- `recorded`: it is created again, and recorded calls return their recorded results. For an object without a
+  state that calls change, such as a client of a search engine.
 - `never`: the episode begins again, without its journal. For what can neither be repeated nor continued.
 """
 
 
-def replay_of(kind: Callable[..., Any]) -> Replay:
-    """Return the way in which environments of a class are replayed.
+def replay_of(environment: object) -> Replay:
+    """Return the way in which an environment is replayed.
 
     Raises:
         RecipeError: if its `replay` is none of the ways.
     """
-    replay: Any = getattr(kind, "replay", "again")
+    replay: Any = getattr(environment, "replay", "again")
     if replay not in get_args(Replay):
-        name = getattr(kind, "__name__", type(kind).__name__)
+        name = type(environment).__name__
         raise RecipeError(f"{name}.replay is {replay!r}; it must be one of {', '.join(get_args(Replay))}")
     return cast(Replay, replay)
 

@@ -16,9 +16,9 @@ class Ended:
     """How a command ended.
 
     Attributes:
-        code: its exit code
-        output: its standard output
-        errors: its standard error
+        code: the exit code
+        output: the standard output
+        errors: the standard error
     """
 
     code: int

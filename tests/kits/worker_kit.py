@@ -57,7 +57,7 @@ async def collect(workers: Workers, worker: int, count: int) -> list[WorkerEvent
 
 
 def driver_of(workers: InprocWorkers, replica: str = "actor@gen") -> EngineDriver:
-    """Return what runs the engine of a replica."""
+    """Return the driver of a replica's engine."""
     return workers._worker._engines._drivers[replica]
 
 

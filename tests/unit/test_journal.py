@@ -237,7 +237,7 @@ class Machine(Search):
     replay = "never"
 
 
-def searching(kind: type[Search]) -> Callable[[EpisodeEngine], Awaitable[list[int]]]:
+def searching(kind: Callable[[], Search]) -> Callable[[EpisodeEngine], Awaitable[list[int]]]:
     async def body(engine: EpisodeEngine) -> list[int]:
         search = await engine.environment(kind)
         return [await engine.call(search.find, text=text) for text in "abc"]
@@ -257,12 +257,13 @@ def test_recorded_calls_of_an_environment_without_a_state_are_not_made_again(
     assert Search.asked == ["a", "b", "c", "c"]
 
 
+@pytest.mark.parametrize("kind", [Machine, lambda: Machine()], ids=["class", "function"])
 def test_an_episode_whose_environment_is_never_replayed_begins_again(
-    driver: Heard, plain: TextTokenizer
+    kind: Callable[[], Search], driver: Heard, plain: TextTokenizer
 ) -> None:
     Search.asked.clear()
-    _, effects = play(driver, plain, body=searching(Machine))
-    again, after = play(driver, plain, moved(effects.journal), searching(Machine))
+    _, effects = play(driver, plain, body=searching(kind))
+    again, after = play(driver, plain, moved(effects.journal), searching(kind))
     assert again == [4, 5, 6]
     assert not after.has_diverged
 
