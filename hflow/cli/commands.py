@@ -129,7 +129,7 @@ app.command(
     epilog=_examples(
         "eval grpo",
         "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
-        "eval /models/Qwen2.5-0.5B --recipe grpo",
+        "eval Qwen/Qwen2.5-0.5B --recipe grpo",
     ),
 )(results.evaluate)
 
@@ -146,7 +146,7 @@ app.command(
     epilog=_examples(
         "serve runs/grpo/latest",
         "serve grpo gen.max_model_len=128 --port 9000",
-        "serve /models/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
+        "serve Qwen/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
     )
 )(runs.serve)
 

@@ -123,7 +123,8 @@ class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
     path: FilePath | None = None
-    """A local Hugging Face checkpoint directory, with config, weights and tokenizer."""
+    """A model of the Hugging Face Hub, as in `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@REVISION`, or a directory
+    with a Hugging Face checkpoint: config, weights and tokenizer. A name that is a directory here means that."""
     architecture: FrozenMapping[str, Any] | None = None
     """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
     the planner uses this while the checkpoint does not exist yet."""
