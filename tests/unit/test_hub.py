@@ -215,3 +215,31 @@ def test_a_plan_with_an_architecture_needs_no_hub(
     assert "Its sizes are those of the architecture; a run needs the model" in " ".join(printed.split())
     refused = hflow.refused("plan", *setup)
     assert "HF_HUB_OFFLINE is set" in refused
+
+
+def _rows(first: int) -> bytes:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 20)]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_a_run_keeps_the_commit_of_its_rows(
+    hub: HubServer, hflow: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = hub.datasets["acme/rows"] = Repository()
+    first = rows.commit({"train.jsonl": _rows(10)})
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    data = ("data.train.generator=null", "data.train.path=hf:acme/rows", "batch=4", "nodes.eval_gen.every=9")
+    hflow.prints("run", "grpo", *data, "workers=inproc", "steps=1")
+    assert f"path: hf:acme/rows@{first}" in Path("runs/grpo/latest/config.yaml").read_text()
+    second = rows.commit({"train.jsonl": _rows(50)})
+    hflow.prints("run", "--resume", "grpo", "steps=2")
+    assert f"path: hf:acme/rows@{first}" in Path("runs/grpo/latest/config.yaml").read_text()
+    # Without a network the library would take the commit that it has.
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    other = f"data.train.path=hf:acme/rows@{second}"
+    refused = hflow.fails("run", "grpo", "data.train.generator=null", other, "workers=inproc", "steps=1")
+    assert f"which has commit {first} of it" in refused

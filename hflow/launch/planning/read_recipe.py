@@ -13,7 +13,7 @@ from hflow.config import ConfigLoader, RunConfig, validate_names
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
-from hflow.launch.planning.data_settings import check_data
+from hflow.launch.planning.data_settings import check_data, with_pinned_rows
 from hflow.launch.planning.models import (
     check_is_whole,
     check_model_fit,
@@ -76,6 +76,7 @@ class RecipeReader:
             config, set_keys = self._configs.load(overrides)
         config, unreached = with_pinned_models(config)
         if not is_decided:
+            config = with_pinned_rows(config)
             config, warnings = with_overridden_models(config, overrides, unreached)
         warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()
