@@ -138,6 +138,7 @@ app.command(
     epilog=_examples(
         "export grpo ./my-model",
         "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
+        "export grpo ./my-model --push me/my-model",
     )
 )(results.export)
 

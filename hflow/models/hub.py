@@ -140,6 +140,37 @@ def has_weights(path: str) -> bool:
     return directory.is_dir() and all((directory / name).is_file() for name in _weight_files(directory))
 
 
+def make_private_model(name: str) -> None:
+    """Make a model on the Hub that only its owner sees, unless there is one of this name.
+
+    Args:
+        name: `OWNER/NAME`.
+
+    Raises:
+        ConfigError: if the account may not write it, or the Hub is not reached.
+    """
+    model = hub_model(name)
+    if model is None or model.revision is not None:
+        raise ConfigError(f"--push is {name}; write OWNER/NAME, with no directory of this name here")
+    from huggingface_hub import HfApi
+
+    with _translated_errors(model, "--push"), _quiet(shows_progress=False):
+        HfApi().create_repo(name, private=True, exist_ok=True)
+
+
+def push_model(directory: Path, name: str) -> str:
+    """Upload a directory as a model of the Hub, and return its page. Show the progress.
+
+    Raises:
+        ConfigError: if that fails.
+    """
+    from huggingface_hub import HfApi, constants
+
+    with _translated_errors(HubModel(name), "--push"), _quiet(sys.stderr.isatty()):
+        HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by hflow export")
+    return f"{constants.ENDPOINT}/{name}"
+
+
 def _weight_files(directory: Path) -> tuple[str, ...]:
     index = directory / INDEX
     if not index.is_file():
@@ -226,8 +257,9 @@ def _unreached(where: str, model: HubModel, error: Exception) -> str:
             f"unset it, or run `hf download {model.name}` where there is a network"
         )
     cause = error.__cause__ or error
-    if isinstance(cause, HfHubHTTPError):
-        return f"{where}, for which the Hub answers: {_reason(cause)}; check HF_TOKEN and HF_ENDPOINT"
+    answer = next((found for found in (error, cause) if isinstance(found, HfHubHTTPError)), None)
+    if answer is not None:
+        return f"{where}, for which the Hub answers: {_reason(answer)}; check HF_TOKEN and HF_ENDPOINT"
     return (
         f"{where}, which is no directory here and not complete in {cache_of}, and {constants.ENDPOINT} is "
         f"not reached: {_reason(cause)}; correct it, or check the network, HTTPS_PROXY and HF_ENDPOINT"

@@ -98,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"POST {path}")
         if self.hub.problem is not None:
             return self._fail(self.hub.problem, "")
+        if "Authorization" not in self.headers:
+            return self._fail(401, "")
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = "/".join(filter(None, (asked.get("organization"), asked["name"])))

@@ -243,3 +243,25 @@ def test_a_run_keeps_the_commit_of_its_rows(
     other = f"data.train.path=hf:acme/rows@{second}"
     refused = hflow.fails("run", "grpo", "data.train.generator=null", other, "workers=inproc", "steps=1")
     assert f"which has commit {first} of it" in refused
+
+
+def test_export_uploads_a_model_that_can_be_trained_again(
+    hub: HubServer, hflow: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("run", "grpo", "workers=inproc", "steps=1", "batch=4", "nodes.eval_gen.every=9")
+    hflow.prints(*arguments)
+    refused = hflow.fails("export", "grpo", "out", "--push", "me/trained")
+    assert "--push is me/trained" in refused
+    assert "HF_TOKEN" in refused
+    assert not Path("out").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert "HF_TOKEN" in hflow.fails("export", "grpo", "out", "--push", "other/trained")
+    assert "write OWNER/NAME" in hflow.fails("export", "grpo", "out", "--push", "trained")
+    printed = hflow.prints("export", "grpo", "out", "--push", "me/trained")
+    assert f"{hub.endpoint}/me/trained" in printed
+    repository = hub.models["me/trained"]
+    pushed = repository.commits[repository.branches["main"]]
+    exported = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    assert pushed == exported
+    assert {path.stat().st_mode & 0o777 for path in Path("out").iterdir()} == {0o644}
+    hflow.prints(*arguments, f"{KEY}=me/trained")
