@@ -186,7 +186,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _without_installed_engines() -> Iterator[None]:
     """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
-    problems = {"vllm": "vllm is not installed; pip install 'hflow[vllm]'"}
+    problems = {"vllm": "vllm is not installed; pip install 'hflow-rl[vllm]'"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
         yield

@@ -68,7 +68,7 @@ def pinned_path(path: str, key: str) -> str:
     The model's description is in the cache afterwards.
 
     Args:
-        path: as configured.
+        path: a directory or a model of the Hub.
         key: the key of the configuration, for messages.
 
     Raises:
@@ -103,7 +103,7 @@ def fetch_description(path: str, key: str) -> Path:
     """Return the directory of a model on this machine, with everything but its weights.
 
     Raises:
-        ConfigError: as `pinned_path`.
+        ConfigError: if it cannot be fetched and is not in the cache.
     """
     model = hub_model(path)
     return Path(path) if model is None else _description(model, key)
@@ -115,7 +115,7 @@ def fetch_model(path: str, key: str) -> Path:
     Processes of one machine that need the same model wait for the first.
 
     Raises:
-        ConfigError: as `pinned_path`, or for a model without safetensors files.
+        ConfigError: if it cannot be fetched and is not in the cache, or has no safetensors files.
     """
     model = hub_model(path)
     if model is None:

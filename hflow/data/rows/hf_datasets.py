@@ -182,7 +182,7 @@ def _library(path: str) -> Any:
     except ImportError as error:
         raise DataError(
             f"{path} needs the library datasets, which cannot be imported ({error}); pip install "
-            "'hflow[data]'"
+            "'hflow-rl[data]'"
         ) from error
     return datasets
 

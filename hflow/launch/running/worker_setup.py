@@ -285,7 +285,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
 
 
 def _place(path: str) -> str:
-    """Return what a model's path means in every worker: a model of the Hub, or an absolute path."""
+    """Return a path that means the same in every worker: a model of the Hub, or an absolute path."""
     return str(resolved(path)) if hub_model(path) is None else path
 
 
