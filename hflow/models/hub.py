@@ -269,7 +269,11 @@ def _unreached(where: str, model: HubModel, error: Exception) -> str:
 @contextmanager
 def _quiet(shows_progress: bool) -> Iterator[None]:
     """Keep huggingface_hub from logging what errors say again, and from showing bars if not asked to."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not listed in `__all__`
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     logger, was_disabled = logging.getLogger("huggingface_hub"), are_progress_bars_disabled()
     level = logger.level
