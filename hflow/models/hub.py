@@ -19,6 +19,8 @@ from pathlib import Path
 
 from hflow.base.errors import ConfigError, shorten
 from hflow.base.files import read_json_object
+from hflow.base.shipped import SMOLLM2
+from hflow.models import smollm2
 from hflow.models.weight_files import INDEX, SINGLE
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -62,6 +64,11 @@ def hub_model(path: str | None) -> HubModel | None:
     return None
 
 
+def is_fetched(path: str) -> bool:
+    """Return whether a path names a model that each machine fetches, or makes of a package."""
+    return path == SMOLLM2 or hub_model(path) is not None
+
+
 def pinned_path(path: str, key: str) -> str:
     """Return a path with the commit that it means now, where it names a model of the Hub.
 
@@ -77,6 +84,8 @@ def pinned_path(path: str, key: str) -> str:
     """
     if path.startswith("hf:"):
         raise ConfigError(f"{key} is {path}; write {path.removeprefix('hf:')}, as hf: is for datasets")
+    if path == SMOLLM2:
+        smollm2.fetch(key)
     model = hub_model(path)
     if model is None:
         return path
@@ -89,6 +98,8 @@ def local_directory(path: str) -> Path:
     Args:
         path: a directory, or a pinned model of the Hub.
     """
+    if path == SMOLLM2:
+        return smollm2.directory()
     model = hub_model(path)
     if model is None or not model.is_pinned:
         return Path(path)
@@ -105,6 +116,8 @@ def fetch_description(path: str, key: str) -> Path:
     Raises:
         ConfigError: if it cannot be fetched and is not in the cache.
     """
+    if path == SMOLLM2:
+        return smollm2.fetch(key)
     model = hub_model(path)
     return Path(path) if model is None else _description(model, key)
 
@@ -119,7 +132,7 @@ def fetch_model(path: str, key: str) -> Path:
     """
     model = hub_model(path)
     if model is None:
-        return Path(path)
+        return fetch_description(path, key)
     directory = _description(model, key)
     names = _weight_files(directory)
     if not all((directory / name).is_file() for name in names):
@@ -133,8 +146,8 @@ def fetch_model(path: str, key: str) -> Path:
 
 
 def has_weights(path: str) -> bool:
-    """Return whether the weights of a pinned model of the Hub are in the cache; True for a directory."""
-    if hub_model(path) is None:
+    """Return whether the weights of a model are on this machine, if each machine fetches it; else True."""
+    if not is_fetched(path):
         return True
     directory = local_directory(path)
     return directory.is_dir() and all((directory / name).is_file() for name in _weight_files(directory))

@@ -23,7 +23,7 @@ from hflow.graph.queries import reported_field
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.data_settings import conversation_checks, data_settings
 from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
-from hflow.models.hub import hub_model, local_directory
+from hflow.models.hub import is_fetched, local_directory
 from hflow.models.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.planner.models import descriptors
 from hflow.planner.plan.rows import Plan, Replica
@@ -286,7 +286,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
 
 def _place(path: str) -> str:
     """Return a path that means the same in every worker: a model of the Hub, or an absolute path."""
-    return str(resolved(path)) if hub_model(path) is None else path
+    return path if is_fetched(path) else str(resolved(path))
 
 
 def _kernels(compiled: Compiled, spec: Model) -> LayerKernels:
