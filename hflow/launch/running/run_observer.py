@@ -9,7 +9,12 @@ from typing import Any
 from hflow.base.errors import mask_secrets
 from hflow.config.schema import ReportConfig
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
-from hflow.launch.running.step_warnings import EngineGapWarning, EvaluationWarning, NoGradientWarning
+from hflow.launch.running.step_warnings import (
+    EngineGapWarning,
+    EvaluationWarning,
+    NoGradientWarning,
+    TruncationWarning,
+)
 from hflow.launch.running.trackers import ObserverThread
 from hflow.metrics import Metric, find_metric
 from hflow.planner.plan.rows import Plan
@@ -63,6 +68,7 @@ class RunObserver:
         self._step_warnings = (
             EngineGapWarning(plan.graph, report.max_engine_kl),
             NoGradientWarning(plan.graph, run),
+            TruncationWarning(),
         )
         self._evaluations = EvaluationWarning(plan.graph)
         self._num_steps = plan.schedule.num_steps
