@@ -166,3 +166,8 @@ def _judges(graph: Graph, node: Node) -> bool:
 def _returns_batch_fields(node: Node) -> bool:
     """Return whether a node returns fields of a whole batch; train and update nodes return no fields."""
     return node.spec.level is Level.BATCH and node.spec.verb not in ("train", "update")
+
+
+def is_library_node(spec: NodeSpec, name: str) -> bool:
+    """Return whether a node is one of `hflow.nodes.inference`, whatever its name in the recipe."""
+    return (spec.body.module, spec.body.qualname) == ("hflow.nodes.inference", name)

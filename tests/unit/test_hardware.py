@@ -625,6 +625,31 @@ def test_a_system_message_that_evaluation_lacks():
     )
 
 
+def test_a_node_of_messages_needs_a_chat_template_while_planning(tmp_path):
+    chat, error = (
+        GRPO.with_name("grpo_chat.py"),
+        "chat_gen encodes messages, but the tokenizer of actor has no chat",
+    )
+    with pytest.raises(ConfigError, match=error):
+        read_recipe(chat, ["models.actor.chat_template=null"])
+    with pytest.raises(ConfigError, match=error):
+        read_recipe(chat, ["models.actor.chat_template=null", "models.actor.path=null"])
+    elsewhere = ["models.actor.chat_template=null", "models.actor.alphabet=null"]
+    read_recipe(chat, [*elsewhere, "models.actor.path=/not/here", "model@models.actor=qwen2.5-0.5b"])
+
+
+def test_staleness_without_a_proximal_policy():
+    def warnings(*overrides: str) -> tuple[str, ...]:
+        config, graph, _ = read_recipe(GRPO, ["models.actor.architecture=null", *overrides])
+        return plan_request(config, graph, GRPO).warnings
+
+    ahead = "schedule.max_staleness=2"
+    (warning,) = warnings(ahead)
+    assert "with nodes.actor_train.prox=none the loss clips what changed since they were drawn" in warning
+    assert "Set nodes.actor_train.prox=recompute" in warning
+    assert warnings(ahead, "nodes.actor_train.prox=recompute") == warnings() == ()
+
+
 def test_a_train_node_that_never_fires():
     (warning,) = requested(PPO, "steps=10", "models.actor.path=null").warnings
     assert warning.startswith("actor_train never fires: it starts after 10 steps, and the run has 10.")

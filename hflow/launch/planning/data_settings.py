@@ -18,7 +18,7 @@ from hflow.config import DataConfig, RunConfig, load_config
 from hflow.config.schema import SourceConfig, WeightedSourceConfig
 from hflow.data.rows.hf_datasets import HUB, pinned_path
 from hflow.graph.ir import DatasetSpec, Graph
-from hflow.launch.planning.request import is_library_node
+from hflow.graph.queries import is_library_node
 
 if TYPE_CHECKING:
     from hflow.data.rows.datasets import DataSettings

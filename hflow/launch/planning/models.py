@@ -26,6 +26,7 @@ from hflow.data.text.vocabulary import opening_token, read_vocabulary
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
+from hflow.graph.queries import is_library_node
 from hflow.launch.checkpoints.merged import is_adapter
 from hflow.models.hub import local_directory
 from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
@@ -320,6 +321,20 @@ def check_model_fit(config: RunConfig, graph: Graph) -> None:
     for node in graph.nodes:
         if node.spec.verb in ("infer", "train"):
             _check_tokens(config, graph, node)
+        if is_library_node(node.spec, "chat_gen"):
+            spec = graph.model(node.spec.models[0])
+            source = _source(config, spec)
+            is_known = has_config(source) or (source.path is None and source.alphabet is not None)
+            if is_known and not has_chat_template(config, spec):
+                raise missing_template(node.name, spec.name)
+
+
+def missing_template(node: str, model: str) -> ConfigError:
+    """Return the error for a node that encodes messages for a model without a chat template."""
+    return ConfigError(
+        f"{node} encodes messages, but the tokenizer of {model} has no chat template; set "
+        f"models.{model}.chat_template to one, or use nodes.actor_gen with texts"
+    )
 
 
 def _source(config: RunConfig, spec: Model) -> ModelConfig:

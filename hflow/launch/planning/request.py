@@ -20,9 +20,9 @@ from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.schema import WorkloadConfig
 from hflow.config.yaml_files import read_yaml
-from hflow.graph.ir import Graph, NodeSpec
+from hflow.graph.ir import Graph
 from hflow.graph.model import Model
-from hflow.graph.queries import num_firings
+from hflow.graph.queries import is_library_node, num_firings
 from hflow.launch.planning.models import (
     has_chat_template,
     missing_checkpoints,
@@ -283,6 +283,7 @@ def plan_request(
             *_untrained_warnings(config, graph),
             *_chat_warnings(config, graph),
             *_system_warnings(graph),
+            *_staleness_warnings(config, graph),
         ),
     )
 
@@ -370,13 +371,21 @@ def _system_warnings(graph: Graph) -> Iterator[str]:
             )
 
 
+def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each train node whose clipping measures from older weights than the step's."""
+    if not config.schedule.max_staleness:
+        return
+    for node in graph.nodes:
+        if node.spec.verb == "train" and node.spec.option("prox") == "none":
+            yield (
+                f"schedule.max_staleness={config.schedule.max_staleness} trains samples of older weights, "
+                f"but with nodes.{node.name}.prox=none the loss clips what changed since they were drawn, "
+                f"and not what the step changes. Set nodes.{node.name}.prox=recompute."
+            )
+
+
 def _shown(system: str | None) -> str:
     return "not set" if system is None else repr(shorten(system, 40))
-
-
-def is_library_node(spec: NodeSpec, name: str) -> bool:
-    """Return whether a node is one of `hflow.nodes.inference`, whatever its name in the recipe."""
-    return (spec.body.module, spec.body.qualname) == ("hflow.nodes.inference", name)
 
 
 def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:

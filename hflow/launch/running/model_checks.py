@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from hflow.base.errors import BackendError, ConfigError, DataError
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.graph.ir import NodeSpec
+from hflow.graph.queries import is_library_node
 from hflow.launch.planning.compile import Compiled
-from hflow.launch.planning.request import is_library_node
+from hflow.launch.planning.models import missing_template
 from hflow.models.hf_config import max_length, read_config, translate_errors
 from hflow.models.hub import has_weights
 from hflow.models.settings import SHARDS
@@ -71,10 +72,7 @@ def _check_chat_template(source: NodeSpec, setup: WorkerSetup) -> None:
     model = source.models[0]
     template = TextTokenizer(setup.tokenizers[model]).chat_template
     if template is None:
-        raise ConfigError(
-            f"{source.name} encodes messages, but the tokenizer of {model} has no chat template; set "
-            f"models.{model}.chat_template to one, or use nodes.actor_gen with texts"
-        )
+        raise missing_template(source.name, model)
     system, user = source.knob_values["system"], {"role": "user", "content": ""}
     if system is None:
         return
