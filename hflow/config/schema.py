@@ -33,6 +33,8 @@ MAX_BATCH = 65_536
 MAX_SYNC_EVERY = 1_000
 """Steps between two weight syncs, all of which the plan's period looks at."""
 MAX_SEED = 2**63 - 1
+ONE_PROCESS = ("inproc", "debug")
+"""Values of `workers` with which models and engines run in the process of the command."""
 ALL_LINEAR = "all-linear"
 """The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
@@ -384,8 +386,10 @@ class RunConfig:
     """What the run shows while it runs."""
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
     """What a run survives by itself."""
-    workers: Literal["ray", "inproc"] = "ray"
-    """Where workers run: in processes that Ray starts, or all in this process."""
+    workers: Literal["ray", "inproc", "debug"] = "ray"
+    """Where workers run: in processes that Ray starts (`ray`), or all in this process (`inproc`). With
+    `debug`, bodies of samples and groups run in this process too, without time limits, so that `breakpoint()`
+    works."""
     env: FrozenMapping[str, str] = Field(default_factory=FrozenDict)
     """Environment variables of worker processes on Ray, as in `env.NCCL_DEBUG=INFO`. They replace those that
     backends set."""

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.files import resolved
 from hflow.base.validation import from_mapping
-from hflow.config.schema import WorkloadConfig
+from hflow.config.schema import ONE_PROCESS, WorkloadConfig
 from hflow.graph.ir import Level
 from hflow.launch.planning.plan_file import read_plan_file
 from hflow.launch.planning.read_recipe import read_recipe
@@ -198,7 +198,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
             f"calibrate={run} ran on {measured_on}, but the cluster has {device}; choose a run on these "
             "devices, or set calibrate=null"
         )
-    if config.workers == "inproc" and file.rows["cluster"]["devices_per_node"] > 1:
+    if config.workers in ONE_PROCESS and file.rows["cluster"]["devices_per_node"] > 1:
         raise ConfigError(
             f"calibrate={run} ran {file.rows['cluster']['name']} in one process, so its times are not those "
             "of its devices; choose a run with workers=ray"

@@ -308,6 +308,7 @@ class WorkerSetup:
     Engines are called with a `engines.interface.EngineSetup`.
     """
     pool_processes: int = 1
+    """Processes for the bodies of samples and groups; 0: they run in the worker's own."""
     weights_directory: str = ""
     """Directory for weights that are sent through files; all machines must share it."""
     sample_log_directory: str = ""

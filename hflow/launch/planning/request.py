@@ -18,7 +18,7 @@ from hflow.base.errors import ConfigError, nearest, shorten
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig, RunConfig, flatten
-from hflow.config.schema import WorkloadConfig
+from hflow.config.schema import ONE_PROCESS, WorkloadConfig
 from hflow.config.yaml_files import read_yaml
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
@@ -183,7 +183,7 @@ def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]
 def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
     """Return the number of cores of each device of a machine."""
     cores, num_devices = config.cores or (), cluster.devices_per_node
-    if config.workers == "inproc":
+    if config.workers in ONE_PROCESS:
         raise ConfigError("cores binds worker processes, but workers=inproc has none; remove cores")
     if not cores or min(cores) < 1 or len(cores) not in (1, num_devices):
         raise ConfigError(

@@ -6,7 +6,7 @@ import importlib.util
 
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
-from hflow.config.schema import FaultsConfig
+from hflow.config.schema import ONE_PROCESS, FaultsConfig
 from hflow.graph.ir import Graph
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.running.worker_setup import make_processes
@@ -92,7 +92,7 @@ def check_variables(config: RunConfig) -> None:
     Raises:
         ConfigError: if there are none.
     """
-    if config.env and config.workers == "inproc":
+    if config.env and config.workers in ONE_PROCESS:
         raise ConfigError(
             "env sets variables of worker processes, but workers=inproc has none; remove env, and set them "
             "before `hflow run`"
@@ -123,7 +123,7 @@ def check_faults(config: RunConfig) -> None:
     """
     for name in ("max_restarts", "hang_seconds"):
         default = getattr(FaultsConfig(), name)
-        if config.workers == "inproc" and getattr(config.faults, name) != default:
+        if config.workers in ONE_PROCESS and getattr(config.faults, name) != default:
             raise ConfigError(
                 f"faults.{name} is about worker processes, but workers=inproc has none; set it to its "
                 f"default, {default}, or set workers=ray"

@@ -159,6 +159,8 @@ def _run(
     check_determinism(compiled)
     refuse_unrunnable(compiled)
     _fetch_models(compiled, SafeConsole(stderr=True, quiet=environment.is_quiet))
+    if compiled.config.workers == "debug":
+        live = False  # the debugger has the terminal
     return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
 
 

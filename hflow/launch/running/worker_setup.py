@@ -63,6 +63,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         },
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
+        pool_processes=0 if compiled.config.workers == "debug" else 1,
         factories=descriptors.factories() if factories is None else factories,
         collective_timeout=compiled.config.collective_timeout,
         hang_seconds=compiled.config.faults.hang_seconds,

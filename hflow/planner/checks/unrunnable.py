@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+from hflow.config.schema import ONE_PROCESS
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.graph.queries import root_stream
 from hflow.planner.models.architectures import EXPERT_FAMILIES, FAMILIES, can_run
@@ -69,17 +70,17 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
     yield from _offload_reasons(plan, request)
-    if plan.cluster.num_nodes > 1 and workers == "inproc":
+    if plan.cluster.num_nodes > 1 and workers in ONE_PROCESS:
         yield (
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
             "one machine."
         )
-    elif plan.cluster.device == "cuda" and plan.cluster.num_devices > 1 and workers == "inproc":
+    elif plan.cluster.device == "cuda" and plan.cluster.num_devices > 1 and workers in ONE_PROCESS:
         yield (
             f"workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster="
             f"{device_of(plan.cluster.name)}-1x1."
         )
-    elif plan.cluster.device == "cuda" and plan.deterministic and workers == "inproc":
+    elif plan.cluster.device == "cuda" and plan.deterministic and workers in ONE_PROCESS:
         yield (
             "deterministic=true needs environment variables that are set before a process uses CUDA, which "
             "workers=inproc does not do. Set workers=ray."
@@ -165,7 +166,7 @@ def layout_reasons(
             setting = f"Set models.{replica.model}.gen.layout={instead}"
             remedy = _without(f"p{layout.pipe}", is_chosen) if is_chosen else setting
             yield f"{has} has no pipeline stages. {remedy}."
-        if replica.role == "gen" or workers != "inproc" or layout.world == 1:
+        if replica.role == "gen" or workers not in ONE_PROCESS or layout.world == 1:
             return
         if training_backend(replica.backend).needs_process_per_rank:
             yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from hflow.config.schema import ModelConfig
+from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
 from hflow.planner.models.architectures import can_run
@@ -106,7 +106,7 @@ def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> st
     if channel_traits(route.transport).buckets == "device":
         return ""
     has_own = route.held_bytes and traits(gen.backend).has_own_process
-    if not has_own or request.settings.get("workers") == "inproc":
+    if not has_own or request.settings.get("workers") in ONE_PROCESS:
         return ""
     near = near_channel(request.cluster.device)
     return "" if near == route.transport else near
@@ -130,7 +130,7 @@ def _route_facts(route: WeightRoute, src: Replica, gen: Replica, request: PlanRe
     cluster = request.cluster
     return RouteFacts(
         device=cluster.device,
-        is_one_process=request.settings.get("workers") == "inproc",
+        is_one_process=request.settings.get("workers") in ONE_PROCESS,
         has_own_process=traits(gen.backend).has_own_process,
         shares_devices=not set(src.workers).isdisjoint(gen.workers),
         num_machines=len(cluster.machines(src.workers).keys() | cluster.machines(gen.workers).keys()),

@@ -34,6 +34,7 @@ from hflow.workers.bodies.pool_lanes import (
     MAX_ISOLATED,
     STAGGER_SECONDS,
     AsyncLane,
+    DirectLane,
     FinishedCall,
     FinishedJobs,
     IsolatedLane,
@@ -75,7 +76,8 @@ class Pool:
 
     Args:
         bodies: node name -> body.
-        num_processes: processes for synchronous bodies; one more is for asynchronous ones.
+        num_processes: processes for synchronous bodies; one more is for asynchronous ones. 0: bodies run in
+            this process, on the pool's thread.
         seed: the run's seed; what a body draws depends on it, and on what the body is called for.
         on_results: called with the results of jobs that finished at the same time.
         on_retry: called when a job failed that is tried again.
@@ -105,10 +107,34 @@ class Pool:
         self._numbers = itertools.count()
         self._jitter = random.Random()
         self._cancelled: set[JobId] = set()
-        async_nodes = {name for name, spec in bodies.items() if is_async(spec.body)}
         with_setup = {name for name, spec in bodies.items() if setup_of(spec.body) is not None}
+        self._sync_lane: SyncLane | None = None
+        self._isolated_lane_of: dict[str, IsolatedLane] = {}
+        """Node -> the lane of its jobs that were lost with their process."""
+        self._lane_of: dict[str, PoolLane]
+        self._lanes: tuple[PoolLane, ...]
+        if num_processes:
+            self._make_lanes(bodies, num_processes, with_setup)
+        else:
+            pickled = {name: self._pickle_body(name) for name in bodies}
+            load_bodies(pickled, seed, self._returns(set(bodies)), is_debugged=True)
+            direct = DirectLane(self._inbox.put)
+            self._lane_of, self._lanes = dict.fromkeys(bodies, direct), (direct,)
+        try:
+            for lane in set(self._lane_of.values()):
+                if isinstance(lane, SharedLane):
+                    lane.start()
+        except BrokenProcessPool:
+            raise _no_processes() from None
+        self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
+        self._thread.start()
+        self._set_up(sorted(with_setup))
+
+    def _make_lanes(self, bodies: Mapping[str, PoolBody], num_processes: int, with_setup: set[str]) -> None:
+        """Make the lanes, and decide which one runs the jobs of each node."""
+        async_nodes = {name for name, spec in bodies.items() if is_async(spec.body)}
         without_setup = set(bodies) - with_setup
-        self._sync_lane = SyncLane(
+        sync_lane = SyncLane(
             partial(self._start_processes, without_setup - async_nodes, num_processes),
             num_processes,
             {name: spec.concurrency or num_processes for name, spec in bodies.items()},
@@ -125,9 +151,7 @@ class Pool:
             self._inbox.put,
         )
         self._isolated_lane_of = dict.fromkeys(without_setup, isolated_lane)
-        self._lane_of: dict[str, PoolLane] = {
-            name: async_lane if name in async_nodes else self._sync_lane for name in without_setup
-        }
+        self._lane_of = {name: async_lane if name in async_nodes else sync_lane for name in without_setup}
         for name in sorted(with_setup):
             start = partial(self._start_processes, {name}, 1)
             own = IsolatedLane(start, {name: 1}, async_nodes, self._inbox.put)
@@ -135,17 +159,9 @@ class Pool:
             self._lane_of[name] = (
                 AsyncLane(start, async_limits, self._inbox.put) if name in async_nodes else own
             )
-        used = (self._sync_lane, async_lane, isolated_lane, *self._lane_of.values())
-        self._lanes: tuple[PoolLane, ...] = tuple(dict.fromkeys((*used, *self._isolated_lane_of.values())))
-        try:
-            for lane in set(self._lane_of.values()):
-                if isinstance(lane, SharedLane):
-                    lane.start()
-        except BrokenProcessPool:
-            raise _no_processes() from None
-        self._thread = threading.Thread(target=self._serve, name="body-pool", daemon=True)
-        self._thread.start()
-        self._set_up(sorted(with_setup))
+        used = (sync_lane, async_lane, isolated_lane, *self._lane_of.values())
+        self._sync_lane = sync_lane
+        self._lanes = tuple(dict.fromkeys((*used, *self._isolated_lane_of.values())))
 
     def _set_up(self, nodes: Sequence[str]) -> None:
         """Wait until the processes of these nodes are set up.
@@ -194,13 +210,15 @@ class Pool:
 
     def _start_processes(self, nodes: set[str], num_processes: int) -> ProcessPool:
         pickled = {node: self._pickle_body(node) for node in sorted(nodes)}
-        returns = {node: spec.returns for node in nodes if (spec := self._bodies[node]).returns is not None}
         return ProcessPool(
             num_processes,
             initializer=load_bodies,
-            initargs=(pickled, self._seed, returns),
+            initargs=(pickled, self._seed, self._returns(nodes)),
             context=CleanContext(),
         )
+
+    def _returns(self, nodes: set[str]) -> dict[str, DeclaredReturns]:
+        return {node: spec.returns for node in nodes if (spec := self._bodies[node]).returns is not None}
 
     def _pickle_body(self, node: str) -> bytes:
         body = self._bodies[node].body
@@ -264,6 +282,8 @@ class Pool:
 
     def _isolate(self, lost: Sequence[Job]) -> None:
         """Move jobs that were lost with a shared process, and all jobs of their synchronous nodes."""
+        if self._sync_lane is None:
+            return
         for job in lost:
             self._isolated_lane_of[job.node].add(job)
             if self._lane_of[job.node] is self._sync_lane:

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import pickle
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +87,8 @@ class _ChildState:
     """Node -> what its body declares to return."""
     problems: dict[str, str] = field(default_factory=dict)
     """Node -> why its setup failed."""
+    is_debugged: bool = False
+    """Whether a debugger can use the terminal."""
     seed: int = 0
     """The run's seed."""
     loop: asyncio.AbstractEventLoop | None = None
@@ -95,8 +98,21 @@ class _ChildState:
 _child = _ChildState()
 
 
-def load_bodies(pickled: Mapping[str, bytes], seed: int, returns: Mapping[str, DeclaredReturns]) -> None:
-    """Load the bodies of nodes and set them up; the pool calls this once in every process."""
+def load_bodies(
+    pickled: Mapping[str, bytes],
+    seed: int,
+    returns: Mapping[str, DeclaredReturns],
+    is_debugged: bool = False,
+) -> None:
+    """Load the bodies of nodes and set them up; the pool calls this once in every process.
+
+    Args:
+        pickled: node -> its body.
+        seed: the run's seed.
+        returns: node -> what its body declares to return.
+        is_debugged: whether a debugger can use the terminal in this process.
+    """
+    _child.is_debugged = is_debugged
     _child.seed = seed
     _child.returns = returns
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
@@ -194,9 +210,23 @@ def _run(job: Job) -> JobResult:
     seed_generators(_child.seed, job.node, job.key)
     try:
         result = body(**job.arguments)
+    except BdbQuit as error:
+        return _debugger_result(job, error)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         return JobResult(job.node, job.key, reason="failed", message=error_with_location(error, body))
     return _checked(job, result)
+
+
+def _debugger_result(job: Job, error: BdbQuit) -> JobResult:
+    """Return the result of a body whose debugger ended, as it has no terminal here.
+
+    Raises:
+        RunError: if it has, so that the user has ended it.
+    """
+    if _child.is_debugged:
+        raise RunError(f"{job.node} was ended in the debugger") from error
+    message = "breakpoint() needs the terminal; run with workers=debug"
+    return JobResult(job.node, job.key, reason="failed", message=message)
 
 
 async def _await(job: Job) -> JobResult:
@@ -207,6 +237,8 @@ async def _await(job: Job) -> JobResult:
             result = await body(**job.arguments)
     except asyncio.CancelledError:
         return cancelled_result(job)
+    except BdbQuit as error:
+        return _debugger_result(job, error)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
         if limit.expired():
             return JobResult(job.node, job.key, reason="timeout", message=timeout_message(job.timeout))

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -159,6 +159,46 @@ class PoolLane(abc.ABC):
 
     def _returned(self, jobs: Sequence[Job], future: Future[bytes]) -> None:
         self._on_return(FinishedCall(self, jobs, future))
+
+
+class DirectLane(PoolLane):
+    """A lane whose jobs run in this process, on the pool's thread, one by one and without a time limit."""
+
+    def __init__(self, on_return: Callable[[FinishedCall], None]) -> None:
+        super().__init__(on_return)
+        self._queue: deque[Job] = deque()
+
+    @override
+    def add(self, job: Job) -> None:
+        self._queue.append(replace(job, timeout=None))
+
+    @override
+    def start_jobs(self) -> None:
+        if self._queue:
+            job, done = self._queue.popleft(), Future[bytes]()
+            done.set_result(run_isolated(job))
+            self._returned([job], done)
+
+    @override
+    def finish(self, call: FinishedCall) -> tuple[FinishedJobs, list[Job]]:
+        return list(zip(call.jobs, call.results() or (), strict=True)), []
+
+    @override
+    def cancel(self, job_ids: Iterable[JobId]) -> list[Job]:
+        unwanted = set(job_ids)
+        removed = [job for job in self._queue if job.id in unwanted]
+        self._queue = deque(job for job in self._queue if job.id not in unwanted)
+        return removed
+
+    @override
+    def close(self) -> None:
+        self._queue.clear()
+
+    @override
+    def set_up(self, node: str) -> Future[str]:
+        done = Future[str]()
+        done.set_result(setup_problem(node))
+        return done
 
 
 class SharedLane(PoolLane):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hflow.base.errors import PlanError
 from hflow.base.text import format_gib, format_ranges
+from hflow.config.schema import ONE_PROCESS
 from hflow.planner.forecast.memory import activations, transfer
 from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, largest_part
 from hflow.planner.forecast.memory.offload import in_host_memory
@@ -146,7 +147,7 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
     engine in a process of its own cannot read that store, so its worker makes a copy for it.
     """
     shape = request.trained_shape(route.model)
-    in_one_process = request.settings.get("workers") == "inproc"
+    in_one_process = request.settings.get("workers") in ONE_PROCESS
     buckets = channel_traits(route.transport).buckets
     if buckets not in ("store", "host") or shape is None or in_one_process:
         return
