@@ -148,10 +148,14 @@ class EmbeddedEngine(GenerationEngine):
 
     @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if params.routing_replay and not self._recorder.num_layers:
-            raise BackendError("routing_replay is set, but the engine's model has no experts; remove it")
         request = new_request(
-            request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
+            request_id,
+            prompt_ids,
+            params,
+            self._max_length,
+            self._vocab_size,
+            self._decode,
+            self._recorder.kinds,
         )
         self._waiting.append(request)
 

@@ -9,7 +9,6 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
-from hflow.base.errors import BackendError
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import new_request
 from hflow.engines.vllm.engine_process import (
@@ -50,7 +49,7 @@ class VllmEngine(GenerationEngine):
         self._max_length: int = min(longest, max_length(config) or longest)
         self._vocab_size = int(config.vocab_size)
         self._decode = None if setup.tokenizer is None else setup.tokenizer.answer
-        self._records_experts = setup.records_experts
+        self._records = setup.records
         self._outbox: list[EngineCall] = []
         self._unfinished: set[int] = set()
         self._finished: list[tuple[int, GenerationResult]] = []
@@ -65,7 +64,7 @@ class VllmEngine(GenerationEngine):
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
             reads_checkpoint=reads_checkpoint(setup),
             sleeps=setup.shares_devices and settings.device != "cpu",
-            records_experts=setup.records_experts,
+            records=setup.records,
         )
         self._process.start(environment(setup) | _IN_PROCESS, process_settings)
 
@@ -77,12 +76,8 @@ class VllmEngine(GenerationEngine):
 
     @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if params.routing_replay and not self._records_experts:
-            raise BackendError(
-                "routing_replay is set, but the engine does not record experts; build it with records_experts"
-            )
         ids = tuple(prompt_ids)
-        new_request(request_id, ids, params, self._max_length, self._vocab_size, self._decode)
+        new_request(request_id, ids, params, self._max_length, self._vocab_size, self._decode, self._records)
         self._unfinished.add(request_id)
         self._outbox.append(EngineCall("add", ([AddedRequest(request_id, ids, params)],), has_reply=False))
 

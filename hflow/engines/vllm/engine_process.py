@@ -33,8 +33,8 @@ class ProcessSettings:
     loaded."""
     sleeps: bool
     """Whether vLLM frees its device memory while the engine sleeps."""
-    records_experts: bool
-    """Whether vLLM returns the experts of tokens."""
+    records: tuple[str, ...]
+    """What it records beside tokens, by kind."""
 
 
 class EngineCall(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan
 from hflow.models.hf_config import read_config
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """hflow's name of a dtype -> vLLM's."""
@@ -78,7 +79,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
-        **(_recording(on_cpu) if setup.records_experts else {}),
+        **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_memory(setup, max_length),
     }
 

@@ -37,7 +37,8 @@ from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.recorded import RowFormat
+from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
@@ -88,7 +89,7 @@ class Stepper:
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
-        self._expert_rows = self._read_expert_rows() if settings.records_experts else None
+        self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
         self._version = 0
         self._has_weights = settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
@@ -108,7 +109,13 @@ class Stepper:
         for request_id, prompt_ids, params in added:
             name = str(next(self._counter))
             request = new_request(
-                request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
+                request_id,
+                prompt_ids,
+                params,
+                self._max_length,
+                self._vocab_size,
+                self._decode,
+                self._settings.records,
             )
             core_request = self._engine.input_processor.process_inputs(
                 name, tokens_input(request.ids), _sampling_params(request), self._tasks
@@ -220,15 +227,15 @@ class Stepper:
         layers: list[list[int]] = self._engine.collective_rpc("hflow_expert_layers")
         config = self._engine.vllm_config.model_config
         per_token, num_experts = config.get_num_experts_per_tok(), config.get_num_experts()
-        return ExpertRows(layers[0], RoutingFormat(len(layers[0]), per_token, num_experts))
+        return ExpertRows(layers[0], per_token, routing_format(len(layers[0]), per_token, num_experts))
 
     def _append(self, request: GenerationRequest, output: Any) -> str | None:
         """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
         if not output.new_token_ids:
             return None
-        if request.params.routing_replay:
+        if ROUTED_EXPERTS in request.params.record:
             assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
-            recorded = request.routed_experts
+            recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
             # All tokens have been computed but the last one, which has just been drawn.
             num_computed = len(request.ids) + len(output.new_token_ids) - 1
             recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
@@ -259,7 +266,7 @@ def _vllm_config(settings: ProcessSettings) -> VllmConfig:
         **settings.arguments,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if settings.records_experts:
+    if ROUTED_EXPERTS in settings.records:
         # vLLM refuses it with the first model runner, beside which `RecordingWorker` records on CPUs.
         config.aux_output_config.enable_return_routed_experts = True
     return config
@@ -298,7 +305,9 @@ class ExpertRows:
 
     layers: Sequence[int]
     """Numbers of the layers that have experts."""
-    form: RoutingFormat
+    per_token: int
+    """K."""
+    form: RowFormat
 
     def pack(self, experts: npt.NDArray[Any] | None, num_tokens: int) -> list[bytes]:
         """Return the row of each token.
@@ -312,7 +321,7 @@ class ExpertRows:
         """
         if experts is None:
             raise BackendError(f"vLLM returned no experts for {num_tokens} tokens; {_WITHOUT_EXPERTS}")
-        found, per_token, num_layers = experts.shape, self.form.per_token, max(self.layers) + 1
+        found, per_token, num_layers = experts.shape, self.per_token, max(self.layers) + 1
         if found[0] != num_tokens or found[1] < num_layers or found[2] != per_token:
             raise BackendError(
                 f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {num_layers} layers "
