@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hflow.base.errors import ConfigError, nearest
 from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
-from hflow.types.recorded import requested_kinds
+from hflow.types.recorded import requestable_kinds
 
 SAMPLED = "_sampled"
 """Ending of the names of copies that draw several samples of each prompt."""
@@ -136,8 +136,7 @@ def _explicit(graph: Graph, node: Node, read: Collection[tuple[str, str]]) -> No
     spec = replace(spec, every=1, after=0)
     if not spec.opens_stream:
         return replace(spec, on=stream.name)
-    kinds = requested_kinds(dict(spec.options))
-    unread = {kind.option for kind in kinds if (node.name, kind.name) not in read}
+    unread = {kind.option for kind in requestable_kinds() if (node.name, kind.name) not in read}
     spec = replace(spec, options=tuple((k, v) for k, v in spec.options if k not in unread))
     return replace(spec, data=stream.dataset, on=stream.parent)
 

@@ -31,7 +31,8 @@ LOAD_ALL = """
 from hflow.planner.plan.channels import CHANNELS
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
-for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS):
+from hflow.types.recorded import RECORDED_KINDS
+for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS, RECORDED_KINDS):
     assert [registry.load(name) for name in registry]
 """
 ABSENT = {
