@@ -82,6 +82,11 @@ BORDERS = {
         "data/text/tool_formats.py",
         {"dsl/options.py": "the text of the option"},
     ),
+    "sandbox provider": (
+        r"ProcessSandboxes|sandboxes\.process\b",
+        "sandboxes/process/",
+        {"types/sandbox.py": "the registry"},
+    ),
     "tracker": (
         "(?i)wandb",
         "launch/running/trackers.py",

@@ -50,7 +50,10 @@ ABSENT = {
         "import hflow.launch.running.run_recipe, hflow.workers.ray.ray_actors",
         ("torch", "transformers", "tensorboardX"),
     ),
-    "child processes": ("import hflow.workers.bodies.pool_child, hflow.sandboxes.child", ("torch", "ray")),
+    "child processes": (
+        "import hflow.workers.bodies.pool_child, hflow.sandboxes.process.child",
+        ("torch", "ray"),
+    ),
 }
 """What a process does, and the modules that it must not have imported then."""
 
