@@ -35,6 +35,20 @@ class GenerationRequest:
     recorded: dict[str, list[bytes]] = field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
 
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Append a token that was drawn.
+
+        Raises:
+            BackendError: if its log-prob is NaN.
+        """
+        if logprob != logprob:
+            raise BackendError(
+                "the model's logits are NaN, so its weights have diverged; lower the learning rate"
+            )
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
     def result(self, stop_reason: str) -> GenerationResult:
         """Return the request's result."""
         return GenerationResult(

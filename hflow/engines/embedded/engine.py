@@ -260,13 +260,7 @@ class EmbeddedEngine(GenerationEngine):
         drawn = draw(logits, self._rows, positions, self._forced_tokens())
         tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            if logprob != logprob:
-                raise BackendError(
-                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
-                )
-            request.ids.append(int(token))
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
+            request.append(int(token), logprob, self.version)
 
     def _forced_tokens(self) -> Tensor | None:
         """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""

@@ -91,16 +91,6 @@ def _recording(on_cpu: bool) -> dict[str, Any]:
     return {"enable_prefix_caching": True, "enable_return_routed_experts": True}
 
 
-def reads_checkpoint(setup: EngineSetup) -> bool:
-    """Return whether a run's engine reads the weights of a checkpoint when it is built.
-
-    It does not where all of them are replaced before it generates. Adapters replace none: they are added to
-    the weights that the engine was built with.
-    """
-    is_replaced = setup.receives_weights and setup.settings.lora is None
-    return setup.settings.path is not None and not is_replaced
-
-
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
     """Return arguments as vLLM's command line takes them."""
     words = []

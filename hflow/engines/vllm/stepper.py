@@ -1,12 +1,8 @@
-"""Random weights of a model that no trainer owns, as the embedded engine draws them.
-
-`Stepper`: vLLM's engine with hflow's requests, stepped by the loop of its process.
-"""
+"""`VllmStepper`: vLLM's engine with hflow's requests, stepped by the loop of its process."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -26,11 +23,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.base.errors import BackendError
-from hflow.data.text.tokenizer import TextTokenizer
-from hflow.engines.interface import GenerationResult
-from hflow.engines.request import GenerationRequest, new_request, stop_reason
+from hflow.engines.process.engine_process import ProcessSettings
+from hflow.engines.process.stepper import Results, Stepper
+from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
-from hflow.engines.vllm.engine_process import AddedRequest, ProcessSettings
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
@@ -45,7 +41,10 @@ from hflow.weights.loading import LoadedWeights
 
 @dataclass(frozen=True)
 class SeededWeights:
-    """The weights of a model with an architecture and a seed, built when they are iterated."""
+    """Random weights of a model that no trainer owns, as the embedded engine draws them.
+
+    They are built when they are iterated.
+    """
 
     settings: ModelSettings
 
@@ -63,31 +62,22 @@ class SeededWeights:
         yield from stacked_views(module.config.model_type, module.named_parameters())
 
 
-Results = list[tuple[int, GenerationResult]]
-
-
-class Stepper:
+class VllmStepper(Stepper):
     """Serves the methods of `GenerationEngine` that need vLLM, in its process.
 
-    vLLM schedules and samples; this keeps the tokens of each request with their log-probs and versions, and
-    decides when it ends. Scheduling is not asynchronous, so the tokens of a step have the version that the
-    weights have during the step.
+    vLLM schedules and samples. Scheduling is not asynchronous, so the tokens of a step have the version that
+    the weights have during the step.
     """
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: ProcessSettings, decode: Decode | None) -> None:
         """Build vLLM's engine, in this process and its ranks."""
-        if settings.cores:
-            os.sched_setaffinity(0, settings.cores)
         self._settings = settings
-        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
-        self._decode = None if tokenizer is None else tokenizer.answer
+        self._decode = decode
         self._engine = LLMEngine.from_vllm_config(
             _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
         )
         self._core = self._engine.engine_core
-        self._max_length: int = settings.arguments["max_model_len"]
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
-        self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
         self._version = 0
@@ -100,37 +90,29 @@ class Stepper:
         self._counter = itertools.count()
 
     @property
+    @override
     def num_unfinished(self) -> int:
-        """Number of requests that wait or run."""
         return len(self._requests)
 
-    def add(self, added: Sequence[AddedRequest]) -> None:
-        """Queue requests, which the worker has checked."""
-        for request_id, prompt_ids, params in added:
+    @override
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
             name = str(next(self._counter))
-            request = new_request(
-                request_id,
-                prompt_ids,
-                params,
-                self._max_length,
-                self._vocab_size,
-                self._decode,
-                self._settings.records,
-            )
             core_request = self._engine.input_processor.process_inputs(
                 name, tokens_input(request.ids), _sampling_params(request), self._tasks
             )
             self._core.add_request(core_request)
             self._requests[name] = request
-            self._names[request_id] = name
+            self._names[request.request_id] = name
 
+    @override
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """Remove requests; those that have finished already are ignored."""
         names = [self._names.pop(request_id) for request_id in request_ids if request_id in self._names]
         self._core.abort_requests(names)
         for name in names:
             del self._requests[name]
 
+    @override
     def step(self) -> Results:
         """Draw one token for each request that vLLM schedules; return the finished requests.
 
@@ -160,24 +142,16 @@ class Stepper:
         self._core.abort_requests(surplus)
         return finished
 
+    @override
     def interrupt(self) -> Results:
-        """Remove all requests; return what each has drawn."""
         self._core.abort_requests(list(self._requests))
         results = [(request.request_id, request.result("abort")) for request in self._requests.values()]
         self._requests.clear()
         self._names.clear()
         return results
 
+    @override
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
-        """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
-
-        Args:
-            incoming: the pickled `IncomingWeights` of each rank.
-            version: the version of the weights.
-
-        Raises:
-            HflowError: what a rank raised.
-        """
         self._has_weights = False
         self._engine.collective_rpc("start_weight_update")
         lora = self._settings.settings.lora
@@ -193,26 +167,26 @@ class Stepper:
         self._use(version)
         return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
 
+    @override
     def set_version(self, version: int) -> None:
-        """Use the weights of the checkpoint, or random weights, as a version."""
         if not self._has_weights and self._settings.settings.path is None:
             seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
             self.load_weights([seeded] * self._num_ranks, version)
         self._use(version)
 
+    @override
     def sleep(self, level: SleepLevel) -> None:
-        """Free device memory."""
         self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
         if self._settings.sleeps:
             self._engine.sleep(level.value)
 
+    @override
     def wake_weights(self) -> None:
-        """Allocate the weights."""
         if self._settings.sleeps:
             self._engine.wake_up(["weights"])
 
+    @override
     def wake_cache(self) -> None:
-        """Allocate the KV cache."""
         if self._settings.sleeps:
             self._engine.wake_up(["kv_cache"])
 
@@ -241,14 +215,7 @@ class Stepper:
             recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
         logprobs = output.new_logprobs.logprobs
         for row, token in enumerate(output.new_token_ids):
-            logprob = float(logprobs[row, 0])
-            if logprob != logprob:
-                raise BackendError(
-                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
-                )
-            request.ids.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self._version)
+            request.append(token, float(logprobs[row, 0]), self._version)
             if (reason := stop_reason(request, self._decode)) is not None:
                 return reason
         return None
