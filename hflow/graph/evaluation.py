@@ -129,8 +129,7 @@ def _explicit(graph: Graph, node: Node, read: Collection[tuple[str, str]]) -> No
     Args:
         graph: the whole recipe's graph.
         node: a node of the recipe.
-        read: producer and name of the fields that nodes read which are kept. What is recorded only for others
-            is not.
+        read: producer and name of each field that a kept node reads. Options that record others are dropped.
     """
     spec, stream = node.spec, graph.stream(node.stream)
     spec = replace(spec, every=1, after=0)

@@ -1,4 +1,6 @@
-"""The experts that computed each token, for routing replay: a `RecordedKind`.
+"""The experts that computed each token, a `RecordedKind`.
+
+Nodes compute with the experts that the engine chose: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
 
 Axes: T tokens, L layers with experts, K experts of a token in a layer.
 """

@@ -242,12 +242,8 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
 def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
     """Yield what a generate node asks for beside tokens that cannot be recorded."""
     for kind in requested_kinds(dict(node.spec.options)):
-        (model,), key, what = (
-            node.spec.models,
-            f"nodes.{node.name}.{kind.option}",
-            kind.name.replace("_", " "),
-        )
-        shape = dict(plan.shapes).get(model)
+        (model,), key = node.spec.models, f"nodes.{node.name}.{kind.option}"
+        what, shape = kind.name.replace("_", " "), dict(plan.shapes).get(model)
         if shape is None:
             yield (
                 f"{key} is set, but the planner does not know the {what} of {model}. Set models.{model}.path "
