@@ -1,6 +1,7 @@
 """The experts that computed each token, a `RecordedKind`.
 
-Nodes compute with the experts that the engine chose: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
+Nodes that replay the record compute with the engine's choice: Rollout Routing Replay (Ma et al. 2025,
+arXiv:2510.11370).
 
 Axes: T tokens, L layers with experts, K experts of a token in a layer.
 """
