@@ -24,7 +24,8 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall
 from hflow.types import Output, Unit
-from hflow.types.routed_experts import RoutingFormat, pack_rows
+from hflow.types.recorded import RowFormat
+from hflow.types.routed_experts import RECORDED, ROUTED_EXPERTS, routing_format
 
 PROMPT = (3, 9, 30, 7, 7, 1)
 NUM_SAMPLES, NUM_TOKENS, NUM_LAYERS = 64, 60, 6
@@ -67,7 +68,11 @@ def generate(model: ModelSettings, records: bool) -> tuple[list[GenerationResult
     """Return the samples, and the tokens per second."""
     engine = EmbeddedEngine(model)
     for number in range(NUM_SAMPLES):
-        engine.add(number, PROMPT, SamplingParams(max_tokens=NUM_TOKENS, seed=number, routing_replay=records))
+        engine.add(
+            number,
+            PROMPT,
+            SamplingParams(max_tokens=NUM_TOKENS, seed=number, record=(ROUTED_EXPERTS,) if records else ()),
+        )
     results: dict[int, GenerationResult] = {}
     start = time.perf_counter()
     while engine.num_unfinished:
@@ -76,13 +81,15 @@ def generate(model: ModelSettings, records: bool) -> tuple[list[GenerationResult
     return [results[number] for number in range(NUM_SAMPLES)], NUM_SAMPLES * NUM_TOKENS / seconds
 
 
-def batch_of(samples: list[GenerationResult], form: RoutingFormat) -> Batch:
+def batch_of(samples: list[GenerationResult], form: RowFormat) -> Batch:
     """Return samples as a batch, with the experts that computed them."""
     length = len(PROMPT) + NUM_TOKENS
     token = {
         "input_ids": np.array([PROMPT + sample.ids for sample in samples]).ravel(),
         "loss_mask": np.tile(np.arange(length) >= len(PROMPT), len(samples)),
-        "routed_experts": np.concatenate([pack_rows(s.routed_experts, length, form) for s in samples]),
+        ROUTED_EXPERTS: np.concatenate(
+            [RECORDED.pack(s.recorded[ROUTED_EXPERTS], length, form) for s in samples]
+        ),
     }
     index = np.arange(len(samples))
     columns = {name: Column(Unit.TOKEN, values) for name, values in token.items()}
@@ -103,7 +110,7 @@ def gaps(trainer: TorchModel, call: NodeCall, batch: Batch, behav: np.ndarray) -
 
 def measure(num: int, per_token: int, seed: int) -> dict[str, Any]:
     """Compare one model with its engine."""
-    form = RoutingFormat(NUM_LAYERS, per_token, num)
+    form = routing_format(NUM_LAYERS, per_token, num)
     samples, recording = generate(settings(num, per_token, seed, "bf16"), records=True)
     _, plain = generate(settings(num, per_token, seed, "bf16"), records=False)
     batch, behav = batch_of(samples, form), np.concatenate([sample.logprobs for sample in samples])

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hflow.base.errors import nearest
 from hflow.dsl.options import Option
 from hflow.graph.errors import caller_location, recipe_error
-from hflow.types.sandbox import ATTRIBUTE, Sandbox
+from hflow.types.sandbox import ATTRIBUTE, SANDBOX_PROVIDERS, Sandbox
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -18,6 +19,7 @@ _OPTIONS = {
     "processes": Option("bool", False),
     "readable": Option("tuple[str, ...]", ()),
     "without_landlock": Option("bool", False),
+    "provider": Option("str", SANDBOX_PROVIDERS.default),
 }
 
 
@@ -28,8 +30,9 @@ def sandbox(
     processes: bool = False,
     readable: Sequence[str] = (),
     without_landlock: bool = False,
+    provider: str = SANDBOX_PROVIDERS.default,
 ) -> Callable[[Function], Function]:
-    """Decorate a tool so that `engine.call` runs each call in a confined process.
+    """Decorate a tool so that `engine.call` runs each call in a sandbox.
 
     The function itself is returned unchanged; a direct call runs it in the caller's process. A call has no
     network and no environment variables. It reads Python, installed packages and system libraries, and
@@ -42,9 +45,10 @@ def sandbox(
         readable: further files and directories that a call may read.
         without_landlock: whether calls may run on a kernel without Landlock, where they can read and write
             all files of the user. Otherwise such a kernel is an error.
+        provider: what runs the calls. `process` runs each in a confined process of this machine.
 
     Raises:
-        RecipeError: if a limit has a wrong type or is out of bounds.
+        RecipeError: if a limit has a wrong type or is out of bounds, or there is no such provider.
     """
     where = caller_location()
     given = {
@@ -53,6 +57,7 @@ def sandbox(
         "processes": processes,
         "readable": readable,
         "without_landlock": without_landlock,
+        "provider": provider,
     }
     limits = {}
     for name, value in given.items():
@@ -60,6 +65,10 @@ def sandbox(
             limits[name] = _OPTIONS[name].check(value)
         except ValueError as error:
             raise recipe_error(where, "sandbox", f"{name} is {error}") from error
+    if provider not in SANDBOX_PROVIDERS:
+        known = ", ".join(SANDBOX_PROVIDERS)
+        problem = f"there is no provider {provider!r}{nearest(provider, SANDBOX_PROVIDERS)} (known: {known})"
+        raise recipe_error(where, "sandbox", problem)
     limits["readable"] = tuple(map(os.path.abspath, limits["readable"]))
 
     def decorate(function: Function) -> Function:

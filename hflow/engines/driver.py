@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.engines.interface import GenerationEngine, GenerationResult, SamplingParams, extended
+from hflow.engines.interface import GenerationEngine, GenerationResult, SamplingParams
 from hflow.types.engine import EngineStats, SleepLevel
+from hflow.types.recorded import extend_recorded
 
 if TYPE_CHECKING:
     from hflow.weights.incoming import IncomingWeights
@@ -276,7 +277,7 @@ class _Request:
             self.generated.logprobs + result.logprobs,
             self.generated.versions + result.versions,
             result.stop_reason,
-            extended(self.generated.routed_experts, result.routed_experts),
+            extend_recorded(self.generated.recorded, result.recorded),
         )
 
     def add_to(self, engine: GenerationEngine) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
+from hflow.types.recorded import Recorded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +46,8 @@ class EngineSetup:
     receives_weights: bool = False
     """Whether `load_weights` is called before the engine first generates, so that it need not read those of
     its checkpoint, except the base of adapters."""
-    records_experts: bool = False
-    """Whether requests may have `routing_replay`. An engine that always can ignores it."""
+    records: tuple[str, ...] = ()
+    """The kinds that requests may ask it to record (`RecordedKind`). An engine that always can ignores it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class SamplingParams:
     num_resumed: int = 0
     """Number of the prompt's last tokens that were drawn before an interruption. A stop string may begin
     in them."""
-    routing_replay: bool = False
-    """Whether to record the experts that compute each token."""
+    record: tuple[str, ...] = ()
+    """What to record beside tokens, by kind (`RecordedKind`)."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,9 @@ class GenerationResult:
     """Version of the weights that drew each token."""
     stop_reason: str
     """`stop`, `length`, or `abort` for an interrupted request."""
-    routed_experts: tuple[bytes, ...] = ()
-    """The experts that computed each of the first tokens, the prompt's among them (`RoutingFormat`), for
-    requests with `routing_replay`. The last drawn token has none, as it was not computed."""
-
-
-def extended(first: tuple[bytes, ...], later: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return the experts of a sequence that was computed twice: where both recorded, the first ones.
-
-    These computed the distribution from which the next token was drawn.
-    """
-    return first + later[len(first) :]
+    recorded: Recorded = field(default_factory=dict, hash=False)
+    """What was recorded of the sequence, the prompt included, by kind (`RecordedKind`). The last drawn token
+    has no entry, as it was not computed."""
 
 
 class GenerationEngine(abc.ABC):
@@ -119,7 +112,7 @@ class GenerationEngine(abc.ABC):
 
         Raises:
             BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings
-                and the engine cannot decode tokens, or if experts shall be recorded and it cannot do that.
+                and the engine cannot decode tokens, or if it does not record what the request asks for.
         """
 
     @abc.abstractmethod

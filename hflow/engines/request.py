@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from hflow.base.errors import BackendError
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.types.engine import find_sampling_problem
+from hflow.types.recorded import recorded_kind
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -20,7 +21,7 @@ class GenerationRequest:
     """A prompt and the tokens drawn after it so far.
 
     `ids` is the prompt followed by the drawn tokens. `logprobs` and `versions` have entries for drawn tokens
-    only, `routed_experts` for the first of `ids` that were computed.
+    only, `recorded` has what is asked for of the first of `ids`, those that were computed, by kind.
     """
 
     request_id: int
@@ -31,8 +32,22 @@ class GenerationRequest:
     """Number of tokens, prompt included, at which the request ends with `length`."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routed_experts: list[bytes] = field(default_factory=list)
+    recorded: dict[str, list[bytes]] = field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Append a token that was drawn.
+
+        Raises:
+            BackendError: if its log-prob is NaN.
+        """
+        if logprob != logprob:
+            raise BackendError(
+                "the model's logits are NaN, so its weights have diverged; lower the learning rate"
+            )
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
 
     def result(self, stop_reason: str) -> GenerationResult:
         """Return the request's result."""
@@ -41,7 +56,7 @@ class GenerationRequest:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             stop_reason=stop_reason,
-            routed_experts=tuple(self.routed_experts),
+            recorded={name: tuple(rows) for name, rows in self.recorded.items()},
         )
 
 
@@ -52,6 +67,7 @@ def new_request(
     max_length: int,
     vocab_size: int,
     decode: Decode | None,
+    records: Collection[str] = (),
 ) -> GenerationRequest:
     """Return a request of an engine that can serve it.
 
@@ -62,10 +78,12 @@ def new_request(
         max_length: maximum tokens of a sequence, prompt included.
         vocab_size: the model's vocabulary size.
         decode: the engine's, to find stop strings.
+        records: the kinds that the engine records (`RecordedKind`).
 
     Raises:
         BackendError: if the prompt is empty, too long or has unknown tokens, if no token can be drawn with
-            the parameters, or if there are stop strings and the engine has no `decode`.
+            the parameters, if there are stop strings and the engine has no `decode`, or if it does not record
+            what is asked for.
     """
     if not 0 < len(prompt_ids) < max_length:
         raise BackendError(
@@ -83,6 +101,12 @@ def new_request(
         raise BackendError("a stop string is empty, which would end every completion at once; remove it")
     if params.stop and decode is None:
         raise BackendError("stop strings need an engine with a tokenizer; pass decode=")
+    for name in params.record:
+        if name not in records:
+            raise BackendError(
+                f"{recorded_kind(name).option} is set, but the engine does not record {name} of its model; "
+                "remove it"
+            )
     return GenerationRequest(
         request_id=request_id,
         params=params,

@@ -20,11 +20,12 @@ from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.data.text.tool_formats import Tool, ToolFormat, tool_format, tool_schema
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import GenerationResult, SamplingParams, extended
+from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.episodes.endpoint.conversations import EpisodeEndpoint, open_endpoint
 from hflow.episodes.endpoint.server import EndpointServer
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.types import ToolCall, Trajectory
+from hflow.types.recorded import extend_recorded
 
 T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
@@ -292,7 +293,7 @@ def append_turn(
         loss_mask=trajectory.loss_mask + (True,) * len(generated.ids),
         behav_logprobs=trajectory.behav_logprobs + generated.logprobs,
         versions=trajectory.versions + generated.versions,
-        routed_experts=extended(trajectory.routed_experts, generated.routed_experts),
+        recorded=extend_recorded(trajectory.recorded, generated.recorded),
         messages=(*trajectory.messages, {"role": "assistant", "content": text}),
         completion=text,
         stop_reason="tool_calls" if has_called else generated.stop_reason,

@@ -17,7 +17,7 @@ from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.episodes.journal import Journal, JournalRecorder, can_replay, completion_request
 from hflow.processes.error_location import error_line
-from hflow.sandboxes.providers import SandboxProvider
+from hflow.sandboxes.providers import Sandboxes
 from hflow.types import EpisodeState
 from hflow.types.engine import environment_number, replay_of
 from hflow.types.sandbox import ToolFailed, sandbox_of
@@ -43,7 +43,7 @@ class RecordedEffects:
 
     def __init__(
         self,
-        sandboxes: SandboxProvider,
+        sandboxes: Sandboxes,
         state_counts: Counter[EpisodeState] | None = None,
         journal: Journal | None = None,
     ) -> None:

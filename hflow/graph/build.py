@@ -17,10 +17,10 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields
 from hflow.graph.framework_reads import (
     check_prox,
-    check_routing_replay,
+    check_recorded_kinds,
     computes_own_prox,
     framework_parameters,
-    replay_parameters,
+    replayed_parameters,
     resolve_prox,
     unread_prox,
 )
@@ -40,7 +40,7 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
     stream = assignment.stream_of[node.name]
     framework = (
         *framework_parameters(node, trains_own_samples(node, spec, assignment)),
-        *replay_parameters(node, spec, assignment),
+        *replayed_parameters(node, spec, assignment),
     )
     reads: list[Read] = []
     unbound: list[str] = []
@@ -208,7 +208,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
         notes=tuple(note for node in nodes for note in unbound_notes(node, spec, assignment, fields)),
     )
     check_graph(graph)
-    check_routing_replay(graph)
+    check_recorded_kinds(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 
 

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hflow.base.errors import ConfigError, nearest
-from hflow.graph.framework_reads import ROUTING_REPLAY
 from hflow.graph.ir import Graph, Node, NodeSpec, RecipeSpec
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import requestable_kinds
 
 SAMPLED = "_sampled"
 """Ending of the names of copies that draw several samples of each prompt."""
@@ -52,8 +51,8 @@ def evaluation_spec(
         raise ConfigError(
             f"recipe {spec.name!r} scores no sample of {', '.join(chosen)}; add a compute node per sample"
         )
-    replayed = {read.producer for node in kept for read in node.reads if read.field == ROUTED_EXPERTS}
-    nodes = {node.name: _explicit(graph, node, node.name in replayed) for node in kept}
+    read = {(read.producer, read.field) for node in kept for read in node.reads}
+    nodes = {node.name: _explicit(graph, node, read) for node in kept}
     bodies = {name: name for name in nodes}
     if sampling is not None:
         for node in kept:
@@ -124,20 +123,20 @@ def _generates(graph: Graph, stream: str) -> bool:
     return graph.node(graph.stream(stream).source).spec.verb == "generate"
 
 
-def _explicit(graph: Graph, node: Node, records_experts: bool) -> NodeSpec:
+def _explicit(graph: Graph, node: Node, read: Collection[tuple[str, str]]) -> NodeSpec:
     """Return a spec that names its dataset, or the stream that it works on, with the cadence of one run.
 
     Args:
         graph: the whole recipe's graph.
         node: a node of the recipe.
-        records_experts: whether a node that is kept reads the experts that this one records.
+        read: producer and name of each field that a kept node reads. Options that record others are dropped.
     """
     spec, stream = node.spec, graph.stream(node.stream)
     spec = replace(spec, every=1, after=0)
     if not spec.opens_stream:
         return replace(spec, on=stream.name)
-    if not records_experts:
-        spec = replace(spec, options=tuple((k, v) for k, v in spec.options if k != ROUTING_REPLAY))
+    unread = {kind.option for kind in requestable_kinds() if (node.name, kind.name) not in read}
+    spec = replace(spec, options=tuple((k, v) for k, v in spec.options if k not in unread))
     return replace(spec, data=stream.dataset, on=stream.parent)
 
 

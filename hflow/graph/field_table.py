@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from hflow.base.errors import RecipeError
 from hflow.graph.errors import recipe_error
-from hflow.graph.framework_reads import records_experts
 from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
 from hflow.graph.streams import StreamAssignment, dataset_columns
 from hflow.types import Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import requested_kinds
 
 UNIT_NAMES: Mapping[Unit, str] = {
     Unit.TOKEN: "PerToken",
@@ -69,9 +68,8 @@ def column_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
 def _source_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
     """Return the fields that come from a stream's source: dataset columns and the trajectory's fields."""
     columns = column_fields(spec, stream)
-    units = dict(TRAJECTORY_FIELDS)
-    if records_experts(spec, stream.source):
-        units[ROUTED_EXPERTS] = Unit.TOKEN
+    source = next(node for node in spec.nodes if node.name == stream.source)
+    units = {**TRAJECTORY_FIELDS, **{kind.name: kind.unit for kind in requested_kinds(dict(source.options))}}
     for name in columns:
         if name in units:
             where = next(d.where for d in spec.datasets if d.name == stream.dataset)

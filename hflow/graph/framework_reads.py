@@ -4,10 +4,9 @@
 infer node (`actor_inf`) on the trained model computes them, with `loglinear` the train node itself; with
 `none` the train node reads `behav_logprobs` instead.
 
-**Routing replay**: nodes compute with the experts that the engine chose for each token:
-Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370). The option `routing_replay` of a generate node adds
-the field `routed_experts` to its stream. Every train and infer node that runs the generating model on this
-stream reads it, without its body.
+**Replayed records**: an option of a generate node adds what its engine records beside tokens to its stream,
+as a field (`RecordedKind`). Where this is replayed, every train and infer node that runs the generating model
+on the stream reads it, without its body.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import requested_kinds
 
 PROX = "prox_logprobs"
 _INTERPOLATING = ("loglinear", "metrics")
@@ -142,45 +141,38 @@ def _check_reader(node: NodeSpec, train: NodeSpec) -> None:
             )
 
 
-ROUTING_REPLAY = "routing_replay"
-
-
-def records_experts(spec: RecipeSpec, source: str) -> bool:
-    """Return whether the source of a stream records experts."""
-    return any(node.name == source and node.option(ROUTING_REPLAY, False) for node in spec.nodes)
-
-
-def replay_parameters(
+def replayed_parameters(
     node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment
 ) -> tuple[Parameter, ...]:
-    """Return the parameter with which a train or infer node reads its model's experts, if it replays them."""
+    """Return the parameters with which a train or infer node reads the records that it replays."""
     source = assignment.stream(assignment.stream_of[node.name]).source
-    if node.verb not in ("train", "infer") or not records_experts(spec, source):
-        return ()
     generates = next(other for other in spec.nodes if other.name == source)
-    if not {*node.models} & {*generates.models}:
+    if node.verb not in ("train", "infer") or not {*node.models} & {*generates.models}:
         return ()
-    return (Parameter(f"@{ROUTED_EXPERTS}", ROUTED_EXPERTS, Unit.TOKEN, "tensor"),)
+    kinds = requested_kinds(dict(generates.options))
+    return tuple(
+        Parameter(f"@{kind.name}", kind.name, kind.unit, "tensor") for kind in kinds if kind.is_replayed
+    )
 
 
-def check_routing_replay(graph: Graph) -> None:
-    """Check that each generate node that records experts has one model, and that a node reads them.
+def check_recorded_kinds(graph: Graph) -> None:
+    """Check that each generate node that records something has one model, and that a node reads the record.
 
     Raises:
         RecipeError: if not.
     """
-    read = {read.producer for node in graph.nodes for read in node.reads if read.field == ROUTED_EXPERTS}
+    read = {(read.producer, read.field) for node in graph.nodes for read in node.reads}
     for node in graph.nodes:
-        if not node.spec.option(ROUTING_REPLAY, False):
-            continue
-        first, *others = node.spec.models
-        if others:
-            problem = (
-                f"{ROUTING_REPLAY} is for episodes of one model, but it has {first}, {', '.join(others)}"
-            )
-        elif node.name not in read:
-            reason = f"as no node trains {first!r} or infers with it on its samples"
-            problem = f"{ROUTING_REPLAY} has no effect, {reason}"
-        else:
-            continue
-        raise recipe_error(node.spec.where, node.name, f"{problem}. Remove {ROUTING_REPLAY}")
+        for kind in requested_kinds(dict(node.spec.options)):
+            first, *others = node.spec.models
+            if others:
+                problem = (
+                    f"{kind.option} is for episodes of one model, but it has {first}, {', '.join(others)}"
+                )
+            elif (node.name, kind.name) not in read:
+                replays = f"no node trains {first!r} or infers with it on its samples"
+                reason = replays if kind.is_replayed else f"no node reads {kind.name}"
+                problem = f"{kind.option} has no effect, as {reason}"
+            else:
+                continue
+            raise recipe_error(node.spec.where, node.name, f"{problem}. Remove {kind.option}")

@@ -122,7 +122,9 @@ def _statements(text: str) -> list[ast.stmt]:
 async def _passes(program: str, test: Mapping[str, Any], limits: Sandbox) -> bool:
     given = {key: value for key, value in test.items() if key != "output"}
     try:
-        result = await sandboxes.call_in_process(run_program, limits, {"program": program, "test": given})
+        result = await sandboxes.sandboxes_of_process().run(
+            run_program, limits, {"program": program, "test": given}
+        )
     except (ToolFailed, TypeError):  # it raised, exceeded a limit, or returned what is not JSON
         return False
     if "input" in test:

@@ -1,1 +1,1 @@
-"""What runs programs and tools that are not trusted, and what confines them."""
+"""What runs tools that are not trusted: an owner's `Sandboxes`, and the providers that they choose from."""

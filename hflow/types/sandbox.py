@@ -1,4 +1,8 @@
-"""`Sandbox`: the limits of a tool, stored on the function by `@sandbox` so that any process can read them."""
+"""`Sandbox`: the limits of a tool, stored on the function by `@sandbox` so that any process can read them.
+
+To add a provider, which runs tools in another way, write `provider.py` in `sandboxes/NAME`, and add one line
+to `SANDBOX_PROVIDERS`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.base.registry import Registry
+
+Tool = Callable[..., Any]
+
+SANDBOX_PROVIDERS = Registry(
+    "sandbox provider",
+    "hflow.sandboxes",
+    {"process": "hflow.sandboxes.process.provider:ProcessSandboxes"},
+)
+"""The providers, each with what builds it: the most calls of a tool that run at the same time -> a new
+`SandboxProvider` (`sandboxes/providers.py`)."""
+
 ATTRIBUTE = "__hflow_sandbox__"
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits of a call. It runs in a process of its own, without network and environment variables."""
+    """Limits of a call, which has no network and no environment variables."""
 
     timeout: float
     """Seconds that one call may take, without those in which it waits for a processor."""
@@ -24,12 +40,14 @@ class Sandbox:
     """Absolute paths that a call may read, besides Python, installed packages and system libraries."""
     without_landlock: bool = False
     """Whether a call may run where the kernel cannot protect files."""
+    provider: str = SANDBOX_PROVIDERS.default
+    """What runs the calls and holds these limits."""
 
 
 class ToolFailed(Exception):
     """A sandboxed tool failed; the message says how, in one line."""
 
 
-def sandbox_of(function: Callable[..., Any]) -> Sandbox | None:
+def sandbox_of(function: Tool) -> Sandbox | None:
     """Return the limits of a function with a sandbox; None for any other."""
     return getattr(function, ATTRIBUTE, None)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.types.recorded import Recorded, check_recorded
+
 STOP_REASONS = ("stop", "length", "tool_calls", "abort")
 """Why a generation ended."""
 
@@ -42,9 +44,9 @@ class Trajectory:
     tools: tuple[Callable[..., Any] | Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
     """Tools that the model may call, as functions or JSON schemas. A `complete` without `tools=` offers them
     again."""
-    routed_experts: tuple[bytes, ...] = field(default=(), repr=False)
-    """The experts that computed each of the first tokens, which an engine records with `routing_replay`
-    (`RoutingFormat`). Later tokens have not been computed, as the last drawn one, or were not recorded."""
+    recorded: Recorded = field(default_factory=dict, repr=False, hash=False)
+    """What its engine recorded beside tokens, by kind (`RecordedKind`). The last drawn token has no entry, as
+    it was not computed."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}
@@ -54,11 +56,7 @@ class Trajectory:
                 f"{len(self.input_ids)}, loss_mask {len(self.loss_mask)}, behav_logprobs "
                 f"{len(self.behav_logprobs)}, versions {len(self.versions)}"
             )
-        if len(self.routed_experts) > len(self.input_ids):
-            raise ValueError(
-                f"routed_experts has {len(self.routed_experts)} entries, but the trajectory has "
-                f"{len(self.input_ids)} tokens"
-            )
+        check_recorded(self.recorded, len(self.input_ids))
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(
                 f"stop_reason is {self.stop_reason!r}; it must be one of {', '.join(STOP_REASONS)}"

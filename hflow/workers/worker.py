@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from hflow.processes.error_location import error_with_location
 from hflow.training.interface import ModelBackend
 from hflow.types.engine import SleepLevel
 from hflow.types.node_setup import setup_of
+from hflow.types.recorded import requested_kinds
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import (
     BucketHandles,
@@ -621,6 +623,10 @@ def build_engines(
     """
     routed = {route.dst for route in setup.plan.weights}
     source = {route.dst: route.src for route in setup.plan.weights if route.how == "shared"}
+    recorded = defaultdict[str, set[str]](set)
+    for program in setup.programs.values():
+        for model in program.models:
+            recorded[model].update(kind.name for kind in requested_kinds(program.options))
     drivers: dict[str, EngineDriver] = {}
     sharing = set()
     for replica in replicas:
@@ -646,10 +652,7 @@ def build_engines(
                     for other in setup.plan.replicas
                 ),
                 receives_weights=replica.name in routed and module is None,
-                records_experts=any(
-                    replica.model in program.models and program.options.get("routing_replay", False)
-                    for program in setup.programs.values()
-                ),
+                records=tuple(sorted(recorded[replica.model])),
             )
         )
         drivers[replica.name] = EngineDriver(engine)

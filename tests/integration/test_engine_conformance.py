@@ -34,6 +34,7 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.descriptors import engine_kind
 from hflow.types.engine import SleepLevel
+from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings
@@ -180,9 +181,8 @@ def build(name: str, architecture: str, tensor: int, **of_cache: int) -> Generat
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    setup = EngineSetup(
-        settings, options, TOKENIZER, tensor=tensor, cores=cores, records_experts=architecture == "experts"
-    )
+    records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
+    setup = EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
     engine = engine_kind(name).factory(setup)
     assert isinstance(engine, GenerationEngine)
     return engine
@@ -308,8 +308,8 @@ def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
     with pytest.raises(BackendError, match=r"temperature is 1e-40; it must be from 0.01 to 100, or 0"):
         subject.add([[1]], [SamplingParams(temperature=1e-40)])
     if subject.architecture != "experts":
-        with pytest.raises(BackendError, match=r"does not record experts|model has no experts"):
-            subject.add([[1]], [SamplingParams(routing_replay=True)])
+        with pytest.raises(BackendError, match="does not record routed_experts of its model"):
+            subject.add([[1]], [SamplingParams(record=(ROUTED_EXPERTS,))])
     assert subject.engine.num_unfinished == 0
 
 
@@ -376,23 +376,25 @@ def recording(subject: Subject) -> Subject:
 
 def test_recorded_experts_are_those_of_the_models_routers(recording: Subject) -> None:
     """Also of prompts that are cached in part, of groups, and beside requests that record nothing."""
-    module, params = recording.load(3), SamplingParams(max_tokens=20, seed=2, routing_replay=True)
+    module, params = recording.load(3), SamplingParams(max_tokens=20, seed=2, record=(ROUTED_EXPERTS,))
     long = [3 + (i * 7) % 90 for i in range(300)]
     prompts = [*PROMPTS, long, long, long[:270], [*long[:256], 5]]
     for _ in range(2):  # the second time from the cache
-        of_request = [replace(params, seed=i, routing_replay=i != 1) for i in range(len(prompts))]
+        of_request = [
+            replace(params, seed=i, record=params.record if i != 1 else ()) for i in range(len(prompts))
+        ]
         results = recording.generate(prompts, of_request)
-        assert results[1].routed_experts == ()
+        assert results[1].recorded == {}
         for prompt, result in zip([PROMPTS[0], *prompts[2:]], [results[0], *results[2:]], strict=True):
-            assert len(result.routed_experts) == len(prompt) + 19
+            assert len(result.recorded[ROUTED_EXPERTS]) == len(prompt) + 19
             expected = experts_of(module, [*prompt, *result.ids])[:-1]
-            assert same_experts(result.routed_experts, expected) > 0.998
+            assert same_experts(result.recorded[ROUTED_EXPERTS], expected) > 0.998
 
 
 def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recording: Subject) -> None:
     old = recording.load(3)
     first = recording.version
-    params = SamplingParams(max_tokens=1900, seed=7, routing_replay=True)
+    params = SamplingParams(max_tokens=1900, seed=7, record=(ROUTED_EXPERTS,))
     ids = recording.add(PROMPTS[:5], [params] * 5)
     assert recording.run_for(10) == {}
     new = recording.load(11)
@@ -400,20 +402,20 @@ def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recordi
     results = dict(recording.engine.interrupt())
     for request_id, prompt in zip(ids, PROMPTS, strict=False):
         result = results[request_id]
-        assert len(result.routed_experts) == len(prompt) + len(result.ids) - 1
+        assert len(result.recorded[ROUTED_EXPERTS]) == len(prompt) + len(result.ids) - 1
         # The new weights computed the last token that the old ones drew.
         of_old = len(prompt) + result.versions.count(first) - 1
         sequence = (*prompt, *result.ids)
         by_old, by_new = experts_of(old, sequence), experts_of(new, sequence)
-        assert same_experts(result.routed_experts[:of_old], by_old[:of_old]) > 0.998
-        assert same_experts(result.routed_experts[of_old:], by_new[of_old:-1]) > 0.998
+        assert same_experts(result.recorded[ROUTED_EXPERTS][:of_old], by_old[:of_old]) > 0.998
+        assert same_experts(result.recorded[ROUTED_EXPERTS][of_old:], by_new[of_old:-1]) > 0.998
         assert same_experts(by_old, by_new) < 0.9
     resumed = [(*prompt, *results[i].ids) for i, prompt in zip(ids, PROMPTS, strict=False)]
     rest = [replace(params, max_tokens=8, num_resumed=len(results[i].ids)) for i in ids]
     for sequence, result in zip(resumed, recording.generate(resumed, rest), strict=True):
         expected = experts_of(new, [*sequence, *result.ids])[:-1]
-        assert len(result.routed_experts) == len(expected)
-        assert same_experts(result.routed_experts, expected) > 0.998
+        assert len(result.recorded[ROUTED_EXPERTS]) == len(expected)
+        assert same_experts(result.recorded[ROUTED_EXPERTS], expected) > 0.998
 
 
 @pytest.mark.long
@@ -423,11 +425,11 @@ def test_requests_that_a_full_cache_preempts_keep_their_experts() -> None:
     block = CPU_BLOCK_TOKENS * 2 * num_layers * num_heads * head_size * 4
     subject = Subject("vllm", "experts", 1, build("vllm", "experts", 1, cache_bytes=18 * block))
     module = subject.load(3)
-    params = [SamplingParams(max_tokens=700, seed=seed, routing_replay=True) for seed in range(4)]
+    params = [SamplingParams(max_tokens=700, seed=seed, record=(ROUTED_EXPERTS,)) for seed in range(4)]
     for prompt, result in zip(PROMPTS, subject.generate(PROMPTS[:4], params), strict=False):
         expected = experts_of(module, [*prompt, *result.ids])[:-1]
-        assert len(result.routed_experts) == len(expected)
-        assert same_experts(result.routed_experts, expected) > 0.998
+        assert len(result.recorded[ROUTED_EXPERTS]) == len(expected)
+        assert same_experts(result.recorded[ROUTED_EXPERTS], expected) > 0.998
     subject.engine.close()
 
 

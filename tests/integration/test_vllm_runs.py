@@ -149,4 +149,4 @@ def engines(processes: RayActors) -> list[psutil.Process]:
     """The processes of vLLM's engines below the workers."""
     workers = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in processes.actors(2)])
     children = [child for worker in workers for child in psutil.Process(worker).children()]
-    return [child for child in children if any("engines.vllm" in word for word in child.cmdline())]
+    return [child for child in children if any("engines.process" in word for word in child.cmdline())]

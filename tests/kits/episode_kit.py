@@ -25,7 +25,7 @@ from hflow.episodes.episode_engine import EpisodeEngine, sample_seed
 from hflow.episodes.journal import Journal
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.models.settings import ModelSettings
-from hflow.sandboxes.sandboxes import Sandboxes
+from hflow.sandboxes.providers import Sandboxes
 from hflow.types import Trajectory
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+-=_ \n\"{}[]<>/:,.'?"

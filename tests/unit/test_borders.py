@@ -46,6 +46,26 @@ BORDERS = {
         "training/optimizers/adamw/",
         {"planner/plan/optimizers.py": "the registry", "config/schema.py": "the default"},
     ),
+    "recorded kind": (
+        r"(?i)\b(routed_experts|routing_replay|routing_format)\b",
+        "types/routed_experts.py",
+        {
+            "types/recorded.py": "the registry",
+            "base/validation.py": "a key of another library, which means the same",
+            "dsl/options.py": "its option",
+            "engines/embedded/descriptor.py": "the engine records it",
+            "engines/embedded/expert_recorder.py": "the engine records it",
+            "engines/vllm/descriptor.py": "the engine records it",
+            "engines/vllm/hf_mapping.py": "a module of vLLM with this name",
+            "engines/vllm/launch_options.py": "the engine records it",
+            "engines/vllm/stepper.py": "the engine records it",
+            "models/expert_replay.py": "routers that replay it",
+            "training/loop/inputs.py": "batches for routers that replay it",
+            "training/interface.py": "the meaning of a metric",
+            "planner/checks/unrunnable.py": "models that cannot replay it",
+            "doctor/layer_check.py": "a check of routers that replay it",
+        },
+    ),
     "loss of a policy": (
         "cispo",
         "algo/losses.py",
@@ -61,6 +81,11 @@ BORDERS = {
         "(?i)hermes",
         "data/text/tool_formats.py",
         {"dsl/options.py": "the text of the option"},
+    ),
+    "sandbox provider": (
+        r"ProcessSandboxes|sandboxes\.process\b",
+        "sandboxes/process/",
+        {"types/sandbox.py": "the registry"},
     ),
     "tracker": (
         "(?i)wandb",

@@ -31,7 +31,8 @@ LOAD_ALL = """
 from hflow.planner.plan.channels import CHANNELS
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
-for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS):
+from hflow.types.recorded import RECORDED_KINDS
+for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS, RECORDED_KINDS):
     assert [registry.load(name) for name in registry]
 """
 ABSENT = {
@@ -49,7 +50,10 @@ ABSENT = {
         "import hflow.launch.running.run_recipe, hflow.workers.ray.ray_actors",
         ("torch", "transformers", "tensorboardX"),
     ),
-    "child processes": ("import hflow.workers.bodies.pool_child, hflow.sandboxes.child", ("torch", "ray")),
+    "child processes": (
+        "import hflow.workers.bodies.pool_child, hflow.sandboxes.process.child",
+        ("torch", "ray"),
+    ),
 }
 """What a process does, and the modules that it must not have imported then."""
 

@@ -425,7 +425,10 @@ def test_every_engine_records_experts(engine):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["cluster=cpu-1x2"], "actor has no experts (family qwen2). Remove nodes.actor_gen.routing_replay."),
+        (
+            ["cluster=cpu-1x2"],
+            "actor has no routed experts (family qwen2). Remove nodes.actor_gen.routing_replay.",
+        ),
         (
             [*ON_CPU, "models.actor.compile=true"],
             "compiled layers do not replay experts. Set models.actor.compile=false.",

@@ -35,9 +35,9 @@ from hflow.models.expert_replay import ReplayedExperts, routers_of
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
-from hflow.types.routed_experts import RoutingFormat, is_recorded, pack_rows
+from hflow.types.routed_experts import RECORDED, ROUTED_EXPERTS, is_recorded, routing_format
 
-FORM = RoutingFormat(num_layers=2, per_token=2, num_experts=6)
+FORM = routing_format(2, 2, 6)
 INFER = call(logprobs, "token", [])
 TRAIN = call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean")
 
@@ -157,37 +157,43 @@ def test_prompts_are_shared_as_far_as_their_experts_are_equal() -> None:
 
 
 def test_packed_rows_of_recorded_and_other_tokens() -> None:
-    rows = pack_rows((bytes([1, 2, 3, 4]), bytes([5, 0, 5, 0])), 3, FORM)
+    rows = RECORDED.pack((bytes([1, 2, 3, 4]), bytes([5, 0, 5, 0])), 3, FORM)
     assert rows.tolist() == [[1, 2, 3, 4], [5, 0, 5, 0], [255] * 4]
     assert is_recorded(rows).tolist() == [True, True, False]
-    large = replace(FORM, num_experts=300)
+    large = routing_format(2, 2, 300)
     assert (large.dtype, large.num_bytes) == ("int16", 8)
-    rows = pack_rows((np.array([256, 299, 0, 1], np.int16).tobytes(),), 2, large)
+    rows = RECORDED.pack((np.array([256, 299, 0, 1], np.int16).tobytes(),), 2, large)
     assert rows.tolist() == [[256, 299, 0, 1], [-1] * 4]
     assert is_recorded(rows).tolist() == [True, False]
     with pytest.raises(ReturnError, match="has 3 bytes for 1 tokens, not 4 each"):
-        pack_rows((b"abc",), 2, FORM)
+        RECORDED.pack((b"abc",), 2, FORM)
 
 
 def test_a_later_pass_adds_what_an_earlier_one_did_not_record() -> None:
     first, later = (b"a", b"b"), (b"x", b"y", b"z")
     turn = append_turn(
         prompt_trajectory([4, 5], ()),
-        GenerationResult((6,), (-1.0,), (0,), "stop", first),
+        GenerationResult((6,), (-1.0,), (0,), "stop", {ROUTED_EXPERTS: first}),
         "",
     )
-    assert turn.routed_experts == first
+    assert turn.recorded == {ROUTED_EXPERTS: first}
     added = append_messages(turn, [7])
-    assert added.routed_experts == first
-    again = append_turn(added, GenerationResult((8,), (-1.0,), (1,), "stop", (*later, b"w")), "")
-    assert again.routed_experts == (b"a", b"b", b"z", b"w")
+    assert added.recorded == {ROUTED_EXPERTS: first}
+    again = append_turn(
+        added, GenerationResult((8,), (-1.0,), (1,), "stop", {ROUTED_EXPERTS: (*later, b"w")}), ""
+    )
+    assert again.recorded == {ROUTED_EXPERTS: (b"a", b"b", b"z", b"w")}
     with pytest.raises(ValueError, match="routed_experts has 6 entries"):
-        replace(again, routed_experts=(b"a",) * 6)
+        replace(again, recorded={ROUTED_EXPERTS: (b"a",) * 6})
 
 
 # ------------------------------------------------------------------------------------------ engines
-PARAMS = SamplingParams(max_tokens=12, seed=5, routing_replay=True)
+PARAMS = SamplingParams(max_tokens=12, seed=5, record=(ROUTED_EXPERTS,))
 PROMPT = [3, 9, 30, 7, 7, 1]
+
+
+def experts(result: GenerationResult) -> tuple[bytes, ...]:
+    return result.recorded[ROUTED_EXPERTS]
 
 
 def engine(dtype: str = "fp32") -> EmbeddedEngine:
@@ -204,14 +210,11 @@ def finish(of: EmbeddedEngine) -> dict[int, GenerationResult]:
 def test_members_of_a_group_share_the_record_of_their_prompt() -> None:
     subject = engine()
     for number in range(3):
-        subject.add(number, PROMPT, replace(PARAMS, seed=number, routing_replay=number < 2))
+        subject.add(number, PROMPT, replace(PARAMS, seed=number, record=PARAMS.record if number < 2 else ()))
     results = finish(subject)
-    assert results[2].routed_experts == ()
-    assert all(len(results[number].routed_experts) == len(PROMPT) + 11 for number in (0, 1))
-    assert all(
-        one is two
-        for one, two in zip(results[0].routed_experts[:6], results[1].routed_experts[:6], strict=True)
-    )
+    assert results[2].recorded == {}
+    assert all(len(experts(results[number])) == len(PROMPT) + 11 for number in (0, 1))
+    assert all(one is two for one, two in zip(experts(results[0])[:6], experts(results[1])[:6], strict=True))
 
 
 def test_an_engine_records_what_a_whole_forward_pass_chooses() -> None:
@@ -225,7 +228,7 @@ def test_an_engine_records_what_a_whole_forward_pass_chooses() -> None:
         ids = np.array([*prompts[number], *result.ids])
         columns = {"input_ids": Column(Unit.TOKEN, ids), "loss_mask": Column(Unit.TOKEN, ids >= 0)}
         batch = Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(ids)]), columns)
-        rows = pack_rows(result.routed_experts, len(ids), FORM)
+        rows = RECORDED.pack(experts(result), len(ids), FORM)
         assert rows[:-1].tolist() == own_experts(trainer, batch)[:-1].tolist()
         assert is_recorded(rows).tolist() == [True] * (len(ids) - 1) + [False]
 
@@ -243,28 +246,28 @@ def test_new_weights_do_not_change_what_older_ones_chose() -> None:
     found, before = finish(subject)[0], finish(plain)[0]
     num_old = len(PROMPT) + 4  # the last of five drawn tokens was computed by the new weights
     assert found.versions == (0,) * 5 + (1,) * 7
-    assert found.routed_experts[:num_old] == before.routed_experts[:num_old]
-    assert len(found.routed_experts) == len(PROMPT) + 11
-    assert found.routed_experts[num_old:] != before.routed_experts[num_old:]
+    assert experts(found)[:num_old] == experts(before)[:num_old]
+    assert len(experts(found)) == len(PROMPT) + 11
+    assert experts(found)[num_old:] != experts(before)[num_old:]
 
 
 def test_an_interrupted_request_returns_what_it_has() -> None:
     subject = engine()
     subject.add(0, PROMPT, PARAMS)
-    assert subject.interrupt()[0][1].routed_experts == ()
+    assert subject.interrupt()[0][1].recorded == {}
     subject.add(0, PROMPT, PARAMS)
     for _ in range(4):
         subject.step()
     ((_, part),) = subject.interrupt()
-    assert (len(part.ids), len(part.routed_experts)) == (4, len(PROMPT) + 3)
+    assert (len(part.ids), len(experts(part))) == (4, len(PROMPT) + 3)
     subject.add(1, [*PROMPT, *part.ids], replace(PARAMS, max_tokens=8, num_resumed=4))
     rest = finish(subject)[1]
-    assert rest.routed_experts[: len(part.routed_experts)] == part.routed_experts
-    assert len(rest.routed_experts) == len(PROMPT) + 11
+    assert experts(rest)[: len(experts(part))] == experts(part)
+    assert len(experts(rest)) == len(PROMPT) + 11
 
 
 def test_a_dense_model_has_nothing_to_record() -> None:
-    with pytest.raises(BackendError, match="the engine's model has no experts"):
+    with pytest.raises(BackendError, match="does not record routed_experts of its model"):
         EmbeddedEngine(SETTINGS).add(0, PROMPT, PARAMS)
 
 
@@ -277,8 +280,8 @@ def sampled(results: Sequence[GenerationResult]) -> Batch:
         "behav": [[0.0] * len(PROMPT) + list(result.logprobs) for result in results],
     }
     packed = {name: Column(Unit.TOKEN, np.concatenate(values)) for name, values in columns.items()}
-    rows = [pack_rows(r.routed_experts, length, FORM) for r, length in zip(results, lengths, strict=True)]
-    packed["routed_experts"] = Column(Unit.TOKEN, np.concatenate(rows))
+    rows = [RECORDED.pack(experts(r), length, FORM) for r, length in zip(results, lengths, strict=True)]
+    packed[ROUTED_EXPERTS] = Column(Unit.TOKEN, np.concatenate(rows))
     return Batch(np.arange(len(results)), np.zeros(len(results), np.int64), lengths, packed)
 
 

@@ -10,20 +10,21 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from hflow import sandbox
-from hflow.base.errors import EpisodeError, RunError
-from hflow.sandboxes import confinement
-from hflow.sandboxes import sandboxes as sandboxes_module
-from hflow.sandboxes.sandboxes import Sandboxes
-from hflow.types.sandbox import ToolFailed, sandbox_of
+from hflow.base.errors import EpisodeError, RecipeError, RunError
+from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.sandboxes.process import confinement, provider
+from hflow.sandboxes.process.provider import ProcessSandboxes
+from hflow.sandboxes.providers import Sandboxes
+from hflow.types.sandbox import SANDBOX_PROVIDERS, Sandbox, Tool, ToolFailed, sandbox_of
 
 
 @sandbox(timeout=5.0, memory_mb=256)
@@ -69,15 +70,15 @@ def sleep() -> None:
     time.sleep(600)
 
 
-async def call(sandboxes: Sandboxes, tool: Callable[..., Any], **arguments: Any) -> Any:
+async def call(sandboxes: ProcessSandboxes, tool: Callable[..., Any], **arguments: Any) -> Any:
     limits = sandbox_of(tool)
     assert limits is not None
     return await sandboxes.run(tool, limits, arguments)
 
 
-def run(work: Callable[[Sandboxes], Awaitable[Any]]) -> Any:
+def run(work: Callable[[ProcessSandboxes], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        sandboxes = Sandboxes(1)
+        sandboxes = ProcessSandboxes(1)
         try:
             async with asyncio.timeout(60):
                 return await work(sandboxes)
@@ -94,7 +95,7 @@ def failure(tool: Callable[..., Any], **arguments: Any) -> str:
 
 
 def test_results_come_back() -> None:
-    async def work(sandboxes: Sandboxes) -> list[Any]:
+    async def work(sandboxes: ProcessSandboxes) -> list[Any]:
         calls = [call(sandboxes, calculator, expression=f"{i} * 2") for i in range(20)]
         return [*await asyncio.gather(*calls), await call(sandboxes, patient, seconds=0.0)]
 
@@ -112,7 +113,7 @@ def test_an_error_of_a_tool_is_reported_in_one_line() -> None:
 
 
 def test_limits_hold_and_the_next_call_works() -> None:
-    async def work(sandboxes: Sandboxes) -> int:
+    async def work(sandboxes: ProcessSandboxes) -> int:
         with pytest.raises(ToolFailed, match=r"took longer than its timeout of 0.3 s"):
             await call(sandboxes, endless)
         with pytest.raises(ToolFailed, match="its process died"):
@@ -146,7 +147,7 @@ def calls_in_progress() -> list[psutil.Process]:
 
 
 def test_a_cancelled_call_ends_its_process() -> None:
-    async def work(sandboxes: Sandboxes) -> None:
+    async def work(sandboxes: ProcessSandboxes) -> None:
         task = asyncio.ensure_future(call(sandboxes, sleep))
         while not calls_in_progress():
             await asyncio.sleep(0.01)
@@ -230,7 +231,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
     places = {"secret": secret, "directory": tmp_path, "worker": os.getpid(), "code": os.__file__}
     cases = NEEDS_NO_NETWORK | STARTS_PROCESSES | HARMS
 
-    async def outcomes(sandboxes: Sandboxes) -> dict[str, str]:
+    async def outcomes(sandboxes: ProcessSandboxes) -> dict[str, str]:
         said = {}
         for name, code in cases.items():
             try:
@@ -259,7 +260,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
 
 ON_KERNEL = """
 import os, signal, sys
-from hflow.sandboxes import confinement
+from hflow.sandboxes.process import confinement
 landlock_version = confinement._landlock_version
 confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
 confinement.confine(1024, os.getcwd(), [sys.argv[3]], processes=True, landlock=True)
@@ -304,7 +305,7 @@ def test_no_kernel_lets_a_call_signal_or_empty_what_is_not_its_own(
 def test_a_call_has_a_directory_of_its_own() -> None:
     code = "import os; open('x', 'w').write('y'); result = [os.getcwd(), os.listdir('.'), open('x').read()]"
 
-    async def work(sandboxes: Sandboxes) -> list[Any]:
+    async def work(sandboxes: ProcessSandboxes) -> list[Any]:
         return [await call(sandboxes, execute, code=code) for _ in range(2)]
 
     (first, *_), (second, files, text) = run(work)
@@ -314,7 +315,7 @@ def test_a_call_has_a_directory_of_its_own() -> None:
 
 
 def test_a_call_finds_nothing_that_an_earlier_one_left() -> None:
-    async def work(sandboxes: Sandboxes) -> Any:
+    async def work(sandboxes: ProcessSandboxes) -> Any:
         await call(sandboxes, execute, code="import builtins; builtins.sum = execute = lambda *_: 7")
         return await call(sandboxes, execute, code="result = sum([1, 2])")
 
@@ -337,7 +338,7 @@ result = os.getcwd()
 
 
 def test_what_a_call_leaves_harms_no_other_call() -> None:
-    async def work(sandboxes: Sandboxes) -> None:
+    async def work(sandboxes: ProcessSandboxes) -> None:
         for _ in range(2):
             left = call(sandboxes, execute, code=DEEP.replace("os.getcwd()", "0"))
             doubled = [call(sandboxes, execute, code=f"result = 2 * {i}") for i in range(3)]
@@ -350,7 +351,7 @@ def test_what_a_call_leaves_harms_no_other_call() -> None:
 
 
 def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None:
-    async def work(sandboxes: Sandboxes, kills: int) -> Any:
+    async def work(sandboxes: ProcessSandboxes, kills: int) -> Any:
         task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))
         for _ in range(kills):
             while not (running := calls_in_progress()):
@@ -389,7 +390,7 @@ def busy(seconds: float) -> bool:
 
 
 def test_waiting_for_a_processor_is_not_the_time_of_a_call() -> None:
-    async def work(sandboxes: Sandboxes) -> bool:
+    async def work(sandboxes: ProcessSandboxes) -> bool:
         await call(sandboxes, busy, seconds=0.0)
         loops = [
             subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
@@ -424,7 +425,7 @@ except subprocess.CalledProcessError:
     result = left
 """
 
-    async def work(sandboxes: Sandboxes) -> None:
+    async def work(sandboxes: ProcessSandboxes) -> None:
         left = await call(sandboxes, execute_more, code=code)
         assert len(left) == 2
         while any(psutil.pid_exists(pid) for pid in left):
@@ -442,7 +443,7 @@ def test_readable_files_can_be_read_only(tmp_path: Path) -> None:
         with open(path, mode) as file:
             return str(file.read())
 
-    async def work(sandboxes: Sandboxes) -> str:
+    async def work(sandboxes: ProcessSandboxes) -> str:
         with pytest.raises(ToolFailed, match="PermissionError"):
             await call(sandboxes, first_word, path=str(words), mode="r+")
         return str(await call(sandboxes, first_word, path=str(words), mode="r"))
@@ -451,6 +452,54 @@ def test_readable_files_can_be_read_only(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_protect_files_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes_module, "missing_protection", lambda: "this kernel has no Landlock")
+    monkeypatch.setattr(provider, "missing_protection", lambda: "this kernel has no Landlock")
     with pytest.raises(RunError, match=r"the sandbox of calculator .* no Landlock.*without_landlock=True"):
         run(lambda sandboxes: call(sandboxes, calculator, expression="1"))
+
+
+class ThreadSandboxes:
+    """A provider that confines nothing."""
+
+    made: ClassVar[list[ThreadSandboxes]] = []
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+        self.is_closed = False
+        self.made.append(self)
+
+    async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
+        if limits.timeout < 1:
+            raise ToolFailed("too slow")
+        return await asyncio.to_thread(tool, **arguments)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_each_tool_is_run_by_its_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SANDBOX_PROVIDERS.own, "thread", f"{__name__}:ThreadSandboxes")
+    monkeypatch.setattr(ThreadSandboxes, "made", [])
+
+    @sandbox(provider="thread")
+    def own_pid() -> int:
+        return os.getpid()
+
+    @sandbox(provider="thread", timeout=0.5)
+    def slow() -> None: ...
+
+    async def work() -> list[Any]:
+        owner = Sandboxes(3)
+        effects = RecordedEffects(owner)
+        found = [await effects.call("actor", tool, {}, str) for tool in (own_pid, slow, own_pid)]
+        found.append(await effects.call("actor", calculator, {"expression": "6 * 7"}, str))
+        owner.close()
+        return found
+
+    assert asyncio.run(work()) == [os.getpid(), "too slow", os.getpid(), "42"]
+    (made,) = ThreadSandboxes.made
+    assert (made.num_calls, made.is_closed) == (3, True)
+
+
+def test_a_provider_that_does_not_exist_is_refused_where_it_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"there is no provider 'proces'; did you mean 'process'"):
+        sandbox(provider="proces")

@@ -10,11 +10,11 @@ import pytest
 
 from hflow.base.errors import BackendError
 from hflow.engines.vllm.stepper import ExpertRows
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.routed_experts import routing_format
 
 EXPERTS: npt.NDArray[np.uint8] = np.array([[[9, 9], [4, 1], [0, 5]], [[9, 9], [2, 3], [3, 0]]], np.uint8)
 """Of two tokens. The first of three layers has none, so vLLM does not write its entries."""
-ROWS = ExpertRows((1, 2), RoutingFormat(num_layers=2, per_token=2, num_experts=6))
+ROWS = ExpertRows((1, 2), 2, routing_format(num_layers=2, per_token=2, num_experts=6))
 
 
 def test_a_row_has_the_experts_of_the_layers_that_have_some() -> None:
@@ -25,7 +25,7 @@ def test_a_row_has_the_experts_of_the_layers_that_have_some() -> None:
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (300, np.uint16)])
 def test_numbers_of_many_experts_take_two_bytes(num_experts: int, dtype: type) -> None:
     """vLLM returns one byte for 256 experts, of which hflow needs all bits for tokens without a record."""
-    rows = ExpertRows((0,), RoutingFormat(num_layers=1, per_token=2, num_experts=num_experts))
+    rows = ExpertRows((0,), 2, routing_format(num_layers=1, per_token=2, num_experts=num_experts))
     experts = np.array([[[num_experts - 1, 0]]], dtype)
     assert rows.pack(experts, 1) == [np.array([num_experts - 1, 0], np.int16).tobytes()]
 

@@ -148,10 +148,14 @@ class EmbeddedEngine(GenerationEngine):
 
     @override
     def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if params.routing_replay and not self._recorder.num_layers:
-            raise BackendError("routing_replay is set, but the engine's model has no experts; remove it")
         request = new_request(
-            request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
+            request_id,
+            prompt_ids,
+            params,
+            self._max_length,
+            self._vocab_size,
+            self._decode,
+            self._recorder.kinds,
         )
         self._waiting.append(request)
 
@@ -256,13 +260,7 @@ class EmbeddedEngine(GenerationEngine):
         drawn = draw(logits, self._rows, positions, self._forced_tokens())
         tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            if logprob != logprob:
-                raise BackendError(
-                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
-                )
-            request.ids.append(int(token))
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
+            request.append(int(token), logprob, self.version)
 
     def _forced_tokens(self) -> Tensor | None:
         """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""

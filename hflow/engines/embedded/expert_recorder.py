@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hflow.engines.embedded.packing import PromptGroup
 from hflow.engines.request import GenerationRequest
 from hflow.models.expert_replay import routers_of
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 
 
 class ExpertRecorder:
@@ -26,19 +26,20 @@ class ExpertRecorder:
     new weights, keeps what the old ones chose: with these experts its next token was drawn.
 
     Attributes:
-        num_layers: L.
+        kinds: the kinds that it records; none for a dense model.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find the routers of a model of transformers; a dense one has none."""
+        """Find the routers of a model of transformers."""
         routers: list[Any] = routers_of(module)
-        self.num_layers = len(routers)
+        self.kinds = (ROUTED_EXPERTS,) if routers else ()
+        self._num_layers = len(routers)
         self._chosen: list[Tensor] | None = None
         """The experts of the step's rows `[R, K]` in each layer so far; None if they are not recorded."""
         for router in routers:
             router.register_forward_hook(self._listen)
         if routers:
-            form = RoutingFormat(len(routers), routers[0].top_k, routers[0].num_experts)
+            form = routing_format(len(routers), routers[0].top_k, routers[0].num_experts)
             self._dtype, self._num_bytes = getattr(torch, form.dtype), form.num_bytes
 
     @contextmanager
@@ -52,7 +53,7 @@ class ExpertRecorder:
             groups: the groups that enter; the rows of their prompts follow.
         """
         requests = chain(running, *(group.members for group in groups))
-        if not any(request.params.routing_replay for request in requests):
+        if not any(ROUTED_EXPERTS in request.params.record for request in requests):
             yield
             return
         self._chosen = []
@@ -77,7 +78,7 @@ class ExpertRecorder:
     def _rows(self) -> list[bytes]:
         """Return the experts of each row of the step."""
         assert self._chosen is not None
-        assert len(self._chosen) == self.num_layers, "every router runs once in a step"
+        assert len(self._chosen) == self._num_layers, "every router runs once in a step"
         chosen = torch.cat(self._chosen, dim=1).to(self._dtype)
         data = chosen.cpu().numpy().tobytes()  # waits: once per decode step if training replays routing
         size = self._num_bytes
@@ -86,6 +87,6 @@ class ExpertRecorder:
 
 def _record(request: GenerationRequest, first: int, rows: list[bytes]) -> None:
     """Add the experts of tokens from position `first` on, of those that have none yet."""
-    if request.params.routing_replay:
-        recorded = request.routed_experts
+    if ROUTED_EXPERTS in request.params.record:
+        recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
         recorded += rows[len(recorded) - first :]

@@ -9,6 +9,7 @@ from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_s
 from hflow.planner.models.architectures import FAMILIES
 from hflow.planner.models.descriptors import EngineKind, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
     from hflow.engines.interface import ApiServer, EngineSetup
@@ -103,6 +104,7 @@ ENGINE = EngineKind(
         has_own_process=True,
         has_own_attention=True,
         merges_adapters=True,
+        records=(ROUTED_EXPERTS,),
     ),
     factory=_make_engine,
     memory=memory,

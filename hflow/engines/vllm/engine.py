@@ -1,165 +1,30 @@
-"""`VllmEngine`: the worker's side of an engine that vLLM runs in a process of its own."""
+"""`VllmEngine`: vLLM in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import cloudpickle
-from typing_extensions import override
-
-from hflow.base.errors import BackendError
-from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
-from hflow.engines.request import new_request
-from hflow.engines.vllm.engine_process import (
-    AddedRequest,
-    EngineCall,
-    EngineProcess,
-    FinishedRequests,
-    ProcessSettings,
-)
-from hflow.engines.vllm.launch_options import engine_arguments, environment, reads_checkpoint
-from hflow.models.hf_config import max_length, read_config, translate_errors
-from hflow.models.settings import ModelSettings
-from hflow.types.engine import SleepLevel
-from hflow.weights.incoming import IncomingWeights
-from hflow.weights.loading import LoadedWeights
+from hflow.engines.interface import EngineSetup
+from hflow.engines.process.engine import EngineLaunch, ProcessEngine
+from hflow.engines.vllm.launch_options import engine_arguments, environment
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine's core runs in the process that steps it, not in a further one."""
-_STEP_SECONDS = 0.002
-"""Longest time that `step` waits for results, while the process draws tokens."""
 
 
-class VllmEngine(GenerationEngine):
-    """Passes requests, results and weights between a worker and the process of its engine.
-
-    The process draws tokens whether or not `step` is called. New requests are sent, and finished ones are
-    received, by `step`.
-    """
+class VllmEngine(ProcessEngine):
+    """Generates by vLLM."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Start the process and build the engine in it.
+        """Start the process and build vLLM's engine in it.
 
         Raises:
             BackendError: if vLLM cannot build the model.
         """
-        settings, config = setup.settings, read_config(setup.settings)
-        longest = setup.options["max_model_len"]
-        self._max_length: int = min(longest, max_length(config) or longest)
-        self._vocab_size = int(config.vocab_size)
-        self._decode = None if setup.tokenizer is None else setup.tokenizer.answer
-        self._records_experts = setup.records_experts
-        self._outbox: list[EngineCall] = []
-        self._unfinished: set[int] = set()
-        self._finished: list[tuple[int, GenerationResult]] = []
-        """Received, but not returned yet."""
-        self._process = EngineProcess(settings.name)
-        directory = settings.path or _write_config(settings, config, self._process.directory / "model")
-        process_settings = ProcessSettings(
-            settings=settings,
-            arguments=engine_arguments(setup, directory, self._max_length),
-            temporary=str(self._process.directory),
-            tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
-            cores=tuple(sorted({core for cores in setup.cores for core in cores})),
-            reads_checkpoint=reads_checkpoint(setup),
-            sleeps=setup.shares_devices and settings.device != "cpu",
-            records_experts=setup.records_experts,
+        launch = EngineLaunch(
+            library="vLLM",
+            stepper="hflow.engines.vllm.stepper:VllmStepper",
+            environment=environment(setup) | _IN_PROCESS,
+            arguments=partial(engine_arguments, setup),
         )
-        self._process.start(environment(setup) | _IN_PROCESS, process_settings)
-
-    @property
-    @override
-    def num_unfinished(self) -> int:
-        """Number of requests that wait or run, or whose results have not been returned."""
-        return len(self._unfinished)
-
-    @override
-    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if params.routing_replay and not self._records_experts:
-            raise BackendError(
-                "routing_replay is set, but the engine does not record experts; build it with records_experts"
-            )
-        ids = tuple(prompt_ids)
-        new_request(request_id, ids, params, self._max_length, self._vocab_size, self._decode)
-        self._unfinished.add(request_id)
-        self._outbox.append(EngineCall("add", ([AddedRequest(request_id, ids, params)],), has_reply=False))
-
-    @override
-    def cancel(self, request_id: int) -> None:
-        self._unfinished.discard(request_id)
-        self._outbox.append(EngineCall("cancel", ([request_id],), has_reply=False))
-
-    @override
-    def step(self) -> list[tuple[int, GenerationResult]]:
-        """Send new requests, and return those that have finished. It waits for a few milliseconds at most."""
-        self._flush()
-        if not self._finished and isinstance(
-            message := self._process.receive(_STEP_SECONDS), FinishedRequests
-        ):
-            self._finished.extend(message.results)
-        while isinstance(message := self._process.receive(0), FinishedRequests):
-            self._finished.extend(message.results)
-        return self._take_finished()
-
-    @override
-    def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        aborted: list[tuple[int, GenerationResult]] = self._call("interrupt")
-        self._finished.extend(aborted)
-        return self._take_finished()
-
-    @override
-    def load_weights(self, incoming: Sequence[IncomingWeights], version: int) -> LoadedWeights:
-        pickled = [cloudpickle.dumps(rank) for rank in incoming]
-        loaded: LoadedWeights = self._call("load_weights", pickled, version)
-        return loaded
-
-    @override
-    def set_version(self, version: int) -> None:
-        self._call("set_version", version)
-
-    @override
-    def sleep(self, level: SleepLevel) -> None:
-        """Free the device's memory, where the engine shares its devices. vLLM cannot do that on a CPU."""
-        self._call("sleep", level)
-
-    @override
-    def wake_weights(self) -> None:
-        self._call("wake_weights")
-
-    @override
-    def wake_cache(self) -> None:
-        self._call("wake_cache")
-
-    @override
-    def close(self) -> None:
-        self._process.close()
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Let the process perform a call after those before it, and return its result."""
-        self._outbox.append(EngineCall(method, arguments, has_reply=True))
-        self._flush()
-        return self._process.wait_reply(self._finished)
-
-    def _flush(self) -> None:
-        if self._outbox:
-            calls, self._outbox = self._outbox, []
-            self._process.send(calls)
-
-    def _take_finished(self) -> list[tuple[int, GenerationResult]]:
-        finished, self._finished = self._finished, []
-        finished = [(request_id, result) for request_id, result in finished if request_id in self._unfinished]
-        self._unfinished.difference_update(request_id for request_id, _ in finished)
-        return finished
-
-
-def _write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
-    """Write the config of a model that starts from random weights, as vLLM reads it; return the directory."""
-    from transformers import AutoModelForCausalLM
-
-    with translate_errors(settings.name):
-        architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        config.architectures = [architecture.__name__]
-        config.save_pretrained(directory)
-    return str(directory)
+        super().__init__(setup, launch)

@@ -13,6 +13,7 @@ import torch
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan
 from hflow.models.hf_config import read_config
+from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """hflow's name of a dtype -> vLLM's."""
@@ -78,7 +79,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
-        **(_recording(on_cpu) if setup.records_experts else {}),
+        **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_memory(setup, max_length),
     }
 
@@ -88,16 +89,6 @@ def _recording(on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         return {"enable_prefix_caching": True, "worker_cls": _RECORDING_WORKER}
     return {"enable_prefix_caching": True, "enable_return_routed_experts": True}
-
-
-def reads_checkpoint(setup: EngineSetup) -> bool:
-    """Return whether a run's engine reads the weights of a checkpoint when it is built.
-
-    It does not where all of them are replaced before it generates. Adapters replace none: they are added to
-    the weights that the engine was built with.
-    """
-    is_replaced = setup.receives_weights and setup.settings.lora is None
-    return setup.settings.path is not None and not is_replaced
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

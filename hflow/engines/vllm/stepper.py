@@ -1,12 +1,8 @@
-"""Random weights of a model that no trainer owns, as the embedded engine draws them.
-
-`Stepper`: vLLM's engine with hflow's requests, stepped by the loop of its process.
-"""
+"""`VllmStepper`: vLLM's engine with hflow's requests, stepped by the loop of its process."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -26,25 +23,28 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.base.errors import BackendError
-from hflow.data.text.tokenizer import TextTokenizer
-from hflow.engines.interface import GenerationResult
-from hflow.engines.request import GenerationRequest, new_request, stop_reason
+from hflow.engines.process.engine_process import ProcessSettings
+from hflow.engines.process.stepper import Results, Stepper
+from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
-from hflow.engines.vllm.engine_process import AddedRequest, ProcessSettings
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
-from hflow.types.routed_experts import RoutingFormat
+from hflow.types.recorded import RowFormat
+from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
 
 @dataclass(frozen=True)
 class SeededWeights:
-    """The weights of a model with an architecture and a seed, built when they are iterated."""
+    """Random weights of a model that no trainer owns, as the embedded engine draws them.
+
+    They are built when they are iterated.
+    """
 
     settings: ModelSettings
 
@@ -62,33 +62,24 @@ class SeededWeights:
         yield from stacked_views(module.config.model_type, module.named_parameters())
 
 
-Results = list[tuple[int, GenerationResult]]
-
-
-class Stepper:
+class VllmStepper(Stepper):
     """Serves the methods of `GenerationEngine` that need vLLM, in its process.
 
-    vLLM schedules and samples; this keeps the tokens of each request with their log-probs and versions, and
-    decides when it ends. Scheduling is not asynchronous, so the tokens of a step have the version that the
-    weights have during the step.
+    vLLM schedules and samples. Scheduling is not asynchronous, so the tokens of a step have the version that
+    the weights have during the step.
     """
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: ProcessSettings, decode: Decode | None) -> None:
         """Build vLLM's engine, in this process and its ranks."""
-        if settings.cores:
-            os.sched_setaffinity(0, settings.cores)
         self._settings = settings
-        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
-        self._decode = None if tokenizer is None else tokenizer.answer
+        self._decode = decode
         self._engine = LLMEngine.from_vllm_config(
             _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
         )
         self._core = self._engine.engine_core
-        self._max_length: int = settings.arguments["max_model_len"]
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
-        self._vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         self._tasks = self._engine.get_supported_tasks()
-        self._expert_rows = self._read_expert_rows() if settings.records_experts else None
+        self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
         self._version = 0
         self._has_weights = settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
@@ -99,31 +90,29 @@ class Stepper:
         self._counter = itertools.count()
 
     @property
+    @override
     def num_unfinished(self) -> int:
-        """Number of requests that wait or run."""
         return len(self._requests)
 
-    def add(self, added: Sequence[AddedRequest]) -> None:
-        """Queue requests, which the worker has checked."""
-        for request_id, prompt_ids, params in added:
+    @override
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
             name = str(next(self._counter))
-            request = new_request(
-                request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode
-            )
             core_request = self._engine.input_processor.process_inputs(
                 name, tokens_input(request.ids), _sampling_params(request), self._tasks
             )
             self._core.add_request(core_request)
             self._requests[name] = request
-            self._names[request_id] = name
+            self._names[request.request_id] = name
 
+    @override
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """Remove requests; those that have finished already are ignored."""
         names = [self._names.pop(request_id) for request_id in request_ids if request_id in self._names]
         self._core.abort_requests(names)
         for name in names:
             del self._requests[name]
 
+    @override
     def step(self) -> Results:
         """Draw one token for each request that vLLM schedules; return the finished requests.
 
@@ -153,24 +142,16 @@ class Stepper:
         self._core.abort_requests(surplus)
         return finished
 
+    @override
     def interrupt(self) -> Results:
-        """Remove all requests; return what each has drawn."""
         self._core.abort_requests(list(self._requests))
         results = [(request.request_id, request.result("abort")) for request in self._requests.values()]
         self._requests.clear()
         self._names.clear()
         return results
 
+    @override
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
-        """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
-
-        Args:
-            incoming: the pickled `IncomingWeights` of each rank.
-            version: the version of the weights.
-
-        Raises:
-            HflowError: what a rank raised.
-        """
         self._has_weights = False
         self._engine.collective_rpc("start_weight_update")
         lora = self._settings.settings.lora
@@ -186,26 +167,26 @@ class Stepper:
         self._use(version)
         return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
 
+    @override
     def set_version(self, version: int) -> None:
-        """Use the weights of the checkpoint, or random weights, as a version."""
         if not self._has_weights and self._settings.settings.path is None:
             seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
             self.load_weights([seeded] * self._num_ranks, version)
         self._use(version)
 
+    @override
     def sleep(self, level: SleepLevel) -> None:
-        """Free device memory."""
         self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
         if self._settings.sleeps:
             self._engine.sleep(level.value)
 
+    @override
     def wake_weights(self) -> None:
-        """Allocate the weights."""
         if self._settings.sleeps:
             self._engine.wake_up(["weights"])
 
+    @override
     def wake_cache(self) -> None:
-        """Allocate the KV cache."""
         if self._settings.sleeps:
             self._engine.wake_up(["kv_cache"])
 
@@ -220,28 +201,21 @@ class Stepper:
         layers: list[list[int]] = self._engine.collective_rpc("hflow_expert_layers")
         config = self._engine.vllm_config.model_config
         per_token, num_experts = config.get_num_experts_per_tok(), config.get_num_experts()
-        return ExpertRows(layers[0], RoutingFormat(len(layers[0]), per_token, num_experts))
+        return ExpertRows(layers[0], per_token, routing_format(len(layers[0]), per_token, num_experts))
 
     def _append(self, request: GenerationRequest, output: Any) -> str | None:
         """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
         if not output.new_token_ids:
             return None
-        if request.params.routing_replay:
+        if ROUTED_EXPERTS in request.params.record:
             assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
-            recorded = request.routed_experts
+            recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
             # All tokens have been computed but the last one, which has just been drawn.
             num_computed = len(request.ids) + len(output.new_token_ids) - 1
             recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
         logprobs = output.new_logprobs.logprobs
         for row, token in enumerate(output.new_token_ids):
-            logprob = float(logprobs[row, 0])
-            if logprob != logprob:
-                raise BackendError(
-                    "the model's logits are NaN, so its weights have diverged; lower the learning rate"
-                )
-            request.ids.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self._version)
+            request.append(token, float(logprobs[row, 0]), self._version)
             if (reason := stop_reason(request, self._decode)) is not None:
                 return reason
         return None
@@ -259,7 +233,7 @@ def _vllm_config(settings: ProcessSettings) -> VllmConfig:
         **settings.arguments,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if settings.records_experts:
+    if ROUTED_EXPERTS in settings.records:
         # vLLM refuses it with the first model runner, beside which `RecordingWorker` records on CPUs.
         config.aux_output_config.enable_return_routed_experts = True
     return config
@@ -298,7 +272,9 @@ class ExpertRows:
 
     layers: Sequence[int]
     """Numbers of the layers that have experts."""
-    form: RoutingFormat
+    per_token: int
+    """K."""
+    form: RowFormat
 
     def pack(self, experts: npt.NDArray[Any] | None, num_tokens: int) -> list[bytes]:
         """Return the row of each token.
@@ -312,7 +288,7 @@ class ExpertRows:
         """
         if experts is None:
             raise BackendError(f"vLLM returned no experts for {num_tokens} tokens; {_WITHOUT_EXPERTS}")
-        found, per_token, num_layers = experts.shape, self.form.per_token, max(self.layers) + 1
+        found, per_token, num_layers = experts.shape, self.per_token, max(self.layers) + 1
         if found[0] != num_tokens or found[1] < num_layers or found[2] != per_token:
             raise BackendError(
                 f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {num_layers} layers "

@@ -21,6 +21,7 @@ from hflow.episodes.endpoint.replies import Reply, generated_ids, reply_of
 from hflow.episodes.endpoint.requests import CompletionRequest, Message, RequestRefused
 from hflow.episodes.endpoint.server import REFUSALS, EndpointServer
 from hflow.types import Trajectory
+from hflow.types.recorded import cut_recorded
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -263,7 +264,7 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
         loss_mask=trajectory.loss_mask[:end],
         behav_logprobs=trajectory.behav_logprobs[:end],
         versions=trajectory.versions[:end],
-        routed_experts=trajectory.routed_experts[:end],
+        recorded=cut_recorded(trajectory.recorded, end),
         messages=trajectory.messages[: turn.num_recorded],
         num_turns=num_turns,
         tools=trajectory.tools,

@@ -35,7 +35,7 @@ from hflow.planner.models.architectures import read_shape
 from hflow.planner.models.descriptors import EngineKind, engine_kind
 from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import ENGINES, traits
-from hflow.sandboxes.providers import sandboxes
+from hflow.sandboxes.providers import Sandboxes
 from hflow.types import Trajectory
 
 _PROMPTS = ("Say hello.", "17+25=")
@@ -163,7 +163,7 @@ class CheckpointResponder:
         self._tokenizer = tokenizer
         self._longest = longest
         self._on_failure = on_failure
-        self._sandboxes = sandboxes(1)
+        self._sandboxes = Sandboxes(1)
         self._numbers = itertools.count()
 
     @property

@@ -23,6 +23,7 @@ from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.types.kernels import head_size_problem, packed_kernel
+from hflow.types.recorded import requested_kinds
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
 """Returns whether a plan with other settings fits into memory."""
@@ -56,6 +57,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             yield from _engine_reasons(node, plan)
             yield from _truncation_reasons(node, plan)
             yield from _length_reasons(node.spec, request)
+            yield from _recorded_reasons(node, plan)
             yield from _routing_replay_reasons(node, plan, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
@@ -238,20 +240,31 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
             return
 
 
+def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
+    """Yield what a generate node asks for beside tokens that cannot be recorded."""
+    for kind in requested_kinds(dict(node.spec.options)):
+        (model,), key = node.spec.models, f"nodes.{node.name}.{kind.option}"
+        what, shape = kind.name.replace("_", " "), dict(plan.shapes).get(model)
+        if shape is None:
+            yield (
+                f"{key} is set, but the planner does not know the {what} of {model}. Set models.{model}.path "
+                f"or models.{model}.architecture, or remove {key}."
+            )
+        elif kind.row_format(shape) is None:
+            yield f"{key} is set, but {model} has no {what} (family {shape.family}). Remove {key}."
+        engines = dict.fromkeys(r.backend for r in plan.replicas if r.role == "gen" and r.model == model)
+        for engine in engines:
+            if kind.name not in traits(engine).records:
+                yield f"{key} is set, but the engine {engine} does not record {what}. Remove {key}."
+
+
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield reasons why the experts of a generate node's tokens cannot be recorded, or not be replayed."""
+    """Yield reasons why the experts of a generate node's tokens cannot be replayed."""
     if not node.spec.option("routing_replay", False):
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
     shape = dict(plan.shapes).get(model)
-    if shape is None:
-        yield (
-            f"{key} is set, but the planner does not know the experts of {model}. Set models.{model}.path or "
-            f"models.{model}.architecture, or remove {key}."
-        )
-    elif shape.experts is None:
-        yield f"{key} is set, but {model} has no experts (family {shape.family}). Remove {key}."
-    elif not can_run(shape):
+    if shape is not None and shape.experts is not None and not can_run(shape):
         families = ", ".join(EXPERT_FAMILIES)
         yield (
             f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hflow.planner.diff.values import Rows, trained_models
+from hflow.types.recorded import requestable_kinds
 
 
 class Effect(enum.StrEnum):
@@ -138,11 +139,12 @@ def _shape(difference: Difference, trained: TrainedNames) -> Effect:
 
 
 def _node(difference: Difference, trained: TrainedNames) -> Effect:
-    """Refuse other group sizes, as the ids of samples depend on them, and experts that saved samples lack."""
+    """Refuse other group sizes, as the ids of samples depend on them, and records that saved samples lack."""
     if difference.attribute == "group":
         return Effect.REFUSE
-    is_replay = difference.attribute == ".routing_replay" and not difference.is_unmatched
-    if difference.subject in trained.sources and is_replay:
+    options = {f".{kind.option}" for kind in requestable_kinds()}
+    is_recorded = difference.attribute in options and not difference.is_unmatched
+    if difference.subject in trained.sources and is_recorded:
         return Effect.REFUSE
     return _NODE.get(difference.attribute, Effect.NEW)
 

@@ -24,12 +24,12 @@ from hflow.data_plane.redistribute import Holders, Move, Shards, redistribute
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level
 from hflow.graph.queries import topological_order
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.plan.model_shape import ModelShape, routing_format
+from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, EdgeRule, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload, sample_lengths
 from hflow.types import Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import RecordedKind, requestable_kinds
 
 MAX_LISTED_STEPS = 16
 """How many collective steps of an edge a plan lists, the largest first."""
@@ -390,8 +390,9 @@ def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> Fie
         shapes: model -> its sizes, as far as they are known.
     """
     stream_name, _, field = name.partition("/")
-    if field == ROUTED_EXPERTS:
-        return _routing_size(graph, stream_name, shapes)
+    for kind in requestable_kinds():
+        if kind.name == field:
+            return _recorded_size(kind, graph, stream_name, shapes)
     for node in graph.nodes:
         for returned in node.spec.returns:
             if node.stream == stream_name and returned.field == field:
@@ -403,11 +404,14 @@ def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> Fie
     return _COLUMN[columns[field]]
 
 
-def _routing_size(graph: Graph, stream: str, shapes: Mapping[str, ModelShape]) -> FieldSize:
-    """Return the size of the experts that computed the tokens of a stream."""
+def _recorded_size(
+    kind: RecordedKind, graph: Graph, stream: str, shapes: Mapping[str, ModelShape]
+) -> FieldSize:
+    """Return the size of what an engine records of the samples of a stream."""
     (model,) = graph.node(graph.stream(stream).source).spec.models
-    form = routing_format(shapes[model]) if model in shapes else None
-    return FieldSize(per_token=0 if form is None else form.num_bytes)
+    form = kind.row_format(shapes[model]) if model in shapes else None
+    num_bytes = 0 if form is None else form.num_bytes
+    return FieldSize(per_token=num_bytes) if kind.unit is Unit.TOKEN else FieldSize(constant=num_bytes)
 
 
 def _returned_size(unit: Unit, scalar: str) -> FieldSize:

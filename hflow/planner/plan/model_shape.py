@@ -14,7 +14,6 @@ from itertools import groupby
 
 from hflow.base.errors import PlanError, nearest
 from hflow.config.schema import ALL_LINEAR, LoraConfig
-from hflow.types.routed_experts import RoutingFormat
 
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
 """Metadata of a field that the rows of a plan lack where it has its default (`planner/plan/serialise.py`)."""
@@ -224,14 +223,6 @@ def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
 def expert_layers(shape: ModelShape, first: int, last: int) -> int:
     """Return the number of layers in `[first, last)` that have experts."""
     return sum(shape.has_experts(layer) for layer in range(first, last))
-
-
-def routing_format(shape: ModelShape) -> RoutingFormat | None:
-    """Return the form in which a token's experts are stored; None for a model without experts."""
-    experts = shape.experts
-    if experts is None:
-        return None
-    return RoutingFormat(expert_layers(shape, 0, shape.num_layers), experts.per_token, experts.num)
 
 
 def mlp_rows(shape: ModelShape, layer: int) -> int:

@@ -81,6 +81,8 @@ class BackendTraits:
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""
+    records: tuple[str, ...] = ()
+    """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 
     @property
     def has_all_families(self) -> bool:

@@ -28,7 +28,7 @@ from hflow.runtime.records.step_metrics import (
 )
 from hflow.runtime.state.rules import node_fires
 from hflow.types import Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import requestable_kinds
 from hflow.workers.interface import NodeResult, Workers
 
 MOVED_BYTES = declare(
@@ -249,7 +249,8 @@ def _token_field_readers(plan: Plan) -> dict[str, frozenset[str]]:
 
 def _token_fields(plan: Plan) -> set[str]:
     """Return every field with an entry per token. They are most of a batch's bytes."""
-    from_source = {name for name, unit in TRAJECTORY_FIELDS.items() if unit is Unit.TOKEN} | {ROUTED_EXPERTS}
+    units = {**TRAJECTORY_FIELDS, **{kind.name: kind.unit for kind in requestable_kinds()}}
+    from_source = {name for name, unit in units.items() if unit is Unit.TOKEN}
     fields = {f"{stream.name}/{name}" for stream in plan.graph.streams for name in from_source}
     from_nodes = {
         f"{node.stream}/{returned.field}"

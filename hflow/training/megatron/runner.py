@@ -33,7 +33,7 @@ from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.schedule import PipelineSchedule, StageTokens
 from hflow.training.megatron.vocab_parallel import stage_output
 from hflow.types import Output
-from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.recorded import requestable_kinds
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class MegatronRunner:
         return stage_output(self.stage, packed, division, hidden, call.temperature, requested)
 
 
-LAYER_COLUMNS = ("input_ids", ROUTED_EXPERTS)
+LAYER_COLUMNS = ("input_ids", *(kind.name for kind in requestable_kinds() if kind.is_replayed))
 """The columns that layers need, if there are any. Sample ids, group ids and lengths are not columns."""
 
 Columns = dict[str, Column]

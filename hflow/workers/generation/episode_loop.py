@@ -19,7 +19,7 @@ from hflow.episodes.endpoint.server import LOOPBACK, EndpointServer
 from hflow.episodes.journal import Journal
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
-from hflow.sandboxes.providers import sandboxes
+from hflow.sandboxes.providers import Sandboxes
 from hflow.types import EpisodeState
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.generation.generate_runner import EpisodeStart, GenerateRunner
@@ -78,7 +78,7 @@ class EpisodeLoop:
         self._detached: set[EpisodeId] = set()
         """Episodes that another worker continues, so that this one does not report them."""
         self._state_counts: Counter[EpisodeState] = Counter()
-        self._sandboxes = sandboxes(num_processes)
+        self._sandboxes = Sandboxes(num_processes)
         self._unsent: dict[EventSink, list[WorkerEvent]] = {}
         """Events of this iteration of the event loop."""
         self._loop = asyncio.new_event_loop()

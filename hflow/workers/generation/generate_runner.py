@@ -20,6 +20,7 @@ from hflow.episodes.journal import Journal
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
 from hflow.processes.error_location import error_with_location
+from hflow.types.recorded import requested_kinds
 from hflow.workers.interface import ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore
@@ -159,8 +160,11 @@ class GenerateRunner:
 
 
 def _sampling_params(program: NodeProgram) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "max_tokens", "stop", "routing_replay")
-    return SamplingParams(**{name: program.options[name] for name in names if name in program.options})
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    return SamplingParams(
+        **{name: program.options[name] for name in names if name in program.options},
+        record=tuple(kind.name for kind in requested_kinds(program.options)),
+    )
 
 
 def _concurrency_limit(program: NodeProgram) -> AbstractAsyncContextManager[Any]:

@@ -350,7 +350,8 @@ def _entry(row: Mapping[str, Any], tokens: Mapping[str, list[Any]]) -> JournalEn
     """Return the entry of a journal, with the tokens of its completion."""
     outcome = row.get("outcome")
     if "num_tokens" in row:
-        outcome = GenerationResult(**{k: tuple(x) for k, x in tokens.items()}, stop_reason=row["stop_reason"])
+        ids, logprobs, versions = (tuple(tokens[name]) for name in _TOKENS)
+        outcome = GenerationResult(ids, logprobs, versions, row["stop_reason"])
     return JournalEntry(row["kind"], row["model"], row["request"], outcome, row["is_done"])
 
 

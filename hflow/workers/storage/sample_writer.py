@@ -18,10 +18,9 @@ from hflow.data.batches.returned_values import (
     checked_trajectory,
     split_result,
 )
-from hflow.planner.plan.model_shape import routing_format
 from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit
-from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat, Rows, pack_rows
+from hflow.types.recorded import RecordedKind, RowFormat, requested_kinds
 from hflow.workers.interface import NodeProgram, SampleReady
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
@@ -36,8 +35,8 @@ class SampleResult:
     fields: tuple[tuple[Any, ...], ...]
     """The returned fields, for each stream."""
     metrics: Mapping[str, float]
-    experts: tuple[Rows | None, ...]
-    """The experts of the tokens of each trajectory, where they are stored."""
+    recorded: tuple[dict[str, Column], ...]
+    """What is stored of the record of each trajectory, by kind."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,22 @@ class SampleWriter:
         program: the source's program.
         streams: the streams that the source opens, in the order in which its body returns trajectories.
         store: where samples are stored.
-        routing: how the experts of tokens are stored; None where they are not.
+        recorded: the kinds of which the streams have a field, and the formats of their entries.
     """
 
     program: NodeProgram
     streams: tuple[str, ...]
     store: SampleStore
-    routing: RoutingFormat | None = None
+    recorded: tuple[tuple[RecordedKind, RowFormat], ...] = ()
 
     @classmethod
     def for_node(cls, program: NodeProgram, plan: Plan, store: SampleStore) -> SampleWriter:
         """Make the writer for a node and the streams that it opens."""
         streams = tuple(s.name for s in plan.graph.streams if s.source == program.name)
-        routing = None
-        if program.options.get("routing_replay"):
-            routing = routing_format(dict(plan.shapes)[program.models[0]])
-        return cls(program, streams, store, routing)
+        kinds, shapes = requested_kinds(program.options), dict(plan.shapes)
+        formats = [(kind, kind.row_format(shapes[program.models[0]])) for kind in kinds]
+        recorded = tuple((kind, form) for kind, form in formats if form is not None)
+        return cls(program, streams, store, recorded)
 
     def read(self, result: Any) -> SampleResult:
         """Return a body's result for one sample, checked.
@@ -81,7 +80,7 @@ class SampleWriter:
             trajectories,
             tuple(returns.read_fields(results[num_streams:], (len(x.input_ids),)) for x in trajectories),
             checked_metrics(program.name, metrics),
-            tuple(map(self._experts, trajectories)),
+            tuple(map(self._pack_recorded, trajectories)),
         )
 
     def write(
@@ -92,14 +91,14 @@ class SampleWriter:
         Every stream that the source opens gets all returned fields.
         """
         for i, stream in enumerate(self.streams):
-            trajectory, experts = result.trajectories[i], result.experts[i]
+            trajectory, recorded = result.trajectories[i], result.recorded[i]
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
             for (name, unit), value in zip(self.program.returns, result.fields[i], strict=True):
                 self.store.add_value(stream, name, Unit(unit), (sample,), value)
-            if experts is not None:
-                samples, groups, lengths = np.array([[sample], [group], [len(experts)]], np.int64)
-                columns = {ROUTED_EXPERTS: Column(Unit.TOKEN, experts)}
-                self.store.add(stream, Batch(samples, groups, lengths, columns))
+            if recorded:
+                ids = [[sample], [group], [len(trajectory.input_ids)]]
+                samples, groups, lengths = np.array(ids, np.int64)
+                self.store.add(stream, Batch(samples, groups, lengths, recorded))
         self.write_metrics(sample, result.metrics)
         value = _reported_value(self.program, result.fields[0])
         return sample_ready_event(self.streams[0], sample, result.trajectories, value)
@@ -123,11 +122,13 @@ class SampleWriter:
             )
         return [self.read(member) for member in members]
 
-    def _experts(self, trajectory: Trajectory) -> Rows | None:
-        """Return the experts that computed the tokens of a trajectory; None where they are not stored."""
-        if self.routing is None:
-            return None
-        return pack_rows(trajectory.routed_experts, len(trajectory.input_ids), self.routing)
+    def _pack_recorded(self, trajectory: Trajectory) -> dict[str, Column]:
+        """Return the record of a trajectory, as it is stored."""
+        num_tokens = len(trajectory.input_ids)
+        return {
+            kind.name: Column(kind.unit, kind.pack(trajectory.recorded.get(kind.name, ()), num_tokens, form))
+            for kind, form in self.recorded
+        }
 
 
 def sample_ready_event(

@@ -1,4 +1,4 @@
-"""`Sandboxes`: runs calls of tools in confined processes, which are killed when their time is up.
+"""`ProcessSandboxes`: runs calls of tools in confined processes, which are killed when their time is up.
 
 These are not the processes of the pool of bodies. The pool may run a body twice, to find which job of a chunk
 is slow, while a tool is called once and never again. And a confined process cannot run a body that needs
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from typing import Any
 from hflow.base.errors import EpisodeError, RunError, timeout_message
 from hflow.processes.guard import read_stat
 from hflow.processes.pickling import pickle_with_bodies
-from hflow.sandboxes.child import ENDED, LENGTH, NOT_MADE, PID, STARTED, ServerSetup
-from hflow.sandboxes.confinement import check_machine, missing_protection
-from hflow.types.sandbox import Sandbox, ToolFailed
-
-Tool = Callable[..., Any]
+from hflow.sandboxes.process.child import ENDED, LENGTH, NOT_MADE, PID, STARTED, ServerSetup
+from hflow.sandboxes.process.confinement import check_machine, missing_protection
+from hflow.types.sandbox import Sandbox, Tool, ToolFailed
 
 START_SECONDS = 120.0
 """Longest wait for the server of a tool to import the tool's module."""
@@ -38,7 +36,8 @@ LONGEST_REPLY = 64 * 2**20
 """Most bytes of a reply, which is JSON."""
 
 _MAIN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from hflow.sandboxes.child import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from hflow.sandboxes.process.child import main; main()"
 )
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 """All environment variables of a server. Those of this process may hold secrets."""
@@ -48,7 +47,7 @@ class _LostCallError(Exception):
     """Nothing is known of a call, as what runs it has failed. The message says how."""
 
 
-class Sandboxes:
+class ProcessSandboxes:
     """A server for each tool with its limits, started when the tool is first called.
 
     Args:

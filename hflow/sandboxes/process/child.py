@@ -35,7 +35,7 @@ import cloudpickle
 
 from hflow.processes.error_location import error_line
 from hflow.processes.guard import POLL_SECONDS, guard_server, kill_orphans, reap, run_in_session
-from hflow.sandboxes.confinement import confine, missing_protection
+from hflow.sandboxes.process.confinement import confine, missing_protection
 from hflow.types.sandbox import Sandbox
 
 STARTED = b"\0"

@@ -1,11 +1,12 @@
-"""The process of a vLLM engine: it runs vLLM, and performs what the worker asks for.
+"""The process of an engine: it runs the engine of a library, and performs what the worker asks for.
 
-Between two steps of vLLM it performs the calls that have arrived, in order. It ends when the worker closes
-the connection or dies.
+Between two steps of the engine it performs the calls that have arrived, in order. It ends when the worker
+closes the connection or dies.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,7 +22,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import BackendError, HflowError, WorkerFailureError
-from hflow.engines.vllm.engine_process import (
+from hflow.data.text.tokenizer import TextTokenizer
+from hflow.engines.process.engine_process import (
     EngineCall,
     EngineFailed,
     EngineReply,
@@ -31,7 +33,8 @@ from hflow.engines.vllm.engine_process import (
 )
 
 if TYPE_CHECKING:
-    from hflow.engines.vllm.stepper import Stepper
+    from hflow.engines.process.stepper import Stepper
+from hflow.engines.request import Decode
 
 
 class EngineLoop:
@@ -47,14 +50,12 @@ class EngineLoop:
         self._inbox: SimpleQueue[Sequence[EngineCall]] = SimpleQueue()
         self._stepper: Stepper
         self._settings: ProcessSettings
-        self._name = "the vLLM engine"
         self._ranks: list[multiprocessing.process.BaseProcess] = []
         self._shared_memory: list[str] = []
 
     def run(self) -> None:
         """Build the engine, then serve until the connection is closed."""
         self._settings = settings = self._connection.recv()
-        self._name = f"the vLLM engine of {settings.settings.name!r}"
         threading.Thread(target=self._receive, name="hflow-receive", daemon=True).start()
         try:
             self._build(settings)
@@ -67,12 +68,17 @@ class EngineLoop:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  the worker raises it
             traceback.print_exc()
-            self._fail(self._rank_death(0) or _translated(settings.settings.name, error))
+            self._fail(self._rank_death(0) or _translated(settings, error))
 
     def _build(self, settings: ProcessSettings) -> None:
-        from hflow.engines.vllm.stepper import Stepper
-
-        self._stepper = Stepper(settings)
+        if settings.cores:
+            os.sched_setaffinity(0, settings.cores)
+        module, _, name = settings.stepper.partition(":")
+        build: Callable[[ProcessSettings, Decode | None], Stepper] = getattr(
+            importlib.import_module(module), name
+        )
+        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
+        self._stepper = build(settings, None if tokenizer is None else tokenizer.answer)
         self._ranks = multiprocessing.active_children()
         self._shared_memory = _shared_memory([os.getpid(), *(rank.pid for rank in self._ranks if rank.pid)])
         if self._ranks:
@@ -103,7 +109,7 @@ class EngineLoop:
             self._connection.send(message)
 
     def _receive(self) -> None:
-        """Receive calls, on a thread, so that the process ends with the worker even while vLLM is busy."""
+        """Receive calls, on a thread, so that the process ends with the worker even during a step."""
         try:
             while True:
                 self._inbox.put(self._connection.recv())
@@ -112,7 +118,7 @@ class EngineLoop:
             self._end(0)
 
     def _watch(self) -> None:
-        """End the process when a rank dies. vLLM itself would wait for the rank first."""
+        """End the process when a rank dies. A library may wait for the rank first."""
         death = self._rank_death(None)
         assert death is not None
         self._fail(death)
@@ -124,7 +130,7 @@ class EngineLoop:
             assert isinstance(dead, int)
             number = sentinels.index(dead)
             pid = self._ranks[number].pid
-            return WorkerFailureError(f"tensor rank {number} of {self._name} (process {pid}) died")
+            return WorkerFailureError(f"tensor rank {number} of {self._settings.name} (process {pid}) died")
         return None
 
     def _fail(self, error: Exception) -> None:
@@ -134,7 +140,7 @@ class EngineLoop:
         self._end(1)
 
     def _end(self, code: int) -> None:
-        """End the process and its ranks at once. vLLM itself would wait for ranks that do not end."""
+        """End the process and its ranks at once. A library may wait for ranks that do not end."""
         for rank in self._ranks:
             with suppress(ProcessLookupError, ValueError):
                 rank.kill()
@@ -149,10 +155,12 @@ def _shared_memory(processes: Sequence[int]) -> list[str]:
     return sorted(file for file in files if not file.endswith(" (deleted)"))
 
 
-def _translated(name: str, error: BaseException) -> BackendError:
-    """Return an error of vLLM in one line."""
-    reason = " ".join(str(error).split())
-    return BackendError(f"model {name!r}: vLLM failed with {type(error).__name__}: {reason:.300}")
+def _translated(settings: ProcessSettings, error: BaseException) -> BackendError:
+    """Return an error of the library in one line."""
+    reason, model = " ".join(str(error).split()), settings.settings.name
+    return BackendError(
+        f"model {model!r}: {settings.library} failed with {type(error).__name__}: {reason:.300}"
+    )
 
 
 def main() -> None:

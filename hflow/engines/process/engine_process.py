@@ -1,6 +1,6 @@
-"""What a worker and the process of its vLLM engine send each other. Importing this imports no vLLM.
+"""What a worker and the process of its engine send each other. Importing this imports no library.
 
-`EngineProcess`: calls the process of a vLLM engine, and receives its results.
+`EngineProcess`: calls the process of an engine, and receives its results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hflow.data.text.tokenizer import TokenizerSettings
-from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.engines.interface import GenerationResult
 from hflow.models.settings import ModelSettings
 from hflow.processes.child import ChildProcess
 
@@ -20,9 +20,15 @@ from hflow.processes.child import ChildProcess
 class ProcessSettings:
     """What the process builds its engine from; the first message that it receives."""
 
+    name: str
+    """The engine's name, for errors."""
+    library: str
+    """The library's name, for errors."""
+    stepper: str
+    """`module:CLASS` of the library's `Stepper`, which only the process imports."""
     settings: ModelSettings
     arguments: Mapping[str, Any]
-    """The arguments of vLLM's engine (`launch_options.engine_arguments`)."""
+    """The arguments of the library's engine."""
     temporary: str
     """The worker's temporary directory for the engine, removed when the worker has ended."""
     tokenizer: TokenizerSettings | None
@@ -32,26 +38,18 @@ class ProcessSettings:
     """Whether the engine starts with the weights of a checkpoint; otherwise it has none before others are
     loaded."""
     sleeps: bool
-    """Whether vLLM frees its device memory while the engine sleeps."""
-    records_experts: bool
-    """Whether vLLM returns the experts of tokens."""
+    """Whether the engine frees its device memory while it sleeps."""
+    records: tuple[str, ...]
+    """What it records beside tokens, by kind."""
 
 
 class EngineCall(NamedTuple):
-    """A method of `engine_main.EngineLoop` to call. Calls are performed in the order of their sending."""
+    """A method of `Stepper` to call. Calls are performed in the order of their sending."""
 
     method: str
     arguments: tuple[Any, ...]
     has_reply: bool
     """Whether the process answers with a `EngineReply`."""
-
-
-class AddedRequest(NamedTuple):
-    """A request for the engine, as in `GenerationEngine.add`."""
-
-    request_id: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
 
 
 class EngineReply(NamedTuple):
@@ -75,7 +73,7 @@ class EngineFailed(NamedTuple):
     """A `HflowError`."""
 
 
-_MODULE = "hflow.engines.vllm.engine_main"
+_MODULE = "hflow.engines.process.engine_main"
 
 
 class EngineProcess:
@@ -89,10 +87,10 @@ class EngineProcess:
         """Prepare.
 
         Args:
-            name: the model's, for errors.
+            name: the engine's, for errors.
         """
         advice = "start the run again from its last checkpoint"
-        self._process = ChildProcess(f"the vLLM engine of {name!r}", _MODULE, advice)
+        self._process = ChildProcess(name, _MODULE, advice)
         self.directory = self._process.directory
         self._shared_memory: list[str] = []
 

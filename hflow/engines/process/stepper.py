@@ -1,0 +1,61 @@
+"""`Stepper`: the engine of a library as the loop of its process calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from hflow.engines.interface import GenerationResult
+from hflow.engines.request import GenerationRequest
+from hflow.types.engine import SleepLevel
+
+if TYPE_CHECKING:
+    from hflow.weights.loading import LoadedWeights
+
+Results = list[tuple[int, GenerationResult]]
+
+
+class Stepper(Protocol):
+    """The methods of `GenerationEngine` that need the library. Each does what its namesake there says.
+
+    It is built from `ProcessSettings` and a `Decode` to find stop strings, which is None without a tokenizer.
+    Then it has all processes of its ranks. It keeps the tokens of each request with their log-probs and
+    versions, and decides when the request ends. The worker raises an `HflowError` of a method that it waits
+    for; any other error ends the process.
+    """
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests, which the worker has checked."""
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Remove requests. Those that have finished already are ignored."""
+
+    def step(self) -> Results:
+        """Draw one token for each request that the library schedules; return the finished requests."""
+
+    def interrupt(self) -> Results:
+        """Remove all requests; return what each has drawn."""
+
+    def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
+        """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
+
+        Args:
+            incoming: the pickled `IncomingWeights` of each rank.
+            version: the version of the weights.
+        """
+
+    def set_version(self, version: int) -> None:
+        """Use the weights of the checkpoint, or random weights, as a version."""
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free device memory, if `ProcessSettings.sleeps`."""
+
+    def wake_weights(self) -> None:
+        """Allocate the weights."""
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache."""
