@@ -36,6 +36,13 @@ def format_rank_order(moved_bytes: int, saved_bytes: int) -> str:
     return f"engine ranks ordered for {format_share(share)} fewer bytes"
 
 
+def format_cadence(every: int, after: int) -> str:
+    """Format when a node executes: `, every 20 steps, from step 4 on`; empty if in each step."""
+    steps = f"every {pluralize(every, 'step')}" if every > 1 else ""
+    start = f"from step {after} on" if after not in (0, every - 1) else ""
+    return ", ".join(("", *(part for part in (steps, start) if part)))
+
+
 Points = Sequence[tuple[int, float]]
 """(completed steps, value), ascending."""
 

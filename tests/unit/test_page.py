@@ -316,7 +316,7 @@ def test_details_tell_bytes_and_knobs():
     assert facts["moves"].endswith("by any split")
     assert data.listings[0].columns[0] == "step"
     weights = next(e for e in view.edges if (e.kind, e.dst) == ("weights", "actor_gen"))
-    assert dict(weights.facts)["moves"] == "14 GiB"
+    assert dict(weights.facts)["moved"] == "14 GiB"
     assert weights.routes == ("weights actor@train actor@gen",)
 
 

@@ -326,7 +326,7 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     assert "Placements" in text
     assert "all colocated: +" in text
     assert best.placement.split()[0] in text
-    assert "Placements that were compared" in render_page(again.plan)
+    assert "The best plan of each way" in render_page(again.plan)
 
 
 def test_a_search_is_not_repeated_for_settings_that_it_does_not_read() -> None:
