@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hflow.base.text import format_parameters, format_share, pluralize
-from hflow.planner.plan.model_shape import ModelShape, num_parameters
 from hflow.planner.plan.rows import Replica
+from hflow.shapes.model_shape import ModelShape, num_parameters
 
 
 def format_replica_size(replica: Replica, shape: ModelShape | None) -> str:

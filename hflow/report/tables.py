@@ -297,7 +297,7 @@ def times_table(plan: Plan, most: int | None = None) -> TableView:
 
 
 def _executions(plan: Plan) -> dict[str, str]:
-    """Return what each node executes once for, in the order of the schedule."""
+    """Return the unit of each node's execution, such as a batch, in the order of the schedule."""
     batches = {s.source: "batch" if s.batch else "evaluation" for s in plan.schedule.streams}
     return batches | {node.name: _per(node, plan.schedule.num_steps) for node in plan.schedule.nodes}
 

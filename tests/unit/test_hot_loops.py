@@ -14,7 +14,7 @@ COLD = {
     "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",
     "training/loop": "__init__",
     "training/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
-    "hf_mapping memory model_dims parallel_state shards weight_export",
+    "hf_mapping memory parallel_state shards supported_models weight_export",
     "weights": "__init__ channels rendezvous",
 }
 """Modules that build, load, save and move models, or describe them."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.layout import Coords, Layout, even_blocks
-from hflow.planner.plan.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.layout import Coords, Layout, even_blocks
+from hflow.shapes.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.types.tensor_slices import Box, numel, whole_box
 
 

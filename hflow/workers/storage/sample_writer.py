@@ -18,8 +18,8 @@ from hflow.data.batches.returned_values import (
     checked_trajectory,
     split_result,
 )
-from hflow.planner.plan.model_shape import routing_format
 from hflow.planner.plan.rows import Plan
+from hflow.shapes.model_shape import routing_format
 from hflow.types import Trajectory, Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS, RoutingFormat, Rows, pack_rows
 from hflow.workers.interface import NodeProgram, SampleReady

@@ -244,7 +244,7 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
 
 
 def route_facts(route: WeightRoute) -> Facts:
-    """Return how a weight route works, and its sizes."""
+    """Return the facts of a weight route: its way, and its sizes."""
     sizes = zip(ROUTE_SIZE_COLUMNS, route_sizes(route), strict=True) if is_sized(route) else ()
     return (("how", "; ".join((HOW[route.how], *route_notes(route)))), *sizes)
 

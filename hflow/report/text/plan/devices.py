@@ -14,11 +14,11 @@ from rich.text import Text
 
 from hflow.base.text import format_ranges_briefly
 from hflow.graph.ir import Level
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import DeviceGroup, Plan
 from hflow.report.tables import replicas_table
 from hflow.report.text.section import Section, add_row, dim, drawn_cell, table, text
+from hflow.shapes.layout import Layout
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
