@@ -14,9 +14,9 @@ from hflow.base.errors import PlanError
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.traits import traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
+from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, tensor_shards
 from hflow.shapes.architectures import FAMILIES, read_shape
-from hflow.shapes.layout import Layout
+from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     TensorSpec,
     active_parameters,

@@ -21,10 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
 from hflow.models.settings import ModelSettings
+from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import Experts, ModelShape
 from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
-from hflow.training.megatron.hf_mapping import copies_key_value_heads, stage_layers
+from hflow.training.megatron.hf_mapping import copies_key_value_heads
 from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.types.kernels import LayerKernels

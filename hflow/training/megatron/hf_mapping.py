@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
+from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import LayerKernels
 
@@ -109,13 +109,6 @@ class ShardPosition:
         """Return this tensor rank's range of units that are split equally."""
         size = units // self.num_tensor
         return self.tensor * size, (self.tensor + 1) * size
-
-
-def stage_layers(num_layers: int, num_stages: int) -> tuple[Span, ...]:
-    """Return the `[first, last)` layers of each stage."""
-    size, remainder = divmod(num_layers, num_stages)
-    edges = [stage * size + min(stage, remainder) for stage in range(num_stages + 1)]
-    return tuple(pairwise(edges))
 
 
 def copies_key_value_heads(model: ModelShape, num_tensor: int) -> bool:

@@ -208,12 +208,13 @@ def _collection(made: _Groups, layout: Layout, coords: Coords) -> tuple[ProcessG
     Tensor ranks divide the rows of experts as they divide those of an MLP.
     """
     d, t, p, c = coords
-    sizes = (layout.data, layout.tensor, layout.pipe, layout.context)
 
     def group(data: bool = False, tensor: bool = False, pipe: bool = False, context: bool = False) -> Any:
         """Return the group of the ranks that differ from this one in some axes only."""
         free = (data, tensor, pipe, context)
-        indices = [range(n) if is_free else [i] for n, i, is_free in zip(sizes, coords, free, strict=True)]
+        indices = [
+            range(n) if is_free else [i] for n, i, is_free in zip(layout.sizes, coords, free, strict=True)
+        ]
         return made.of(sorted(layout.rank(RankOrder.TRAIN, *at) for at in itertools.product(*indices)))
 
     block, index = divmod(layout.copy_index(d, c), layout.expert)

@@ -21,8 +21,7 @@ from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import stage_layers
-from hflow.shapes.layout import Layout
+from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     DTYPE_BYTES,
     ModelShape,

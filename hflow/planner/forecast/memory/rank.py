@@ -11,8 +11,8 @@ from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
-from hflow.shapes.layout import Layout
+from hflow.planner.weights.sharding import is_on_stage, rank_box
+from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     DTYPE_BYTES,
     ModelShape,

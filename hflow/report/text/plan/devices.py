@@ -147,8 +147,7 @@ def _parts_of(plan: Plan) -> PartsOf:
 
 
 def _cut(layout: Layout, coords: tuple[int, ...]) -> Coords:
-    sizes = (layout.data, layout.tensor, layout.pipe, layout.context)
-    return tuple((axis, i) for axis, i, size in zip("dtpc", coords, sizes, strict=True) if size > 1)
+    return tuple((axis, i) for axis, i, size in zip("dtpc", coords, layout.sizes, strict=True) if size > 1)
 
 
 def _per_line(num_devices: int, room: int, cell: int) -> int:
