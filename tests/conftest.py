@@ -23,6 +23,7 @@ settings.register_profile("hflow", deadline=None)  # a busy machine is not a fai
 settings.load_profile("hflow")
 pytest.register_assert_rewrite("command_line")
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # runs with deterministic=true share processes with others
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a path that is no directory could name a model of the Hub
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
 SHARED_WORKERS = [
@@ -185,7 +186,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _without_installed_engines() -> Iterator[None]:
     """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
-    problems = {"vllm": "vllm is not installed; pip install 'hflow[vllm]'"}
+    problems = {"vllm": "vllm is not installed; pip install 'hflow-rl[vllm]'"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
         yield

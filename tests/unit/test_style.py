@@ -42,6 +42,13 @@ def test_the_harness_names_no_index():
     assert matches(HARNESS, INDEXES) == []
 
 
+def test_what_is_installed_is_called_hflow_rl():
+    """Another project has the name hflow on the Python package index."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+    asked = re.compile(r"pip install [^\n#`]*\bhflow\b(?!-rl)[^\n]*|\bhflow\\?\[[a-z][\w,-]*\\?\]")
+    assert matches([*SOURCES, *RECIPES, *HARNESS, *pages], asked) == []
+
+
 def test_files_say_what_they_are_for():
     sources = {path: path.read_text() for path in [*SOURCES, *RECIPES]}
     silent = [
