@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.lib import harness
 from hflow.data.batches.batch import Batch, Column
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training.loop.inputs import PackedTokens, pack_tokens
 from hflow.training.megatron.device import prepare
 from hflow.types import Unit
@@ -109,7 +110,7 @@ def run(rank: int, path: str) -> None:
     for case, (layout, sizes) in itertools.product(cases(), LAYOUTS.items()):
         group = groups[int(np.prod(sizes))]
         if rank < int(np.prod(sizes)):
-            compare(Path(path) / name_of(*case), layout, RankPosition(group, *sizes))
+            compare(Path(path) / name_of(*case), layout, RankPosition(group, Layout(*sizes)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -40,6 +40,7 @@ from transformers import AutoConfig
 from benchmarks.lib import harness
 from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.megatron.device import prepare
 
@@ -47,7 +48,7 @@ prepare("cpu")
 
 from hflow.training.megatron.backend import MegatronModel  # noqa: E402
 from hflow.training.megatron.hf_mapping import ShardPosition, backbone_shapes, rank_parameters  # noqa: E402
-from hflow.training.megatron.model_dims import read_dims  # noqa: E402
+from hflow.training.megatron.supported_models import supported_shape  # noqa: E402
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 LAYOUTS = {"megatron": (1, 2, 2), "torch": (4, 1, 1)}
@@ -67,7 +68,7 @@ def write_checkpoint(path: Path, model: str, dtype: torch.dtype) -> int:
     """A random checkpoint in several files; the bytes of its tensors."""
     config = config_of(model)
     config.save_pretrained(path)
-    shapes = backbone_shapes(read_dims(config, "lm"))
+    shapes = backbone_shapes(supported_shape(config, "lm"))
     files: list[dict[str, torch.Tensor]] = [{}]
     weight_map: dict[str, str] = {}
 
@@ -125,7 +126,7 @@ def measure(rank: int, directory: Path, dtype: str, backend: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(minutes=10))
-    position = RankPosition(dist.group.WORLD, *LAYOUTS[backend])
+    position = RankPosition(dist.group.WORLD, Layout(*LAYOUTS[backend]))
     Model = {"megatron": MegatronModel, "torch": TorchModel}[backend]
     Model(ModelSettings(name="tiny", architecture=TINY, dtype=dtype), position).save(
         str(directory / "tiny")
@@ -160,7 +161,7 @@ def shard_bytes(rank: int, model: str, dtype: torch.dtype) -> int:
     """Of the parameters of a rank, a tied output matrix on the last stage included."""
     _, tensor, pipe = LAYOUTS["megatron"]
     rows = rank_parameters(
-        read_dims(config_of(model), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
+        supported_shape(config_of(model), "lm"), ShardPosition(rank % tensor, tensor, rank // tensor, pipe)
     )
     return sum(math.prod(row.shape) for row in rows) * dtype.itemsize
 

@@ -41,9 +41,10 @@ from hflow.launch.planning.request import cluster_hardware
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import memory_phases
-from hflow.planner.models.architectures import read_shape
-from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.request import PlanRequest
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import num_parameters
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
@@ -291,7 +292,7 @@ def measure(case: Case, rank: int, store: str) -> None:
         dist.init_process_group(
             "gloo", store=files, rank=rank, world_size=case.dp, timeout=timedelta(minutes=5)
         )
-        position = RankPosition(dist.group.WORLD, case.dp)
+        position = RankPosition(dist.group.WORLD, Layout(case.dp))
     warm = dataclasses.replace(case, sequences=4, tokens=32)
     work_of(warm, case.architecture | TINY, position, rank)()
     gc.collect()

@@ -27,8 +27,8 @@ from benchmarks.lib import harness
 from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.planner.make import placement
-from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.rows import Plan
+from hflow.shapes.model_shape import num_parameters
 from hflow.workers.interface import WorkerSetup
 from hflow.workers.ray.ray_workers import RayWorkers
 

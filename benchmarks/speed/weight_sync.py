@@ -23,8 +23,8 @@ from benchmarks.lib import harness
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.planner.models.descriptors import engine_kind
-from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.rows import Plan
+from hflow.shapes.model_shape import num_parameters
 from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"

@@ -20,7 +20,7 @@ from hflow.report.text.plan.graph import plan_dot, plan_mermaid, render_graph
 from hflow.report.text.simulation import render_simulation
 
 if TYPE_CHECKING:
-    from hflow.report.content import TableView
+    from hflow.report.tables import TableView
 
 
 DIFF = (

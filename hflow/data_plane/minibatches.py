@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from hflow.data_plane.redistribute import FieldsByHolders, Holders, Shards, group_by_holders
-from hflow.planner.plan.layout import even_blocks
 from hflow.planner.plan.rows import BatchCut, EdgeRule
+from hflow.shapes.layout import even_blocks
 
 SLACK = 0.005
 """Fraction by which a rank may exceed the mean load for the sake of locality."""

@@ -101,12 +101,12 @@ def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, di
                 block.values.add_(_noise(block).to(stage.device))
     module = wrap_for_gradient_sums(stage)
     module.zero_grad_buffer()
-    has_experts = stage.dims.experts is not None
+    has_experts = stage.shape.experts is not None
     tokens = pack_tokens(_batch(has_experts), stage.device, stage.dtype, replays=has_experts)
     found: list[Tensor] = []
 
     def loss(of: StageTokens, hidden: Tensor) -> Tensor:
-        logits = stage.logits(hidden)[:, : stage.dims.vocab].float()
+        logits = stage.logits(hidden)[:, : stage.shape.vocab].float()
         found.append(logits.detach())
         generator = torch.Generator().manual_seed(1)
         return (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum()

@@ -27,11 +27,11 @@ from hflow.base.errors import ConfigError, RunError
 from hflow.models.settings import RankPosition
 from hflow.planner.forecast.cost import collectives as cost
 from hflow.planner.plan.hardware import GIB, Hardware
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Replica
 from hflow.profiling.calibrate import device_at_hand, machine_hardware
 from hflow.profiling.fit import CollectiveTime
 from hflow.profiling.measure import MIB, collective_seconds, ring_collectives
+from hflow.shapes.layout import Layout
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, leave_process_groups, open_rendezvous
 from hflow.workers.real_devices import find_devices
 
@@ -270,7 +270,7 @@ def _groups_of(
     num = len(replicas[-1].workers)
     for size in group_sizes(num):
         for axis, layout in axis_layouts(num, size).items():
-            state = ParallelState.of(RankPosition(whole, **asdict(layout)))
+            state = ParallelState.of(RankPosition(whole, layout))
             yield axis, getattr(state.groups, _MEGATRON_NAMES[axis])
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXPERT_FAMILIES = ("qwen3_moe",)
-"""Values of `model_type` whose experts' weights have these names. Those of others keep the names that
-transformers gives them, so that only the torch backend and the embedded engine can exchange them."""
+from hflow.shapes.architectures import EXPERT_FAMILIES
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
 _FUSED, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hflow.base.validation import CHECKED
 from hflow.config.schema import ModelConfig
+from hflow.shapes.layout import Layout
 from hflow.types.kernels import LayerKernels
 
 if TYPE_CHECKING:
@@ -53,17 +54,8 @@ class ModelSettings(ModelConfig):
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The process group of a replica and its layout.
-
-    Rank r of the group has data index d, tensor index t, pipeline stage p and context index c, with
-    `r = ((p * data + d) * context + c) * tensor + t`.
-    """
+    """The process group of a replica, and its layout. The group's ranks are in `RankOrder.TRAIN`."""
 
     group: ProcessGroup | None = None
     """The replica's ranks; None where one process hosts them all."""
-    data: int = 1
-    tensor: int = 1
-    pipe: int = 1
-    context: int = 1
-    expert: int = 1
-    """Number of neighbouring data and context ranks that divide the experts of a layer."""
+    layout: Layout = field(default_factory=Layout)

@@ -23,11 +23,8 @@ from hflow.planner.forecast.cost.kernels import elementwise_bytes
 from hflow.planner.forecast.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import forward, train
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
 from hflow.planner.plan.hardware import Hardware
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import DTYPE_BYTES
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.profiling import measure
 from hflow.profiling.fit import (
@@ -50,6 +47,9 @@ from hflow.profiling.fit import (
     training_seconds,
 )
 from hflow.profiling.short_run import ShortRunError, measure_overheads
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import DTYPE_BYTES
 
 NUM_PROCESSES = 2
 """Processes that are measured together on a CPU."""

@@ -35,6 +35,7 @@ from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.models.descriptors import factories
 from hflow.profiling.fit import CollectiveTime, LoadTime, ProductTime
+from hflow.shapes.layout import Layout
 from hflow.training.fsdp.shard_collectives import gather_in_place, sum_parts
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.types import Output, Unit
@@ -225,7 +226,8 @@ def _time_sharded_steps(
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
     times = []
     for model in models:
-        backend = _training_backend("torch", model, "cpu", "fp32", RankPosition(dist.group.WORLD, data=ranks))
+        position = RankPosition(dist.group.WORLD, Layout(ranks))
+        backend = _training_backend("torch", model, "cpu", "fp32", position)
         _, training = _steps(backend, _batch(*batch))
         times.append(collective_seconds(training, "cpu", SHARDED_STEPS))
     if rank == 0:

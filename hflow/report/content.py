@@ -1,29 +1,16 @@
-"""The content that reports of a plan share, in text and on the page: its facts in words, and tables."""
+"""The facts of a plan in words, which its reports share: text and page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hflow.base.text import format_bytes, format_count, format_ranges_briefly, pluralize
+from hflow.base.text import format_bytes, format_count, pluralize
 from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.models.choices import determinism_line
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
-from hflow.planner.plan.rows import Plan, Replica, WeightRoute
+from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import expected_max
-from hflow.report.formatting import format_replica_size
-
-
-@dataclass(frozen=True)
-class TableView:
-    """A plain table; columns in `right` hold numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...] = ()
-    note: str = ""
-    """What its words mean."""
 
 
 @dataclass(frozen=True)
@@ -121,30 +108,3 @@ def largest_batch_line(plan: Plan) -> str:
         for engine in plan.engines
         if engine.largest_batch is not None and engine.cache_bytes is not None
     )
-
-
-REPLICA_COLUMNS = ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
-
-
-def replica_row(plan: Plan, replica: Replica) -> tuple[str, ...]:
-    """Return the cells of a replica, below `REPLICA_COLUMNS`."""
-    return (
-        replica.name,
-        format_replica_size(replica, dict(plan.shapes).get(replica.model)),
-        replica.backend,
-        str(replica.layout),
-        ", ".join(replica.groups),
-        format_ranges_briefly(replica.workers),
-        format_ranges_briefly(replica.heads),
-    )
-
-
-ROUTE_SIZE_COLUMNS = ("rows", "moved", "between machines", "in place")
-
-
-def route_sizes(route: WeightRoute) -> tuple[str, ...]:
-    """Return the sizes of a route, below `ROUTE_SIZE_COLUMNS`; question marks if they are not known."""
-    if not (route.rows or route.moved_bytes or route.held_bytes):
-        return "?", "?", "?", "?"
-    sizes = (route.moved_bytes, route.node_bytes, route.held_bytes)
-    return f"{len(route.rows):,}", *map(format_bytes, sizes)

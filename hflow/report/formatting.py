@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hflow.base.text import format_parameters, format_share, pluralize
-from hflow.planner.plan.model_shape import ModelShape, num_parameters
 from hflow.planner.plan.rows import Replica
+from hflow.shapes.model_shape import ModelShape, num_parameters
 
 
 def format_replica_size(replica: Replica, shape: ModelShape | None) -> str:
@@ -34,6 +34,13 @@ def format_rank_order(moved_bytes: int, saved_bytes: int) -> str:
     """Format what the order of an engine's ranks saves: `engine ranks ordered for 43 % fewer bytes`."""
     share = saved_bytes / (moved_bytes + saved_bytes)
     return f"engine ranks ordered for {format_share(share)} fewer bytes"
+
+
+def format_cadence(every: int, after: int) -> str:
+    """Format when a node executes: `, every 20 steps, from step 4 on`; empty if in each step."""
+    steps = f"every {pluralize(every, 'step')}" if every > 1 else ""
+    start = f"from step {after} on" if after not in (0, every - 1) else ""
+    return ", ".join(("", *(part for part in (steps, start) if part)))
 
 
 Points = Sequence[tuple[int, float]]

@@ -33,7 +33,7 @@ from hflow.models.host_copy import HostCopies
 from hflow.models.settings import SHARDS_INDEX
 from hflow.models.weight_files import check_tensors
 from hflow.training.optimizers.interface import DEFAULT_OPTIMIZER, StepOptimizer, saved_kinds
-from hflow.types.tensor_slices import Box, intersect, numel, slices_within
+from hflow.types.tensor_slices import Box, TensorBox, intersect, numel, slices_within
 
 FORMAT = 1
 
@@ -54,30 +54,23 @@ _IGNORED_KEYS = (
 """Keys of an HF config that do not change what the model computes."""
 
 
-BoxRow = tuple[str, tuple[int, ...], Box]
-"""HF name and shape of a whole tensor, and a box of it."""
-BoxesOfFiles = dict[str, list[BoxRow]]
+BoxesOfFiles = dict[str, list[TensorBox]]
 """Name of a file -> the boxes in it."""
 
 Size = Annotated[StrictInt, Field(ge=0)]
 
 
 @dataclass(frozen=True)
-class BlockState:
-    """A box of an HF tensor and its training state on this rank."""
+class BlockState(TensorBox):
+    """A box of a tensor and its training state on this rank."""
 
-    tensor: str
-    """HF name."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    box: Box
     values: Mapping[str, Tensor]
     """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage, or a copy."""
 
     @property
-    def row(self) -> BoxRow:
-        """The tensor, its shape and the box."""
-        return self.tensor, self.shape, self.box
+    def place(self) -> TensorBox:
+        """The box without the state."""
+        return TensorBox(self.tensor, self.shape, self.box)
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def copy_shards(
         f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds, host) for state in file_states]
         for number, file_states in enumerate(_split_into_files(states, info.kinds))
     }
-    boxes = _gather({name: [state.row for state in held] for name, held in files.items()}, group)
+    boxes = _gather({name: [state.place for state in held] for name, held in files.items()}, group)
 
     def write() -> list[Path]:
         directory.mkdir(exist_ok=True)
@@ -309,10 +302,10 @@ def _write_file(path: Path, states: list[BlockState]) -> None:
 def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> Path:
     """Write which file has which box, and return the path."""
     tensors: dict[str, Any] = {}
-    for name, rows in boxes.items():
-        for tensor, shape, box in rows:
-            entry = tensors.setdefault(tensor, {"shape": shape, "boxes": []})
-            entry["boxes"].append([box, name])
+    for name, places in boxes.items():
+        for place in places:
+            entry = tensors.setdefault(place.tensor, {"shape": place.shape, "boxes": []})
+            entry["boxes"].append([place.box, name])
     model: dict[str, Any] = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
     if info.num_steps and info.optimizer != DEFAULT_OPTIMIZER:
         model["optimizer"] = info.optimizer

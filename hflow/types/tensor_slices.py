@@ -15,16 +15,26 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Block:
-    """The part of a checkpoint tensor that a rank holds."""
+class TensorBox:
+    """A box of a tensor of a Hugging Face checkpoint."""
 
     tensor: str
-    """The tensor's name in a Hugging Face checkpoint."""
+    """The tensor's name."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     box: Box
+
+    def block(self, values: Tensor) -> Block:
+        """Return the box with its values."""
+        return Block(self.tensor, self.shape, self.box, values)
+
+
+@dataclass(frozen=True)
+class Block(TensorBox):
+    """A box of a tensor with its values, such as the part that a rank holds."""
+
     values: Tensor
-    """The values, in the shape of the box. A view of the model's own storage."""
+    """The values, in the shape of the box; for what a rank holds, a view of the model's own storage."""
 
 
 def numel(box: Box) -> int:

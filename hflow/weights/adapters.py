@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.types.tensor_slices import Box, slices_within, whole_box
+from hflow.types.tensor_slices import Block, slices_within, whole_box
 from hflow.weights.buckets import IncomingTensor
-from hflow.weights.checksum import box_checksum
+from hflow.weights.checksum import block_checksum
 from hflow.weights.incoming import IncomingWeights
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -30,17 +29,6 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
-@dataclass(frozen=True)
-class BaseTensor:
-    """What a rank holds of one tensor of the model without adapters."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    box: Box
-    values: Tensor
-    """The entries of the box, in host memory."""
-
-
 class MergedWeights(IncomingWeights):
     """The weights of a rank with the adapters that it receives, tensor by tensor.
 
@@ -48,13 +36,13 @@ class MergedWeights(IncomingWeights):
 
     Args:
         adapters: what the rank receives.
-        base: the model's tensors without adapters, by name.
+        base: the rank's blocks of the model without adapters, in host memory, by their tensor's name.
         scale: alpha / r.
         device: where tensors are merged.
     """
 
     def __init__(
-        self, adapters: IncomingWeights, base: Mapping[str, BaseTensor], scale: float, device: torch.device
+        self, adapters: IncomingWeights, base: Mapping[str, Block], scale: float, device: torch.device
     ) -> None:
         super().__init__(None)
         self._adapters = adapters
@@ -78,17 +66,16 @@ class MergedWeights(IncomingWeights):
                     f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
                     "If it happens again, the weight route has a bug"
                 )
-        for name, tensor in self._base.items():
-            values, path = tensor.values.to(self._target), name.removesuffix("weight")
+        for name, held in self._base.items():
+            values, path = held.values.to(self._target), name.removesuffix("weight")
             if path in targets:
-                rows, columns = tensor.box
+                rows, columns = held.box
                 a = arrived[path + A][:, slice(*columns)].to(self._target)
                 b = arrived[path + B][slice(*rows)].to(self._target)
                 values = merge(values, a, b, self._scale)
-            whole = whole_box(tensor.shape)
+            whole = whole_box(held.shape)
             shaped = values
-            if tensor.box != whole:
-                shaped = values.new_empty(tensor.shape)
-                shaped[slices_within(tensor.box, whole)] = values
-            checksum = box_checksum(name, tensor.shape, tensor.box, values)
-            yield IncomingTensor(name, shaped, (tensor.box,), (checksum,))
+            if held.box != whole:
+                shaped = values.new_empty(held.shape)
+                shaped[slices_within(held.box, whole)] = values
+            yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))

@@ -28,7 +28,7 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
     """Yield whole tensors as slices."""
     for position, (name, tensor) in enumerate(tensors):
         shape = tuple(tensor.shape)
-        yield WeightSlice(position, name, shape, whole_box(shape)), tensor
+        yield WeightSlice(name, shape, whole_box(shape), position), tensor
 
 
 class SliceValues(NamedTuple):
@@ -43,7 +43,7 @@ class SliceValues(NamedTuple):
     @classmethod
     def of(cls, piece: WeightSlice, values: Tensor) -> SliceValues:
         """Compute the checksum of a slice, given a tensor of the box's shape."""
-        (checksum,) = checksums_of([(piece.tensor, piece.shape, piece.box, values)])
+        (checksum,) = checksums_of([piece.block(values)])
         return cls(piece, values, checksum)
 
 
@@ -165,11 +165,8 @@ def verify_bucket(bucket: Bucket) -> None:
     Raises:
         RunError: names the first tensor that has other values.
     """
-    boxes = [
-        (entry.slice.tensor, entry.slice.shape, entry.slice.box, _values(bucket.payload, entry))
-        for entry in bucket.entries
-    ]
-    for entry, checksum in zip(bucket.entries, checksums_of(boxes), strict=True):
+    blocks = [entry.slice.block(_values(bucket.payload, entry)) for entry in bucket.entries]
+    for entry, checksum in zip(bucket.entries, checksums_of(blocks), strict=True):
         if checksum != entry.checksum:
             raise RunError(
                 f"{box_text(entry.slice.box)} of {entry.slice.tensor!r} was received with checksum "
@@ -222,9 +219,7 @@ def _bucket(pieces: list[tuple[WeightSlice, Tensor]]) -> Bucket:
     packed = [_values(payload, entry) for entry in entries]
     for target, (_, values) in zip(packed, pieces, strict=True):
         target.copy_(values)
-    checksums = checksums_of(
-        [(piece.tensor, piece.shape, piece.box, x) for (piece, _), x in zip(pieces, packed, strict=True)]
-    )
+    checksums = checksums_of([piece.block(x) for (piece, _), x in zip(pieces, packed, strict=True)])
     return Bucket(
         tuple(entry._replace(checksum=c) for entry, c in zip(entries, checksums, strict=True)), payload
     )

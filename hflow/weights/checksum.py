@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hflow.types.tensor_slices import Box, whole_box
+from hflow.types.tensor_slices import Block, Box, whole_box
 
 MAX_ENTRIES = 1 << 16
 """Entries of a tensor whose places count, at most; but those of one row always count."""
@@ -37,36 +37,36 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an entry -> the integers as which its bits are read."""
 
 
-def checksums_of(boxes: Sequence[tuple[str, tuple[int, ...], Box, Tensor]]) -> list[int]:
-    """Return the share of each of some boxes in the checksum of its model; one transfer from their device.
+def checksums_of(blocks: Sequence[Block]) -> list[int]:
+    """Return the share of each block in the checksum of its model; one transfer from their device.
 
     Args:
-        boxes: (name of the tensor, shape of the whole tensor, box, its entries in the shape of the box); all
-            entries are on one device.
+        blocks: blocks whose values are on one device.
     """
-    sums = [_box_sum(*box) for box in boxes]
+    sums = list(map(_block_sum, blocks))
     totals = torch.stack(sums).tolist() if sums else []  # waits: once per bucket
     return [total % MODULUS for total in totals]
 
 
-def box_checksum(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> int:
-    """Return the share of one box of a tensor in the checksum of its model."""
-    return checksums_of([(name, shape, box, values)])[0]
+def block_checksum(block: Block) -> int:
+    """Return the share of a block in the checksum of its model."""
+    return checksums_of([block])[0]
 
 
 def weights_checksum(weights: Mapping[str, Tensor]) -> int:
     """Return the checksum of whole tensors by name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    boxes = [(name, shapes[name], whole_box(shapes[name]), tensor) for name, tensor in weights.items()]
-    return sum(checksums_of(boxes)) % MODULUS
+    blocks = [Block(name, shapes[name], whole_box(shapes[name]), tensor) for name, tensor in weights.items()]
+    return sum(checksums_of(blocks)) % MODULUS
 
 
-def _box_sum(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Tensor:
-    """Return the checksum of a box as a signed 64-bit integer on its device."""
+def _block_sum(block: Block) -> Tensor:
+    """Return the checksum of a block as a signed 64-bit integer on its device."""
+    shape, box, values = block.shape, block.box, block.values
     if not values.numel():
         return torch.zeros((), dtype=torch.int64, device=values.device)
     bits = values.detach().view(_INTEGERS[values.dtype.itemsize])
-    factor = _tensor_factor(name, shape, str(values.dtype))
+    factor = _tensor_factor(block.tensor, shape, str(values.dtype))
     total = 2 * _sum(bits)
     step = max(1, -(-math.prod(shape) // MAX_ENTRIES))
     first, stop = box[0] if box else (0, 1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.types.tensor_slices import Box, box_slices, intersect, numel
+from hflow.types.tensor_slices import Block, Box, box_slices, intersect, numel
 from hflow.weights.buckets import IncomingTensor, box_text
-from hflow.weights.checksum import MODULUS, box_checksum, checksums_of
+from hflow.weights.checksum import MODULUS, block_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
 
 HeldBoxes = Sequence[tuple[Box, Tensor]]
@@ -65,13 +65,14 @@ def load_verified(
             yield tensor.name, tensor.tensor
 
     load(tensors())
-    boxes = [(name, shape, box, view) for name, shape, _ in arrived for box, view in held(name)]
+    blocks = [Block(name, shape, box, view) for name, shape, _ in arrived for box, view in held(name)]
     expected = [checksum for _, _, checksums in arrived for checksum in checksums]
-    for (name, _, box, _), checksum, wanted in zip(boxes, checksums_of(boxes), expected, strict=True):
+    for block, checksum, wanted in zip(blocks, checksums_of(blocks), expected, strict=True):
         if checksum != wanted:
             raise RunError(
-                f"the engine does not hold {box_text(box)} of {name!r} as received: the weights changed "
-                "while they were loaded. If it happens again, the engine's weight loader has a bug"
+                f"the engine does not hold {box_text(block.box)} of {block.tensor!r} as received: the "
+                "weights changed while they were loaded. If it happens again, the engine's weight loader has "
+                "a bug"
             )
     return LoadedWeights((incoming.num_bytes,), (incoming.local_checksum,), (incoming.checksum,))
 
@@ -101,4 +102,4 @@ def _arrived(arrived: IncomingTensor, box: Box, view: Tensor) -> int | None:
     if view.dtype == arrived.tensor.dtype and all(intersect(box, other) == other for other, _ in parts):
         return sum(checksum for _, checksum in parts) % MODULUS
     values = arrived.tensor[box_slices(box)].to(view.dtype)
-    return box_checksum(arrived.name, shape, box, values)
+    return block_checksum(Block(arrived.name, shape, box, values))

@@ -593,11 +593,9 @@ def build_backends(
     backends: dict[str, ModelBackend] = {}
     for replica in replicas:
         if replica.role != "gen" and not replica.base_of:
-            settings, layout = setup.models[replica.model], replica.layout
+            settings = setup.models[replica.model]
             group = process_groups.group(replica) if process_groups else None
-            position = RankPosition(
-                group, layout.data, layout.tensor, layout.pipe, layout.context, layout.expert
-            )
+            position = RankPosition(group, replica.layout)
             backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
             if settings.resume:
                 backend.load_shards(settings.shards)

@@ -21,9 +21,9 @@ from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_report
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import Limit, Remedy
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.report.html.plan import render_page
 from hflow.report.html.run import render_compare_page, render_run_page
+from hflow.shapes.model_shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 

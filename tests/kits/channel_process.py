@@ -25,7 +25,7 @@ def buckets(num_tensors: int, size: int = 1000) -> list[Bucket]:
     for place in range(num_tensors):
         dtype = torch.bfloat16 if place % 2 else torch.float32
         values = torch.randn(size, generator=torch.Generator().manual_seed(place)).to(dtype)
-        slices.append((WeightSlice(place, f"w{place}", (size,), ((0, size),)), values))
+        slices.append((WeightSlice(f"w{place}", (size,), ((0, size),), place), values))
     return list(pack_buckets(slices, bucket_bytes=1))
 
 

@@ -18,10 +18,10 @@ from hflow.planner.plan.calibration import (
     TransferRates,
 )
 from hflow.planner.plan.hardware import Device, Hardware, Link
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 32000, is_tied=False)

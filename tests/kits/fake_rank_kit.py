@@ -33,10 +33,10 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.rank_collectives import Passes, train_collectives
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.models.descriptors import training_backend
-from hflow.planner.plan.layout import Layout, RankOrder
-from hflow.planner.plan.model_shape import ModelShape
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout, RankOrder
+from hflow.shapes.model_shape import ModelShape
 from hflow.training.interface import TrainShard
 from hflow.training.loop.train import StepRecord
 from hflow.training.megatron.device import prepare
@@ -278,8 +278,7 @@ def found(case: Case) -> Figures:
             **case.settings,
         },
     )
-    sizes = (layout.data, layout.tensor, layout.pipe, layout.context)
-    position = RankPosition(dist.group.WORLD, *sizes, expert=layout.expert)
+    position = RankPosition(dist.group.WORLD, layout)
     call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean")
     shard = TrainShard((kit.make_batch(list(LENGTHS)),))
     is_head = case.backend == "torch" or (t, p, c) == (0, layout.pipe - 1, 0)

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from hflow.models.host_copy import HostCopies  # noqa: E402
+from hflow.shapes.layout import Layout  # noqa: E402
 from hflow.training.megatron import weight_export as weights  # noqa: E402
 from hflow.training.megatron.hf_export import copy_stage  # noqa: E402
 from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
@@ -49,7 +50,7 @@ def run(rank: int, path: Path) -> None:
                 compute(case, groups[ranks], path)
     side_by_side(groups, rank, path)
     torch.save(
-        [coordinates(ParallelState.of(RankPosition(groups[kit.ALL], *sizes))) for sizes in kit.GRIDS],
+        [coordinates(ParallelState.of(RankPosition(groups[kit.ALL], Layout(*sizes)))) for sizes in kit.GRIDS],
         path / f"{rank}.pt",
     )
     dist.barrier()
@@ -58,7 +59,7 @@ def run(rank: int, path: Path) -> None:
 
 def compute(case: kit.Case, group: Any, path: Path) -> None:
     """Write outputs, gradients and exported weights of a case."""
-    stage = build_stage(kit.settings(case, path), ParallelState.of(RankPosition(group, *case.layout)))
+    stage = build_stage(kit.settings(case, path), ParallelState.of(RankPosition(group, Layout(*case.layout))))
     ddp = DistributedDataParallel(
         stage.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -153,12 +154,14 @@ def side_by_side(groups: dict[tuple[int, ...], Any], rank: int, path: Path) -> N
     if rank not in kit.FIRST:
         return
     actor = build_stage(
-        kit.settings(kit.CASES["qwen2 t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
+        kit.settings(kit.CASES["qwen2 t2"], path),
+        ParallelState.of(RankPosition(groups[kit.FIRST], Layout(1, 2, 1))),
     )
-    shared = ParallelState.of(RankPosition(groups[kit.FIRST], 1, 2, 1))
+    shared = ParallelState.of(RankPosition(groups[kit.FIRST], Layout(1, 2, 1)))
     assert shared is actor.parallel, "models with the same ranks and layout share their groups"
     critic = build_stage(
-        kit.settings(kit.CASES["value t2"], path), ParallelState.of(RankPosition(groups[kit.FIRST], 1, 1, 2))
+        kit.settings(kit.CASES["value t2"], path),
+        ParallelState.of(RankPosition(groups[kit.FIRST], Layout(1, 1, 2))),
     )
     assert critic.parallel is not actor.parallel
     for name, stage in (("actor", actor), ("critic", critic), ("actor again", actor)):

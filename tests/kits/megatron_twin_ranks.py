@@ -18,6 +18,7 @@ import torch_kit as kit
 from hflow.base.errors import HflowError
 from hflow.data.batches.batch import Column
 from hflow.models.settings import RankPosition
+from hflow.shapes.layout import Layout, RankOrder
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import prepare_batch
 from hflow.training.loop.microbatches import Minibatch
@@ -49,15 +50,13 @@ def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None
 
 def model(twin: twins.Twin, path: Path, group: Any, **changes: Any) -> MegatronModel:
     settings = dataclasses.replace(kit.SETTINGS, **twins.settings(twin, path / "checkpoint") | changes)
-    position = RankPosition(group, twin.data, twin.tensor, twin.pipe, twin.context, twin.expert)
+    position = RankPosition(group, twin.layout)
     return MegatronModel(settings, position)
 
 
 def place(twin: twins.Twin, group: Any) -> tuple[int, bool]:
     """Return the data index, and whether this rank is its head, by the order of ranks."""
-    rest, t = divmod(group.rank(), twin.tensor)
-    rest, c = divmod(rest, twin.context)
-    p, d = divmod(rest, twin.data)
+    d, t, p, c = twin.layout.coords(RankOrder.TRAIN, group.rank())
     return d, t == c == 0 and p == twin.pipe - 1
 
 
@@ -190,7 +189,7 @@ def infer_twin(twin: twins.Twin, group: Any, path: Path) -> None:
 
 def receive(group: Any, path: Path) -> None:
     """Write the minibatches that each of four ranks receives."""
-    grid = ParallelState.of(RankPosition(group, data=1, tensor=2, pipe=2))
+    grid = ParallelState.of(RankPosition(group, Layout(data=1, tensor=2, pipe=2)))
     whole = prepare_batch(twins.batch(), "lm")
     mine = [Minibatch((whole.take([0, 1]), whole.take([2])), 3, {Unit.TOKEN: 7})] if grid.is_head else None
     torch.save(broadcast_minibatches(grid, mine, torch.device("cpu")), path / f"received.{group.rank()}.pt")

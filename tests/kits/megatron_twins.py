@@ -13,6 +13,7 @@ import torch
 import torch_kit as kit
 
 from hflow.data.batches.batch import Batch, Column
+from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
@@ -78,6 +79,10 @@ class Twin:
     """Tokens of a micro-batch."""
     context: int = 1
     expert: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.data, self.tensor, self.pipe, self.context, self.expert)
 
     @property
     def name(self) -> str:

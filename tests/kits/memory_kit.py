@@ -17,12 +17,12 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.memory.parts import Items, MicroBatch
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.forecast import MemoryItem
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import ENGINES
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import TrainShard
 from hflow.types import Unit

@@ -16,7 +16,7 @@ import torch_kit
 
 from hflow.config.schema import OptimConfig
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.planner.plan.layout import Layout
+from hflow.shapes.layout import Layout
 from hflow.training.interface import TrainShard
 from hflow.training.megatron.device import prepare
 
@@ -99,7 +99,7 @@ def measure(case: Case, layout: Layout, rank: int, group: Any) -> Measured:
     settings = ModelSettings(
         name="m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **case.asked
     )
-    position = RankPosition(group, layout.data, layout.tensor, layout.pipe, layout.context, layout.expert)
+    position = RankPosition(group, layout)
     data_rank, tensor_rank = divmod(rank, layout.tensor)
     batches = [kit.batch_of(SEQUENCES, LENGTH, architecture["vocab_size"], seed=data_rank)]
     batches = [] if tensor_rank else batches

@@ -76,7 +76,7 @@ def run_megatron(rank: int, directory: str) -> None:
             settings = twins.settings(twin, Path(directory) / "checkpoint")
             model = MegatronModel(
                 dataclasses.replace(kit.SETTINGS, device=device, **settings),
-                RankPosition(dist.group.WORLD, twin.data, twin.tensor, twin.pipe, twin.context, twin.expert),
+                RankPosition(dist.group.WORLD, twin.layout),
             )
             shards = twins.shards(twin.data, twin.heads.index(rank)) if rank in twin.heads else []
             call, _ = twins.NODES[twin.node]

@@ -12,7 +12,6 @@ from pathlib import Path
 from hflow.graph.ir import Graph
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.launch.planning.request import plan_request
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_settings
 from hflow.planner.search.evaluate import GroupChoice
@@ -20,6 +19,7 @@ from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.layouts import assign_devices, compositions
 from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.partition import Blocks, connected_blocks
+from hflow.shapes.layout import Layout
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LENGTHS = (

@@ -74,7 +74,7 @@ def check_slices(model: MegatronModel) -> None:
     read, name = _SliceReader(model), "model.layers.1.mlp.experts.up_proj.weight"
     whole = dict(model.weights())[name]
     box = ((1, 4), (2, 9), (0, 32))
-    assert torch.equal(read(WeightSlice(0, name, tuple(whole.shape), box)), whole[1:4, 2:9])
+    assert torch.equal(read(WeightSlice(name, tuple(whole.shape), box, 0)), whole[1:4, 2:9])
 
 
 main()

@@ -15,6 +15,7 @@ from hflow.dsl import read_first_pass
 from hflow.graph.ir import Read
 from hflow.launch.running.worker_setup import with_first_pass
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
@@ -56,7 +57,7 @@ SETTINGS = ModelSettings(
 
 
 def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
-    return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, num_shards))
+    return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, Layout(num_shards)))
 
 
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:

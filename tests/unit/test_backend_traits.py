@@ -15,7 +15,6 @@ from hflow.base.errors import PlanError
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.shared_prefix import share_prefixes
 from hflow.models.settings import RankPosition
-from hflow.planner.models.architectures import FAMILIES
 from hflow.planner.models.descriptors import descriptor, training_backend
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 
@@ -49,12 +48,6 @@ def test_prompts_that_a_group_shares_are_computed_once(backend: str) -> None:
     distinct = len(sharing.token_of_row) if traits(backend).shares_prompts else batch.num_tokens
     assert rows_computed(backend, batch) == distinct
     assert rows_computed(backend, apart(batch)) == batch.num_tokens
-
-
-def test_megatron_builds_the_families_that_it_is_planned_for() -> None:
-    from hflow.training.megatron.model_dims import FAMILIES as BUILT
-
-    assert set(BUILT) == set(FAMILIES) == set(traits("megatron").families or ())
 
 
 @pytest.mark.parametrize("name", [*BACKENDS, *ENGINES])

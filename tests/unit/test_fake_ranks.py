@@ -11,8 +11,8 @@ import fake_rank_kit as kit
 import pytest
 
 from hflow.planner.forecast.communicators import rank_groups
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import traits
+from hflow.shapes.layout import Layout
 
 TIED = {
     "model_type": "qwen2",

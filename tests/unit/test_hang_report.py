@@ -11,9 +11,9 @@ import pytest
 import ranks
 
 from hflow.base.errors import WorkerFailureError
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Replica
 from hflow.processes.error_location import relative_path
+from hflow.shapes.layout import Layout
 from hflow.workers.hangs.hang_detector import WorkerCall, hang_message, waiting_workers
 from hflow.workers.hangs.stack_probe import (
     CollectiveError,

@@ -25,11 +25,11 @@ from hflow.launch.planning.request import (
 )
 from hflow.launch.running.preflight import refuse_unrunnable
 from hflow.launch.running.worker_setup import model_settings, tokenizer_settings
-from hflow.planner.models.architectures import can_run, read_shape
 from hflow.planner.plan.cluster import used_links
-from hflow.planner.plan.model_shape import active_parameters, num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.report.formatting import format_replica_size
+from hflow.shapes.architectures import can_run, read_shape
+from hflow.shapes.model_shape import active_parameters, num_parameters
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO, PPO = RECIPES / "grpo.py", RECIPES / "ppo.py"

@@ -9,12 +9,12 @@ PACKAGE = Path(__file__).parents[2] / "hflow"
 COLD = {
     "algo": "__init__",
     "engines/embedded": "__init__ descriptor families memory module",
-    "models": "__init__ adapter device dtypes expert_tensors hf_config settings weight_files",
+    "models": "__init__ adapter device dtypes expert_tensors hf_config hub settings weight_files",
     "training": "__init__ fsdp hf_files interface loop megatron optimizers sharded_checkpoint",
     "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",
     "training/loop": "__init__",
     "training/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "
-    "hf_mapping memory model_dims parallel_state shards weight_export",
+    "hf_mapping memory parallel_state shards supported_models weight_export",
     "weights": "__init__ channels rendezvous",
 }
 """Modules that build, load, save and move models, or describe them."""

@@ -95,7 +95,7 @@ def test_every_package_is_in_the_import_table():
         for section in contracts.values()
         if section.get("type") == "protected"
     }
-    free = {f"hflow.{name}" for name in ("base", "metrics", "observer", "types")}
+    free = {f"hflow.{name}" for name in ("base", "metrics", "observer", "shapes", "types")}
     free |= {f"hflow.{name}" for name in ("extend", "testing", "__init__", "__main__")}
     found = {
         f"hflow.{p.stem}"

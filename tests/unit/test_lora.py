@@ -16,8 +16,8 @@ from hflow.config.schema import LoraConfig
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.training.interface import TrainShard
-from hflow.types.tensor_slices import slices_within, whole_box
-from hflow.weights.adapters import BaseTensor, MergedWeights, merge
+from hflow.types.tensor_slices import Block, slices_within, whole_box
+from hflow.weights.adapters import MergedWeights, merge
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 
@@ -196,7 +196,7 @@ def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
             size = x.shape[axis or 0] // num_ranks
             span = (rank * size, rank * size + size) if axis is not None else (0, x.shape[0])
             box = tuple(span if i == (axis or 0) else (0, n) for i, n in enumerate(x.shape))
-            held[name] = BaseTensor(tuple(x.shape), box, x[slices_within(box, whole_box(tuple(x.shape)))])
+            held[name] = Block(name, tuple(x.shape), box, x[slices_within(box, whole_box(tuple(x.shape)))])
         incoming = IncomingWeights.of_tensors(backend.weights)
         arrived = MergedWeights(incoming, held, LORA.scale, torch.device("cpu"))
         for tensor in arrived:

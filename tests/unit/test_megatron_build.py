@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import megatron_kit as kit
 import pytest
 import torch
-from transformers import AutoConfig
 
 from hflow.base.errors import BackendError
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training.megatron.device import prepare
 from hflow.training.megatron.hf_mapping import ShardPosition
-from hflow.training.megatron.model_dims import check_split, read_dims
 
 prepare("cpu")
 
@@ -59,51 +57,14 @@ def test_wrong_settings_are_rejected(changes, message):
     assert_rejected(message, kit.QWEN2, **changes)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipe", "message"),
-    [
-        (1, 4, "3 layers cannot fill 4 pipeline stages; use at most 3"),
-        (3, 1, "3 tensor ranks cannot share 4 heads, 2 key-value heads and 48 MLP rows; use 2"),
-        (8, 1, "8 tensor ranks cannot share 4 heads, 2 key-value heads and 48 MLP rows; use 4"),
-    ],
-)
-def test_layouts_that_split_unevenly_are_rejected(tensor, pipe, message):
-    options = {key: value for key, value in kit.QWEN2.items() if key != "model_type"}
-    sizes = read_dims(AutoConfig.for_model("qwen2", **options), "lm")
-    check_split(sizes, 4, 3)
-    with pytest.raises(BackendError, match=message):
-        check_split(sizes, tensor, pipe)
-
-
-def test_experts_that_split_unevenly_are_rejected():
-    options = {key: value for key, value in kit.QWEN3_MOE.items() if key != "model_type"}
-    sizes = read_dims(AutoConfig.for_model("qwen3_moe", **options), "lm")
-    check_split(sizes, 2, 1, expert=4)
-    with pytest.raises(BackendError, match="6 expert ranks cannot share 4 experts; use 2"):
-        check_split(sizes, 1, 1, expert=6)
-    uneven = dataclasses.replace(sizes, experts=dataclasses.replace(sizes.experts, intermediate=25))
-    with pytest.raises(BackendError, match="4 heads, 2 key-value heads and 25 MLP rows; use 1"):
-        check_split(uneven, 2, 1)
-
-
-def test_key_value_heads_that_cannot_be_split_or_copied_are_rejected():
-    """6 heads by 3 key-value heads: 2 ranks would have 1.5 of the latter, 6 have each twice."""
-    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "model_type": "qwen3"}
-    options = {key: value for key, value in (kit.QWEN2 | changes).items() if key != "model_type"}
-    sizes = read_dims(AutoConfig.for_model("qwen3", **options), "lm")
-    check_split(sizes, 6, 1)
-    with pytest.raises(BackendError, match="use 1"):
-        check_split(sizes, 2, 1)
-
-
 def test_a_single_process_has_layout_1x1x1():
     """Also if it hosts all ranks of a replica."""
     one, all_of_four = (
         ParallelState.of(RankPosition()),
-        ParallelState.of(RankPosition(None, data=2, tensor=2)),
+        ParallelState.of(RankPosition(None, Layout(data=2, tensor=2))),
     )
     for grid in (one, all_of_four):
-        assert (grid.sizes, grid.coords) == ((1, 1, 1, 1), (0, 0, 0, 0))
+        assert (grid.layout, grid.coords) == (Layout(), (0, 0, 0, 0))
         assert grid.is_first_stage
         assert grid.is_last_stage
         assert grid.is_head

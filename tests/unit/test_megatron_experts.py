@@ -14,8 +14,8 @@ from torch.nn.functional import silu
 
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.settings import RankPosition
+from hflow.shapes.model_shape import Experts, ModelShape
 from hflow.training.megatron.device import prepare
-from hflow.training.megatron.model_dims import ExpertDims
 
 prepare("cpu")
 
@@ -27,7 +27,8 @@ from hflow.training.megatron.layers import gated_silu  # noqa: E402
 def router(per_token: int, normalizes: bool) -> Router:
     """Return a router whose logits are log 1, log 3, log 4 for the hidden state (1, 0)."""
     config = SimpleNamespace(hidden_size=2, params_dtype=torch.float32, sequence_parallel=False)
-    made = Router(ExpertDims(3, per_token, 4, normalizes, frozenset({0})), config=config)
+    model = ModelShape("qwen3_moe", 1, 2, 4, 1, 1, 2, 8, is_tied=False, experts=Experts(3, per_token, 4))
+    made = Router(model, normalizes, config=config)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[1.0, 3.0, 4.0], [0.0, 0.0, 0.0]]).T)
         made.weight[:, 0].log_()

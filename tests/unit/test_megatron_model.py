@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hflow.models.expert_tensors import stacked_views
-from hflow.planner.plan.layout import Layout, RankOrder
+from hflow.shapes.layout import Layout, RankOrder
 
 
 @pytest.fixture(scope="module")

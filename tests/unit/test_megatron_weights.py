@@ -20,11 +20,11 @@ from transformers import AutoConfig
 from hflow.base.errors import BackendError
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.planner.models.architectures import read_shape
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import tensors
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import Experts, ModelShape, tensors
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.megatron.device import prepare
 from hflow.training.megatron.hf_mapping import (
@@ -33,7 +33,7 @@ from hflow.training.megatron.hf_mapping import (
     padded_vocab_size,
     rank_parameters,
 )
-from hflow.training.megatron.model_dims import ExpertDims, ModelDims, check_split, read_dims
+from hflow.training.megatron.supported_models import supported_shape
 from hflow.types.kernels import LayerKernels
 from hflow.types.tensor_slices import Box
 
@@ -49,17 +49,17 @@ MEGATRON = traits("megatron")
 CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)
 
 
-def dims_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelDims:
+def shape_of(architecture: Mapping[str, Any], head: str = "lm") -> ModelShape:
     options = {key: value for key, value in architecture.items() if key != "model_type"}
-    return read_dims(AutoConfig.for_model(architecture["model_type"], **options), head)
+    return supported_shape(AutoConfig.for_model(architecture["model_type"], **options), head)
 
 
 def test_layers_of_transformer_engine_have_other_names_and_the_same_tensors():
     """A norm belongs to the linear layer after it, but before experts and copied key-value heads."""
-    dims = dims_of(kit.QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]})
+    shape = shape_of(kit.QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0]})
 
     def rows(num_tensor: int, kernels: LayerKernels) -> dict[str, set[str]]:
-        parameters = rank_parameters(dims, ShardPosition(0, num_tensor), kernels)
+        parameters = rank_parameters(shape, ShardPosition(0, num_tensor), kernels)
         return {row.name: {part.tensor for part in row.parts} for row in parameters}
 
     torch_names, names = (rows(2, kernels) for kernels in LayerKernels)
@@ -78,10 +78,10 @@ def test_layers_of_transformer_engine_have_other_names_and_the_same_tensors():
 
 
 # ------------------------------------------------------------------------------- the plan's boxes
-def boxes(dims: ModelDims, place: ShardPosition, kernels: LayerKernels) -> dict[str, Box]:
+def boxes(shape: ModelShape, place: ShardPosition, kernels: LayerKernels) -> dict[str, Box]:
     """Return the smallest box around a rank's blocks of each tensor."""
     found: dict[str, Box] = {}
-    for row in rank_parameters(dims, place, kernels):
+    for row in rank_parameters(shape, place, kernels):
         for part in row.parts:
             if part.length:
                 found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
@@ -111,20 +111,21 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
 )
 def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels):
     """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
-    dims, shape, grid = dims_of(architecture, head), read_shape(architecture, head), Layout.parse(layout)
+    shape, grid = shape_of(architecture, head), Layout.parse(layout)
+    assert shape == read_shape(architecture, head)
     for stage in range(grid.pipe):
         for d, t, p, c in grid.stage_coords(stage):
             planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c))}
             expert = grid.expert_index(d, c)
             place = ShardPosition(t, grid.tensor, p, grid.pipe, expert, grid.expert)
-            assert boxes(dims, place, kernels) == planned
+            assert boxes(shape, place, kernels) == planned
 
 
 def test_the_vocabulary_is_padded_as_planned():
     """300 tokens on 2 ranks: a multiple of 2 x 128, so 512, of which rank 1 has 300 - 256 = 44."""
     assert padded_vocab_size(300, 2) == 512
-    dims = dims_of(kit.QWEN2)
-    (embedding,) = [r for r in rank_parameters(dims, ShardPosition(1, 2)) if r.name.startswith("embedding")]
+    shape = shape_of(kit.QWEN2)
+    (embedding,) = [r for r in rank_parameters(shape, ShardPosition(1, 2)) if r.name.startswith("embedding")]
     assert embedding.shape == (256, 32)
     assert embedding.parts[0].span == (256, 300)
     assert padded_vocab_size(151936, 8) == 152576  # 149 x 1024
@@ -132,7 +133,7 @@ def test_the_vocabulary_is_padded_as_planned():
 
 def test_the_first_stages_have_one_layer_more():
     names = [
-        {r.name for r in rank_parameters(dims_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))}
+        {r.name for r in rank_parameters(shape_of(kit.QWEN2), ShardPosition(stage=p, num_stages=2))}
         for p in (0, 1)
     ]
     assert "decoder.layers.1.mlp.linear_fc2.weight" in names[0]
@@ -144,20 +145,26 @@ def test_tensors_are_those_of_the_plan():
     others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2})
     for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, *others):
         planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
-        assert backbone_shapes(dims_of(architecture)) == planned
+        assert backbone_shapes(shape_of(architecture)) == planned
 
 
 @st.composite
-def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int, int]:
-    """Draw dimensions, and numbers of tensor ranks, stages and expert ranks that divide them."""
+def divided(draw: st.DrawFn) -> tuple[ModelShape, int, int, int]:
+    """Draw sizes, and numbers of tensor ranks, stages and expert ranks that divide them."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     expert, num_layers = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 5))
-    layers = draw(st.frozensets(st.integers(0, num_layers - 1)))
-    experts = ExpertDims(expert * draw(st.integers(1, 2)), 1, tensor * draw(st.integers(1, 2)), False, layers)
+    experts = Experts(
+        num=expert * draw(st.integers(1, 2)),
+        per_token=1,
+        intermediate=tensor * draw(st.integers(1, 2)),
+        first=draw(st.integers(0, num_layers)),
+        step=draw(st.integers(1, 2)),
+    )
     kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if n % tensor == 0 or tensor % n == 0]))
     queries = draw(st.integers(1, 3)) * (tensor if kv < tensor else 1)
     head = draw(st.sampled_from(["lm", "value", "score"]))
-    dims = ModelDims(
+    shape = ModelShape(
+        family="qwen3_moe",
         num_layers=num_layers,
         hidden=6,
         intermediate=tensor * draw(st.integers(1, 4)),
@@ -173,17 +180,16 @@ def divided(draw: st.DrawFn) -> tuple[ModelDims, int, int, int]:
         head=head,
         experts=experts,
     )
-    return dims, tensor, draw(st.integers(1, dims.num_layers)), expert
+    return shape, tensor, draw(st.integers(1, shape.num_layers)), expert
 
 
 @given(divided())
 def test_ranks_read_every_entry_and_only_their_own(drawn):
     """Without copies, each entry is read once, and parameters are filled except for padding."""
-    dims, tensor, pipe, expert = drawn
-    check_split(dims, tensor, pipe, expert)
-    counts = {name: torch.zeros(shape) for name, shape in backbone_shapes(dims).items()}
+    shape, tensor, pipe, expert = drawn
+    counts = {name: torch.zeros(size) for name, size in backbone_shapes(shape).items()}
     for t, p, e in itertools.product(range(tensor), range(pipe), range(expert)):
-        for row in rank_parameters(dims, ShardPosition(t, tensor, p, pipe, e, expert)):
+        for row in rank_parameters(shape, ShardPosition(t, tensor, p, pipe, e, expert)):
             spare = math.prod(row.shape) - sum(math.prod(b - a for a, b in x.box) for x in row.parts)
             assert spare == 0 or "embedding" in row.name or "output_layer" in row.name
             for part in row.parts:
@@ -196,10 +202,10 @@ def test_ranks_read_every_entry_and_only_their_own(drawn):
 
 def test_padding_is_zero_and_qkv_rows_have_megatrons_order():
     """One key-value head has two query heads: rows are q0 q1 k v of the rank's head, 8 rows each."""
-    dims = dims_of(kit.QWEN2)
-    rows = rank_parameters(dims, ShardPosition(1, 2))
+    shape = shape_of(kit.QWEN2)
+    rows = rank_parameters(shape, ShardPosition(1, 2))
     values = {row.name: torch.full(row.shape, 7.0) for row in rows}
-    whole = {name: torch.randn(shape) for name, shape in backbone_shapes(dims).items()}
+    whole = {name: torch.randn(shape) for name, shape in backbone_shapes(shape).items()}
     load_parameters(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
     embedding = values["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:44], whole["model.embed_tokens.weight"][256:])

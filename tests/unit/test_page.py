@@ -18,13 +18,13 @@ from plan_graphs import agent, grpo, ppo, request, sft
 from hflow.base.text import MINUS
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import CycleStep, Forecast, Period, Slot
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
 from hflow.report.html.plan import page_view, render_page
 from hflow.report.html.plan.devices import memory_view
 from hflow.report.html.plan.gantt import Gantt, gantt_view
 from hflow.report.html.plan.routes import Sets
+from hflow.shapes.model_shape import ModelShape
 
 SHAPE = ModelShape("qwen2", 4, 128, 256, 8, 4, 16, 512, is_tied=True, has_qkv_bias=True)
 BEFORE = f"k{MINUS}1"
@@ -316,7 +316,7 @@ def test_details_tell_bytes_and_knobs():
     assert facts["moves"].endswith("by any split")
     assert data.listings[0].columns[0] == "step"
     weights = next(e for e in view.edges if (e.kind, e.dst) == ("weights", "actor_gen"))
-    assert dict(weights.facts)["moves"] == "14 GiB"
+    assert dict(weights.facts)["moved"] == "14 GiB"
     assert weights.routes == ("weights actor@train actor@gen",)
 
 

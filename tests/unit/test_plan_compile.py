@@ -10,8 +10,8 @@ from plan_graphs import agent, changed, ema, grpo, ppo, request, sft, without
 from hflow.graph.ir import Level, Stream
 from hflow.graph.queries import trained_models
 from hflow.planner.compile import compile_plan
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import BatchCut, OrderEdge
+from hflow.shapes.layout import Layout
 
 
 def node_of(plan, name):

@@ -77,11 +77,11 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.plan.calibration import HostTimes, LinkRate, MatmulRate
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Link, Rack
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import num_parameters, num_tensors, tensors
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.workload import Workload
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import num_parameters, num_tensors, tensors
 from hflow.training.fsdp.sharding import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
 from hflow.training.loop.output import LOGITS_PER_CHUNK
 

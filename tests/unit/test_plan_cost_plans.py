@@ -23,11 +23,11 @@ from hflow.planner.forecast.cost.training import forward, train
 from hflow.planner.forecast.traffic import estimate_traffic
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import Hardware, Link
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import stream_workloads
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.workload import Workload
+from hflow.shapes.model_shape import ModelShape
 
 # ------------------------------------------------------------------------------------- monotonic
 devices = st.builds(

@@ -32,11 +32,11 @@ from hflow.planner.plan.forecast import (
     PhaseMemory,
 )
 from hflow.planner.plan.hardware import Device, Hardware, Link
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import decisive_rows, to_json
 from hflow.planner.plan.workload import Workload
 from hflow.report.text.diff import render_diff
+from hflow.shapes.model_shape import ModelShape
 
 GIB = 2**30
 TINY = ModelShape("llama", 1, 4, 8, 2, 2, 2, 10, True)

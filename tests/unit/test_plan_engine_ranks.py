@@ -15,14 +15,14 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.diff import diff_plans
 from hflow.planner.make.engine_ranks import best_order, best_workers
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.routing import on_workers, tensor_ranks
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.serialise import to_json
 from hflow.planner.weights.resharding import add_rows, held_bytes
 from hflow.report.html.plan import render_page
 from hflow.report.text.plan import render_plan
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 
 SHAPE = ModelShape("llama", 8, 1024, 4096, 16, 8, 64, 32768, is_tied=False)
 

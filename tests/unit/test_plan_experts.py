@@ -52,10 +52,14 @@ from hflow.planner.forecast.cost.transfers import publish_weights
 from hflow.planner.forecast.memory.parts import MicroBatch, cache_bytes_per_token
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.forecast.traffic import field_size
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.calibration import HostTimes, LinkRate
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import (
+from hflow.planner.plan.routing import rank_order
+from hflow.planner.plan.rows import Replica, WeightRoute
+from hflow.planner.weights.sharding import mean_copies
+from hflow.report.content import experts_line
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import (
     Experts,
     LatentAttention,
     ModelShape,
@@ -63,10 +67,6 @@ from hflow.planner.plan.model_shape import (
     expert_parameters,
     num_parameters,
 )
-from hflow.planner.plan.routing import rank_order
-from hflow.planner.plan.rows import Replica, WeightRoute
-from hflow.planner.weights.sharding import mean_copies
-from hflow.report.content import experts_line
 
 MIXED = ModelShape(
     "qwen3_moe", 4, 64, 128, 4, 2, 16, 100, is_tied=False, experts=Experts(8, 2, 32, shared=16, first=1)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.layout import Layout, RankOrder, even_blocks
 from hflow.planner.plan.routing import data_key, routing_table, shard_key
 from hflow.planner.plan.rows import Replica, RoutingRow
+from hflow.shapes.layout import Layout, RankOrder, even_blocks
 
 sizes = st.integers(1, 5)
 

@@ -12,12 +12,12 @@ from hflow.base.errors import PlanError
 from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape, tensors
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.planner.weights.sharding import tensor_shards
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape, tensors
 
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, is_tied=False, has_qkv_bias=True)
 """28 heads, 4 key-value heads, an intermediate size of 2**9 * 37."""

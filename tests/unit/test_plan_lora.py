@@ -19,7 +19,8 @@ from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.training import local_weights, train
 from hflow.planner.forecast.memory import transfer
-from hflow.planner.plan.model_shape import adapter_targets, num_parameters, tensors, trained_shape
+from hflow.planner.plan.request import trained_shape
+from hflow.shapes.model_shape import adapter_targets, num_parameters, tensors
 from hflow.training.fsdp import memory
 
 LORA = LoraConfig(r=4, alpha=8)

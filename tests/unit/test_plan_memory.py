@@ -43,13 +43,13 @@ from hflow.planner.forecast.memory.parts import largest_microbatch
 from hflow.planner.forecast.memory.rank import stage_sizes
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop.output import LOGITS_PER_CHUNK

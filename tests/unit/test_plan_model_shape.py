@@ -12,9 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.base.errors import PlanError
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.planner.models.architectures import FAMILIES, read_shape
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import (
+from hflow.planner.plan.serialise import to_plain
+from hflow.planner.plan.traits import traits
+from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, tensor_shards
+from hflow.shapes.architectures import FAMILIES, read_shape
+from hflow.shapes.layout import Layout, stage_layers
+from hflow.shapes.model_shape import (
     TensorSpec,
     active_parameters,
     cached_tokens,
@@ -25,9 +28,6 @@ from hflow.planner.plan.model_shape import (
     num_parameters,
     tensors,
 )
-from hflow.planner.plan.serialise import to_plain
-from hflow.planner.plan.traits import traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, stage_layers, tensor_shards
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.fsdp.weight_export import _num_held
 from hflow.types.tensor_slices import numel

@@ -26,10 +26,11 @@ from hflow.planner.plan.forecast import (
 )
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload
+from hflow.report.formatting import format_cadence
 from hflow.report.text.plan import render_plan
 from hflow.report.text.plan.assumptions import lengths_text
 from hflow.report.text.plan.devices import devices_section, marks_of
-from hflow.report.text.plan.graph import cadence, describe_edge
+from hflow.report.text.plan.graph import describe_edge
 from hflow.report.text.plan.header import cluster_line, cycle_line
 from hflow.report.text.plan.memory import device_classes, memory_bar
 from hflow.report.text.plan.time import gantt
@@ -215,8 +216,15 @@ def test_edges_and_cadences_in_words():
     assert describe_edge(Edge(EdgeKind.DATA, "a", "b")) == "a"
     assert describe_edge(Edge(EdgeKind.WEIGHTS, "a", "b", 1, model="m")) == "m from a"
     assert describe_edge(Edge(EdgeKind.OVERWRITE, "a", "b", model="m")) == "m after a"
-    assert [cadence(1, 0), cadence(20, 0), cadence(20, 19)] == ["", ", every 20 steps", ", every 20 steps"]
-    assert [cadence(20, 5), cadence(1, 5)] == [", every 20 steps, from step 5 on", ", from step 5 on"]
+    assert [format_cadence(1, 0), format_cadence(20, 0), format_cadence(20, 19)] == [
+        "",
+        ", every 20 steps",
+        ", every 20 steps",
+    ]
+    assert [format_cadence(20, 5), format_cadence(1, 5)] == [
+        ", every 20 steps, from step 5 on",
+        ", from step 5 on",
+    ]
 
 
 # Replicas, devices, turns, routing

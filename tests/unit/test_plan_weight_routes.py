@@ -14,13 +14,13 @@ from model_configs import model_config
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import Experts, ModelShape, tensors
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, RouteRow, WeightRoute
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.planner.weights.resharding import BoxOverlap, add_rows, box_overlaps, senders
 from hflow.planner.weights.sharding import TensorShard, rank_tensors
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import Experts, ModelShape, tensors
 
 NOTHING = -1
 """An entry that a worker does not have."""

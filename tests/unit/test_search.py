@@ -24,8 +24,6 @@ from hflow.planner.make.engine_ranks import best_workers
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.forecast import Limit
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import Experts, ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import Replica, WeightRoute
@@ -48,6 +46,8 @@ from hflow.report.html.plan import render_page
 from hflow.report.text.plan import render_plan
 from hflow.report.text.section import limit_text
 from hflow.runtime.simulation.simulate_plan import simulate_plan, simulated_period
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import Experts, ModelShape
 
 LONG = pytest.mark.long
 TORCH = ("actor.backend=torch", "actor.tokens_per_microbatch=4096")
@@ -326,7 +326,7 @@ def test_a_plan_file_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.M
     assert "Placements" in text
     assert "all colocated: +" in text
     assert best.placement.split()[0] in text
-    assert "Placements that were compared" in render_page(again.plan)
+    assert "The best plan of each way" in render_page(again.plan)
 
 
 def test_a_search_is_not_repeated_for_settings_that_it_does_not_read() -> None:

@@ -18,7 +18,7 @@ from hflow.weights.channels.interface import ChannelSettings, WeightChannel
 
 
 def bucket(num_entries: int = 12) -> Bucket:
-    piece = WeightSlice(0, "w", (num_entries,), ((0, num_entries),))
+    piece = WeightSlice("w", (num_entries,), ((0, num_entries),), 0)
     (packed,) = pack_buckets([(piece, torch.arange(num_entries, dtype=torch.uint8))])
     return packed
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from hflow.base.errors import RunError
 from hflow.runtime.execution.engine_control import verify_weights
-from hflow.types.tensor_slices import Box
+from hflow.types.tensor_slices import Block, Box
 from hflow.weights.checksum import (
     MAX_ENTRIES,
     MODULUS,
-    box_checksum,
+    block_checksum,
     weights_checksum,
 )
 from hflow.workers.interface import WeightsLoaded
@@ -33,7 +33,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
 
 
 def cut(name: str, tensor: torch.Tensor, box: Box) -> int:
-    return box_checksum(name, tuple(tensor.shape), box, tensor[tuple(slice(*edge) for edge in box)])
+    return block_checksum(Block(name, tuple(tensor.shape), box, tensor[tuple(slice(*edge) for edge in box)]))
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor) -> int:

@@ -30,7 +30,7 @@ def weights(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 
 def packed(tensors: dict[str, Tensor]) -> Iterator[Bucket]:
     slices = [
-        (WeightSlice(place, name, tuple(x.shape), whole_box(tuple(x.shape))), x)
+        (WeightSlice(name, tuple(x.shape), whole_box(tuple(x.shape)), place), x)
         for place, (name, x) in enumerate(tensors.items())
     ]
     return pack_buckets(slices, 2000)

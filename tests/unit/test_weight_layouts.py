@@ -19,11 +19,11 @@ from test_weight_loading import Rank
 from torch import Tensor
 
 from hflow.planner.compile import compile_plan
-from hflow.planner.plan.model_shape import Experts, ModelShape, tensors
 from hflow.planner.plan.routing import rank_order, tensor_ranks
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
+from hflow.shapes.model_shape import Experts, ModelShape, tensors
 from hflow.types.tensor_slices import Block, Box, slices_within, whole_box
 from hflow.weights import incoming as incoming_module
 from hflow.weights.checksum import MODULUS

@@ -52,7 +52,7 @@ def incoming(weights: dict[str, Tensor], cuts: dict[str, list[Box]] | None = Non
             shape = tuple(x.shape)
             for box in (cuts or {}).get(name, [whole_box(shape)]):
                 yield SliceValues.of(
-                    WeightSlice(place, name, shape, box), x[slices_within(box, whole_box(shape))]
+                    WeightSlice(name, shape, box, place), x[slices_within(box, whole_box(shape))]
                 )
 
     return IncomingWeights(None, local=local)

@@ -16,9 +16,9 @@ from worker_kit import setup_of
 
 from hflow.base.errors import RunError, WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.runtime.execution.executor import _first_exception
+from hflow.shapes.layout import Layout
 from hflow.weights.checksum import MODULUS
 from hflow.weights.loading import LoadedWeights
 from hflow.weights.publisher import PublishReport

@@ -50,11 +50,11 @@ def contents(
     found = []
     for place, (name, x) in enumerate(weights.items()):
         if x.dim() == 0 and cuts[0] == 0:
-            found.append((WeightSlice(place, name, (), ()), x))
+            found.append((WeightSlice(name, (), (), place), x))
         elif x.dim() and cuts[0] < len(x):
             rows = (cuts[0], min(len(x), cuts[1]))
             box = (rows, *((0, size) for size in x.shape[1:]))
-            found.append((WeightSlice(place, name, tuple(x.shape), box), x[slice(*rows)]))
+            found.append((WeightSlice(name, tuple(x.shape), box, place), x[slice(*rows)]))
     return found
 
 

@@ -17,12 +17,12 @@ from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import Part
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.plan.calibration import HostTimes
 from hflow.planner.plan.hardware import Hardware
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import traits
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 
 HERE = Path(__file__).parent
 Row = Mapping[str, str]

@@ -26,8 +26,8 @@ from hflow.planner.forecast.cost.generation import (
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import cached_tokens
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import cached_tokens
 
 WAITING = 1.8
 """Seconds of TensorRT-LLM's steps with experts over those of their kernels, fitted to its fitted rows: ranks

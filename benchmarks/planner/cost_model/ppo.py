@@ -24,8 +24,8 @@ from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import prefill
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import forward, local_weights, train
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import num_parameters
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import num_parameters
 
 LAYER_US, PASSES = 1935, 2.21
 """Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one by

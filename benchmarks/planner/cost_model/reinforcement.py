@@ -25,9 +25,9 @@ from hflow.planner.forecast.cost.generation import RolloutRequest, generate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import forward, local_weights, train
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import cached_tokens, num_parameters
 from hflow.planner.plan.workload import Workload
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import cached_tokens, num_parameters
 
 LEARNING = {
     ("h100", "dense"): 1.43,

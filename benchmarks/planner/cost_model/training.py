@@ -16,7 +16,7 @@ from benchmarks.planner.cost_model.comparison import (
     whole_sequences,
 )
 from hflow.planner.forecast.cost.training import train
-from hflow.planner.plan.layout import Layout
+from hflow.shapes.layout import Layout
 
 TRITON_ATTENTION = {"h100": 0.158, "a100": 0.283}
 """Fraction of the data sheet that LLM Foundry's own attention kernels reach, fitted to its fitted rows."""

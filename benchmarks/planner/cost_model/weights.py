@@ -20,9 +20,9 @@ from hflow.planner.forecast.cost.collectives import RankPlacement, all_gather, s
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.transfers import load_weights
 from hflow.planner.plan.hardware import Hardware
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.rows import WeightRoute
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 
 PAGEABLE_GB_PER_S = {"h100": 1.5, "h20": 1.5, "gb200": 2.2}
 """Rate at which a device's weights and optimizer states go to pageable memory of the host or back, while the

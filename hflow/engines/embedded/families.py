@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type`. These models differ in biases, head norms and sizes only."""
-
+from hflow.shapes.architectures import DENSE_FAMILIES
 
 _POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of a sequence."""

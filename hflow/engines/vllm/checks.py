@@ -15,11 +15,11 @@ from packaging.version import Version
 
 from hflow.engines.vllm.memory import smallest_cache
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.architectures import FAMILIES, can_run
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import RankOrder
-from hflow.planner.plan.model_shape import ModelShape
+from hflow.shapes.architectures import FAMILIES, can_run
+from hflow.shapes.layout import RankOrder
+from hflow.shapes.model_shape import ModelShape
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions of vLLM that hflow was tried with."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.engines.vllm import memory
 from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_size_problem
-from hflow.planner.models.architectures import FAMILIES
 from hflow.planner.models.descriptors import EngineKind, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.architectures import FAMILIES
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ finds the box that a rank holds, and the view of vLLM's parameter that holds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -24,40 +24,31 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from hflow.base.errors import BackendError, nearest
-from hflow.types.tensor_slices import Box, whole_box
+from hflow.types.tensor_slices import Block, whole_box
 
 _WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, ReplicatedLinear)
 """Modules whose parameters every rank holds whole."""
 
 
-class HeldTensor(NamedTuple):
-    """What a rank holds of one checkpoint tensor."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    box: Box
-    view: Tensor
-    """The part of vLLM's parameter that holds the box."""
-
-
-def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
+def held_tensors(model: nn.Module) -> dict[str, Block]:
     """Return a rank's part of each checkpoint tensor, tied ones under each of their names.
 
     Raises:
         BackendError: if the model has a parameter whose place in the checkpoint is unknown.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    held: dict[str, HeldTensor] = {}
+    held: dict[str, Block] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RoutedExperts):
-            held.update(_held_experts(module, path))
+            held.update((block.tensor, block) for block in _held_experts(module, path))
             continue
         for name, parameter in module.named_parameters(recurse=False):
             parts = list(_parts(module, path, parameter, packed))
             if not parts:
                 raise _unknown(f"{path}.{name} ({type(module).__name__})")
             for part_path, num_rows, first_row, view in parts:
-                held[f"{part_path}.{name}"] = _held(module, num_rows, first_row, view)
+                tensor = f"{part_path}.{name}"
+                held[tensor] = _held(module, tensor, num_rows, first_row, view)
     return held
 
 
@@ -101,7 +92,7 @@ def _parts(
         yield path, parameter.shape[0], 0, parameter
 
 
-def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
+def _held_experts(module: Any, path: str) -> Iterator[Block]:
     """Yield what is held of a layer's experts: a slice of the rows of each.
 
     Raises:
@@ -117,29 +108,27 @@ def _held_experts(module: Any, path: str) -> Iterator[tuple[str, HeldTensor]]:
     whole, first = size * parallel.tp_size, size * parallel.tp_rank
     experts, columns, rows = (0, num), (0, hidden), (first, first + size)
     for name, view in zip(("gate_proj", "up_proj"), gates_and_ups.split(size, dim=1), strict=True):
-        yield f"{parent}.{name}.weight", HeldTensor((num, whole, hidden), (experts, rows, columns), view)
-    yield f"{parent}.down_proj.weight", HeldTensor((num, hidden, whole), (experts, columns, rows), downs)
+        yield Block(f"{parent}.{name}.weight", (num, whole, hidden), (experts, rows, columns), view)
+    yield Block(f"{parent}.down_proj.weight", (num, hidden, whole), (experts, columns, rows), downs)
 
 
-def _held(module: Any, num_rows: int, first_row: int, view: Tensor) -> HeldTensor:
-    """Return the held tensor, with the columns that a row-parallel matrix splits."""
+def _held(module: Any, tensor: str, num_rows: int, first_row: int, view: Tensor) -> Block:
+    """Return the held block of a tensor, with the columns that a row-parallel matrix splits."""
     rows, columns = (first_row, first_row + view.shape[0]), view.shape[1:]
     if isinstance(module, RowParallelLinear) and view.ndim == 2:
         (size,) = columns
         first = size * module.tp_rank
-        return HeldTensor((num_rows, size * module.tp_size), (rows, (first, first + size)), view)
-    return HeldTensor((num_rows, *columns), (rows, *whole_box(tuple(columns))), view)
+        return Block(tensor, (num_rows, size * module.tp_size), (rows, (first, first + size)), view)
+    return Block(tensor, (num_rows, *columns), (rows, *whole_box(tuple(columns))), view)
 
 
-def checked(
-    weights: Iterable[tuple[str, Tensor]], held: Mapping[str, HeldTensor]
-) -> Iterator[tuple[str, Tensor]]:
+def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) -> Iterator[tuple[str, Tensor]]:
     """Pass new weights on, and check that they are those of the model.
 
     Raises:
         BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
-    missing = {tensor.view.data_ptr(): name for name, tensor in held.items() if tensor.view.numel()}
+    missing = {block.values.data_ptr(): name for name, block in held.items() if block.values.numel()}
     for name, tensor in weights:
         if name not in held:
             raise BackendError(
@@ -150,7 +139,7 @@ def checked(
                 f"new weights have {name!r} of shape {tuple(tensor.shape)}, but the engine's model has "
                 f"{held[name].shape}; give both the same architecture"
             )
-        missing.pop(held[name].view.data_ptr(), None)
+        missing.pop(held[name].values.data_ptr(), None)
         yield name, tensor
     if missing:
         names = sorted(missing.values())

@@ -15,7 +15,7 @@ from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_p
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.model_shape import DTYPE_BYTES, cached_tokens
+from hflow.shapes.model_shape import DTYPE_BYTES, cached_tokens
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""

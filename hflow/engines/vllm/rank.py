@@ -34,7 +34,8 @@ from hflow.base.errors import HflowError
 from hflow.engines.vllm.hf_mapping import checked, held_tensors
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
-from hflow.weights.adapters import BaseTensor, MergedWeights
+from hflow.types.tensor_slices import Block
+from hflow.weights.adapters import MergedWeights
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
@@ -122,7 +123,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)
-        return () if held is None else ((held.box, held.view),)
+        return () if held is None else ((held.box, held.values),)
 
 
 class AdapterTransfer(HflowWeightTransfer):
@@ -130,14 +131,14 @@ class AdapterTransfer(HflowWeightTransfer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._base: dict[str, BaseTensor] = {}
+        self._base: dict[str, Block] = {}
         self._copies = HostCopies()
         places: set[int] = set()
         with self._copies.made():
             for name, held in self._held.items():
-                if held.view.numel() and held.view.data_ptr() not in places:  # tied tensors are kept once
-                    places.add(held.view.data_ptr())
-                    self._base[name] = BaseTensor(held.shape, held.box, self._copies.copy(held.view))
+                if held.values.numel() and held.values.data_ptr() not in places:  # tied tensors are kept once
+                    places.add(held.values.data_ptr())
+                    self._base[name] = held.block(self._copies.copy(held.values))
         self._target = next(self.model.parameters()).device
 
     @override

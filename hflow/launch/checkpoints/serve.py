@@ -31,11 +31,11 @@ from hflow.launch.checkpoints.served import ServedCheckpoint, find_checkpoint
 from hflow.launch.running.run_recipe import stop_signals
 from hflow.models.hf_config import max_length, read_config
 from hflow.models.settings import ModelSettings
-from hflow.planner.models.architectures import read_shape
 from hflow.planner.models.descriptors import EngineKind, engine_kind
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.traits import ENGINES, traits
 from hflow.sandboxes.providers import Sandboxes
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.layout import Layout
 from hflow.types import Trajectory
 
 _PROMPTS = ("Say hello.", "17+25=")

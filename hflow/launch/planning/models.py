@@ -29,9 +29,9 @@ from hflow.graph.model import Model
 from hflow.graph.queries import is_library_node
 from hflow.launch.checkpoints.merged import is_adapter
 from hflow.models.hub import local_directory
-from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import first_with, traits
+from hflow.shapes.architectures import ONLY_PLANNED, read_shape
+from hflow.shapes.model_shape import ModelShape
 
 SIZES = (
     "hidden_size",

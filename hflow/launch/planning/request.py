@@ -38,10 +38,10 @@ from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.calibration import Calibration, check_device
 from hflow.planner.plan.cluster import ClusterSpec, device_of, parse_cluster
 from hflow.planner.plan.hardware import Device, Hardware, Link
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
+from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import flash_attn_version, installed_transformer_engine
 
 HardwareKind = Literal["devices", "links", "calibrations"]

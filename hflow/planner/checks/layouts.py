@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
 from hflow.planner.plan.optimizers import OPTIMIZERS, optimizer_traits
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import can_split
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
 
 _SPLIT_TENSORS = {
     "model.layers.{}.self_attn.q_proj.weight": "{} heads",

@@ -21,8 +21,7 @@ from hflow.graph.queries import (
     written_models,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
-from hflow.planner.plan.model_shape import trained_shape
-from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
 from hflow.types.kernels import AUTO_KERNELS

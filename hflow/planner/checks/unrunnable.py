@@ -12,16 +12,16 @@ from typing import Any
 from hflow.config.schema import ONE_PROCESS
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.graph.queries import root_stream
-from hflow.planner.models.architectures import EXPERT_FAMILIES, FAMILIES, can_run
 from hflow.planner.models.choices import layer_reasons, served_model
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.cluster import device_of
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
+from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import head_size_problem, packed_kernel
 from hflow.types.recorded import requested_kinds
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.base.text import format_bytes_evenly
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.serialise import without_directories
+from hflow.shapes.layout import Layout
 
 ABSENT = "none"
 _NUM_RANGES = 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from hflow.planner.plan.layout import Layout, RankOrder
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.layout import Layout, RankOrder
+from hflow.shapes.model_shape import ModelShape
 
 
 def rank_groups(

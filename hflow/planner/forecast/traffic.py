@@ -24,10 +24,10 @@ from hflow.data_plane.redistribute import Holders, Move, Shards, redistribute
 from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level
 from hflow.graph.queries import topological_order
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, EdgeRule, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload, sample_lengths
+from hflow.shapes.model_shape import ModelShape
 from hflow.types import Unit
 from hflow.types.recorded import RecordedKind, requestable_kinds
 

@@ -21,12 +21,12 @@ import networkx as nx
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import Replica, batch_replica, generation_replica
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import held_bytes
+from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 MIN_SAVING = 0.01
 """Share of the bytes that engines need, below which ranks stay in the order of devices: neighbours may have

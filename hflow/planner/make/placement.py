@@ -15,7 +15,6 @@ from hflow.planner.make.engine_ranks import order_engine_ranks
 from hflow.planner.make.placement_setting import apply_placement
 from hflow.planner.make.replicas import place_replicas
 from hflow.planner.models.choices import choose_engines
-from hflow.planner.plan.model_shape import num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import (
     SAVE_PREFIX,
@@ -26,6 +25,7 @@ from hflow.planner.plan.rows import (
     batch_replica,
     generation_replica,
 )
+from hflow.shapes.model_shape import num_parameters
 
 __all__ = ["PlacedGraph", "place_graph"]
 

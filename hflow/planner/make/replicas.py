@@ -19,10 +19,10 @@ from hflow.graph.ir import Graph, Node
 from hflow.graph.queries import trained_models
 from hflow.planner.models.choices import UNDECIDED
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout, even_blocks
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import DeviceGroup, Replica, devices_of
+from hflow.shapes.layout import Layout, even_blocks
 
 Role = Literal["train", "infer", "gen"]
 Devices = tuple[int, ...]

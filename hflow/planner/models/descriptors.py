@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
     from hflow.planner.plan.cluster import ClusterSpec
-    from hflow.planner.plan.model_shape import ModelShape
     from hflow.planner.plan.rows import Replica
+    from hflow.shapes.model_shape import ModelShape
 
 
 class TrainingMemory(Protocol):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from hflow.planner.plan.model_shape import LEFT_OUT_BY_DEFAULT
 from hflow.planner.plan.workload import Workload
+from hflow.shapes.model_shape import LEFT_OUT_BY_DEFAULT
 
 
 class MemoryCategory(StrEnum):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hflow.base.errors import PlanError
-from hflow.config.schema import ModelConfig, ScheduleConfig, WorkloadConfig
+from hflow.base.errors import PlanError, nearest
+from hflow.config.schema import ALL_LINEAR, LoraConfig, ModelConfig, ScheduleConfig, WorkloadConfig
 from hflow.graph.ir import NodeSpec
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware
-from hflow.planner.plan.model_shape import ModelShape, trained_shape
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload
+from hflow.shapes.model_shape import AdapterShape, ModelShape, adapter_targets
 from hflow.types.kernels import TransformerEngine
 
 
@@ -79,6 +79,25 @@ class PlanRequest:
     def model(self, name: str) -> ModelConfig:
         """Return the configuration of a model, or the defaults if it has none."""
         return self.models[name] if name in self.models else ModelConfig()
+
+
+def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
+    """Return the shape whose tensors training changes: that of the adapters, if there are any.
+
+    Raises:
+        PlanError: if the model lacks a targeted module; names the nearest ones.
+    """
+    if lora is None:
+        return shape
+    known = adapter_targets(shape)
+    targets = known if lora.targets == (ALL_LINEAR,) else lora.targets
+    for name in targets:
+        if name not in known:
+            raise PlanError(
+                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
+                f"{ALL_LINEAR}, {', '.join(known)})"
+            )
+    return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
 
 
 DEFAULT_PROMPT = 512

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hflow.graph.ir import Level
-from hflow.planner.plan.layout import RankOrder
 from hflow.planner.plan.rows import Plan, Replica, RoutingRow
+from hflow.shapes.layout import RankOrder
 
 
 def shard_key(model: str, dp: int, tp: int, pp: int, cp: int | None = None) -> str:

@@ -16,8 +16,8 @@ from hflow.graph.ir import Graph, Level
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.forecast import Forecast
 from hflow.planner.plan.hardware import Hardware
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import LEFT_OUT_BY_DEFAULT, ModelShape
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import LEFT_OUT_BY_DEFAULT, ModelShape
 from hflow.types.kernels import LayerKernels
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import PlanError
 from hflow.graph.model import Model
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.rows import Plan
+from hflow.shapes.layout import Layout
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -26,7 +26,6 @@ from hflow.planner.forecast.memory.phases import (
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.plan.channels import CHANNELS, broadcast_channel, channel_traits, near_channel
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
@@ -34,6 +33,7 @@ from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.weight_routes import near_transport
+from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 
 @dataclass(frozen=True)

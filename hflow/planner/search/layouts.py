@@ -13,10 +13,10 @@ from hflow.planner.make.replicas import Devices
 from hflow.planner.models.choices import served_model
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import kinds_of_layers, other_tensors
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.sharding import can_split
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import kinds_of_layers, other_tensors
 
 EVERY_SIZE = 16
 """Up to this many devices, groups of every size are tried."""

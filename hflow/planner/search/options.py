@@ -18,8 +18,6 @@ from hflow.planner.make.replicas import Devices
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.plan.traits import traits
@@ -27,6 +25,8 @@ from hflow.planner.plan.workload import sample_lengths
 from hflow.planner.search.layouts import layouts_for
 from hflow.planner.search.memo import memo
 from hflow.planner.search.problem import SearchProblem
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import ModelShape
 
 MANY_DEVICES = 32
 """Beyond this many devices there are fewer choices of stages and micro-batches."""

@@ -27,10 +27,10 @@ from hflow.planner.make.replicas import (
 )
 from hflow.planner.make.structure import plan_structure
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.rows import DeviceGroup, Plan, Replica
 from hflow.planner.plan.traits import BackendTraits, traits
+from hflow.shapes.layout import Layout
 
 LONG_SEQUENCE = 1 << 14
 """Tokens from which on context ranks are tried at once, and not only where nothing else fits."""

@@ -25,8 +25,6 @@ from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES, first_with, traits
 from hflow.planner.search.evaluate import Choice, Evaluator
@@ -34,6 +32,8 @@ from hflow.planner.search.explore import explore, too_large
 from hflow.planner.search.layouts import MAX_TENSOR_RANKS
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.result import placement_of, settings_of, with_settings, without_places
+from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 MEMORY_SETTINGS = ("offload", "gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
 """Settings of a model that change what it needs of memory, and no result. The first ones cost least."""

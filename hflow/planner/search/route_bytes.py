@@ -13,10 +13,10 @@ from functools import lru_cache
 
 from hflow.planner.make.engine_ranks import MIN_SAVING, best_order
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.model_shape import ModelShape, expert_parameters, num_parameters, tensors
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.planner.plan.traits import traits
+from hflow.shapes.model_shape import ModelShape, expert_parameters, num_parameters, tensors
 
 
 def with_bytes(

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.model_shape import ModelShape, TensorSpec, equal_layers, layer_template, other_tensors
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica, RouteRow, WeightRoute
 from hflow.planner.plan.traits import traits
-from hflow.planner.weights.sharding import TensorShard, is_on_stage, stage_layers, tensor_shards
+from hflow.planner.weights.sharding import TensorShard, is_on_stage, tensor_shards
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import ModelShape, TensorSpec, equal_layers, layer_template, other_tensors
 from hflow.types.tensor_slices import Box, numel
 
 Bounds = tuple[int, int]

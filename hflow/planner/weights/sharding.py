@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.layout import Coords, Layout, even_blocks
-from hflow.planner.plan.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.layout import Coords, Layout, stage_layers
+from hflow.shapes.model_shape import ModelShape, TensorSpec, expert_parameters, num_parameters, tensors
 from hflow.types.tensor_slices import Box, numel, whole_box
 
 
@@ -25,12 +25,6 @@ class TensorShard:
     box: Box
     stage_ranks: tuple[int, ...]
     """`(d * C + c) * T + t` of each holder, ascending."""
-
-
-@lru_cache
-def stage_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Return `[first, last)` layer of each stage: equal blocks, with the remainder on the first stages."""
-    return tuple((block.start, block.stop) for block in even_blocks(num_layers, num_stages))
 
 
 def is_on_stage(spec: TensorSpec, shape: ModelShape, stage: int, num_stages: int) -> bool:

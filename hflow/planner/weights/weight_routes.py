@@ -9,16 +9,16 @@ from typing import Literal, Protocol
 from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
-from hflow.planner.models.architectures import can_run
 from hflow.planner.plan.channels import CHANNELS, RouteFacts, channel_kind, channel_traits, near_channel
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.model_shape import DTYPE_BYTES, ModelShape
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import add_rows
 from hflow.planner.weights.sharding import mean_copies
+from hflow.shapes.architectures import can_run
+from hflow.shapes.model_shape import DTYPE_BYTES, ModelShape
 
 STORE_FRACTION = 0.3
 """The fraction of a machine's memory that Ray gives its object store by default."""

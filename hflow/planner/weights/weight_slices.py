@@ -12,22 +12,18 @@ from dataclasses import dataclass
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.resharding import senders
-from hflow.types.tensor_slices import Box
+from hflow.types.tensor_slices import TensorBox
 
 Receivers = tuple[int, ...]
 """Workers that take the same slices, ascending."""
 
 
 @dataclass(frozen=True)
-class WeightSlice:
-    """A box of one tensor of a model."""
+class WeightSlice(TensorBox):
+    """A box of a tensor that is sent."""
 
     position: int
     """The index of its tensor in the sequence in which a model's tensors are sent."""
-    tensor: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    box: Box
 
 
 def slices_to_send(
@@ -83,4 +79,4 @@ def _slices(route: WeightRoute) -> Iterator[tuple[int, int, WeightSlice]]:
     for position, ((tensor, layer), rows) in enumerate(indices.items()):
         for index in rows:
             box = route.rows[index].box
-            yield index, layer, WeightSlice(position, tensor.format(layer), shapes[tensor], box)
+            yield index, layer, WeightSlice(tensor.format(layer), shapes[tensor], box, position)

@@ -12,7 +12,7 @@ from rich.text import Text
 from hflow.base.text import TIMES, format_bytes, format_count, format_seconds, format_share
 from hflow.planner.diff import Change
 from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures
-from hflow.report.content import TableView
+from hflow.report.tables import TableView
 from hflow.report.text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich import box
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hflow.base.text import format_share
 from hflow.planner.plan.forecast import Limit, Remedy
+from hflow.report.tables import Phrase, TableCell, TableView, Tone
 
 WIDEST = 120
 """Largest width of a report in columns; longer lines are hard to read."""
@@ -21,6 +22,8 @@ GAP = 3
 """Space between two columns of a table."""
 
 Cell = str | Text
+TONES: Mapping[Tone, str] = {"plain": "", "strong": "bold", "quiet": "dim"}
+"""Tone of words -> its style."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,23 @@ def add_row(to: Table, *cells: Cell) -> None:
 def lines(rows: Iterable[Cell]) -> Text:
     """Join rows in one cell, one below the other."""
     return Text("\n").join(row if isinstance(row, Text) else Text(row) for row in rows)
+
+
+def drawn_cell(cell: TableCell) -> Text:
+    """Return a cell of a table with the styles of its tones."""
+    phrases: tuple[Phrase, ...] = ((cell, "plain"),) if isinstance(cell, str) else cell
+    return Text.assemble(*((words, TONES[tone]) for words, tone in phrases))
+
+
+def table_section(view: TableView) -> Section:
+    """Return a table of the plan as a section."""
+    if view.absent:
+        return Section(view.title, absent=view.absent)
+    columns = (number(name) if i in view.right else text(name) for i, name in enumerate(view.columns))
+    drawn = table(*columns)
+    for row in view.rows:
+        add_row(drawn, *map(drawn_cell, row))
+    return Section(view.title, view.note, (drawn, *map(dim, view.after)))
 
 
 def dim(words: str) -> Text:

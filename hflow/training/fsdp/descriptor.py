@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.models.architectures import FAMILIES, read_shape
 from hflow.planner.models.descriptors import Backend
-from hflow.planner.plan.model_shape import tensors
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.architectures import FAMILIES, read_shape
+from hflow.shapes.model_shape import tensors
 from hflow.training.fsdp import memory
 
 if TYPE_CHECKING:

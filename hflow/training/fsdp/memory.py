@@ -13,7 +13,7 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.model_shape import layer_template
+from hflow.shapes.model_shape import layer_template
 
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""

@@ -14,10 +14,10 @@ from hflow.models.expert_tensors import file_shapes, read_stacked
 from hflow.models.heads import SCORE, head_prefix
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors, open_weight_files
+from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.build import build_model, scalar_head
 from hflow.training.fsdp.weight_export import named_weights
 from hflow.training.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
-from hflow.training.megatron.model_dims import ModelDims
 from hflow.types.tensor_slices import box_slices
 
 ReadBlock = Callable[[TensorPart], Tensor]
@@ -25,7 +25,7 @@ ReadBlock = Callable[[TensorPart], Tensor]
 
 
 @contextmanager
-def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock]:
+def open_weights(settings: ModelSettings, shape: ModelShape) -> Iterator[ReadBlock]:
     """Open a model's weights; yield a function that reads blocks of them.
 
     Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the whole
@@ -40,10 +40,10 @@ def open_weights(settings: ModelSettings, dims: ModelDims) -> Iterator[ReadBlock
         yield lambda part: drawn[part.tensor][box_slices(part.box)]
         return
     path = Path(settings.path)
-    head_tensors = _head_tensors(settings, dims)
+    head_tensors = _head_tensors(settings, shape)
     with ExitStack() as files:
         tensors = open_weight_files(path, files)
-        _check(path, tensors, dims)
+        _check(path, tensors, shape)
 
         def read(part: TensorPart) -> Tensor:
             if part.tensor in head_tensors:
@@ -67,25 +67,25 @@ def load_parameters(
                 target.narrow(part.axis, part.offset, part.length).copy_(read(part))
 
 
-def _head_tensors(settings: ModelSettings, dims: ModelDims) -> dict[str, Tensor]:
+def _head_tensors(settings: ModelSettings, shape: ModelShape) -> dict[str, Tensor]:
     """Return the weights of a scalar head under their exported names."""
     if settings.head == "lm":
         return {}
-    head = scalar_head(settings, dims.hidden)
+    head = scalar_head(settings, shape.hidden)
     return {head_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
 
 
-def _check(path: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
+def _check(path: Path, tensors: Mapping[str, Any], shape: ModelShape) -> None:
     """Check that a checkpoint has exactly the model's tensors. An unused output matrix may be there."""
-    expected = {name: list(shape) for name, shape in file_shapes(backbone_shapes(dims)).items()}
+    expected = {name: list(size) for name, size in file_shapes(backbone_shapes(shape)).items()}
     stored = {name: slice_.get_shape() for name, slice_ in tensors.items()}
-    unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, dims)}
+    unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, shape)}
     misshapen = {name for name in stored.keys() & expected.keys() if stored[name] != expected[name]}
     check_tensors(path, expected.keys() - stored.keys(), unknown, misshapen)
 
 
-def _is_ignored(name: str, dims: ModelDims) -> bool:
+def _is_ignored(name: str, shape: ModelShape) -> bool:
     """Return whether a checkpoint may have this tensor although the model does not use it."""
-    has_output = dims.head == "lm" and not dims.is_tied
-    has_score = dims.head != "lm" and name == SCORE
+    has_output = shape.head == "lm" and not shape.is_tied
+    has_score = shape.head != "lm" and name == SCORE
     return has_score or (name == "lm_head.weight" and not has_output) or name.endswith(".rotary_emb.inv_freq")

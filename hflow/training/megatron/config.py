@@ -21,11 +21,12 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
 from hflow.models.settings import ModelSettings
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import Experts, ModelShape
 from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
-from hflow.training.megatron.hf_mapping import copies_key_value_heads, stage_layers
+from hflow.training.megatron.hf_mapping import copies_key_value_heads
 from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
-from hflow.training.megatron.model_dims import ExpertDims, ModelDims
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.types.kernels import LayerKernels
 
@@ -60,12 +61,12 @@ _RECOMPUTE: Mapping[str, Any] = {
 
 
 def transformer_config(
-    dims: ModelDims, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
+    model: ModelShape, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
 ) -> TransformerConfig:
     """Return megatron's configuration for one rank.
 
     Args:
-        dims: the model's dimensions.
+        model: the model's sizes.
         epsilon: the epsilon of the model's norms.
         settings: select recomputation and sequence parallelism.
         dtype: the dtype of the forward pass.
@@ -74,28 +75,28 @@ def transformer_config(
     return TransformerConfig(
         **_FIXED_OPTIONS,
         gradient_accumulation_fusion=_fuses_gradients(settings),
-        **({} if dims.experts is None else _expert_options(dims.experts)),
+        **({} if model.experts is None else _expert_options(model.experts)),
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
-        num_layers=dims.num_layers,
-        hidden_size=dims.hidden,
-        ffn_hidden_size=dims.intermediate,
-        num_attention_heads=dims.num_heads,
-        num_query_groups=max(dims.num_kv_heads, parallel.tensor),  # copies included
-        kv_channels=dims.head_dim,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.intermediate,
+        num_attention_heads=model.num_heads,
+        num_query_groups=max(model.num_kv_heads, parallel.tensor),  # copies included
+        kv_channels=model.head_dim,
         layernorm_epsilon=epsilon,
-        qk_layernorm=dims.has_qk_norm,
-        add_qkv_bias=dims.has_qkv_bias,
+        qk_layernorm=model.has_qk_norm,
+        add_qkv_bias=model.has_qkv_bias,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipe,
-        pipeline_model_parallel_layout=_StageLayers(dims.num_layers, parallel.pipe, parallel.p),
+        pipeline_model_parallel_layout=_StageLayers(model.num_layers, parallel.pipe, parallel.p),
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.tensor,
-        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, dims),
+        sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, model),
         # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
         batch_p2p_comm=settings.device == "cuda",
         batch_p2p_sync=False,  # streams wait for what is received; the host need not
@@ -105,17 +106,26 @@ def transformer_config(
     )
 
 
-def block_spec(dims: ModelDims, parallel: ParallelState, kernels: LayerKernels) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
+def block_spec(
+    model: ModelShape, parallel: ParallelState, kernels: LayerKernels, *, normalizes: bool
+) -> TransformerBlockSubmodules:
+    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective.
+
+    Args:
+        model: the model's sizes.
+        parallel: this rank's layout.
+        kernels: the layers' kernels.
+        normalizes: whether a router's weights add up to 1 for each token.
+    """
     copies = None
-    if copies_key_value_heads(dims, parallel.tensor):
-        copies = parallel.tensor_block(parallel.tensor // dims.num_kv_heads)
+    if copies_key_value_heads(model, parallel.tensor):
+        copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
     parts = _parts(kernels)
-    dense = mixed = _layer_spec(dims, copies, parts)
-    if dims.experts is not None:
-        mixed = _with_experts(_layer_spec(dims, copies, parts), dims.experts, parts)
-    layers = range(*stage_layers(dims.num_layers, parallel.pipe)[parallel.p])
-    specs = [mixed if dims.has_experts(layer) else dense for layer in layers]
+    dense = mixed = _layer_spec(model, copies, parts)
+    if model.experts is not None:
+        mixed = _with_experts(_layer_spec(model, copies, parts), partial(Router, model, normalizes), parts)
+    layers = range(*stage_layers(model.num_layers, parallel.pipe)[parallel.p])
+    specs = [mixed if model.has_experts(layer) else dense for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
@@ -144,32 +154,32 @@ def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
     return layer
 
 
-def _layer_spec(dims: ModelDims, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
+def _layer_spec(model: ModelShape, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
     """Return the submodules of a layer with one MLP.
 
     Args:
-        dims: the model's dimensions.
+        model: the model's sizes.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         parts: the modules that compute it.
     """
-    layer = parts.spec(dims.has_qk_norm)
+    layer = parts.spec(model.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    modules.mlp.params["ffn_hidden_size"] = dims.intermediate
+    modules.mlp.params["ffn_hidden_size"] = model.intermediate
     attention.core_attention = PackedAttention
-    if dims.has_qk_norm:
+    if model.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = parts.norm
     if copies is not None:
         attention.linear_qkv = partial(RepeatedQkv, copies=copies)
         modules.input_layernorm = parts.norm
-    if dims.has_out_bias:
+    if model.has_out_bias:
         attention.linear_proj = _biased(attention.linear_proj)
-    if dims.has_mlp_bias:
+    if model.has_mlp_bias:
         mlp = modules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
     return layer
 
 
-def _expert_options(experts: ExpertDims) -> dict[str, Any]:
+def _expert_options(experts: Experts) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.num,
         "moe_ffn_hidden_size": experts.intermediate,
@@ -178,9 +188,9 @@ def _expert_options(experts: ExpertDims) -> dict[str, Any]:
     }
 
 
-def _with_experts(layer: ModuleSpec, experts: ExpertDims, parts: LayerParts) -> ModuleSpec:
+def _with_experts(layer: ModuleSpec, router: Callable[..., Router], parts: LayerParts) -> ModuleSpec:
     """Return the layer with experts in place of its MLP. The router needs the norm's output too."""
-    modules = MoESubmodules(experts=parts.experts, router=partial(Router, experts))
+    modules = MoESubmodules(experts=parts.experts, router=router)
     layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=modules)
     layer.submodules.pre_mlp_layernorm = parts.norm
     return layer
@@ -212,12 +222,12 @@ def _biased(linear: type) -> type:
     return Biased
 
 
-def _uses_sequence_parallel(settings: ModelSettings, dims: ModelDims) -> bool:
+def _uses_sequence_parallel(settings: ModelSettings, model: ModelShape) -> bool:
     """Return whether a reduce-scatter and an all-gather replace each all-reduce.
 
     Each tensor rank sends its own tokens to experts, so models with experts always use it.
     """
-    if dims.experts is not None:
+    if model.experts is not None:
         return True
     if settings.sequence_parallel is None:
         return settings.device == "cuda"

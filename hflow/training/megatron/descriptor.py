@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.architectures import FAMILIES
 from hflow.training.megatron import memory
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
     from hflow.models.hf_config import translate_errors
     from hflow.training.megatron.checkpoint_reader import open_weights
-    from hflow.training.megatron.model_dims import read_dims
+    from hflow.training.megatron.supported_models import supported_shape
 
     with translate_errors(settings.name):
-        dims = read_dims(config, settings.head)
+        shape = supported_shape(config, settings.head)
         if settings.path is not None:
-            with open_weights(settings, dims):
+            with open_weights(settings, shape):
                 pass
 
 
@@ -116,7 +117,7 @@ BACKEND = Backend(
         vocab_multiple=128,
         shares_prompts=True,
         chooses_kernels=True,
-        families=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+        families=tuple(FAMILIES),
     ),
     factory=_make_model,
     memory=memory,

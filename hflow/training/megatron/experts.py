@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
 from hflow.models.expert_replay import ReplayedExperts, choose_experts
+from hflow.shapes.model_shape import ModelShape
 from hflow.training.megatron.layers import gated_silu
-from hflow.training.megatron.model_dims import ExpertDims
 
 _ALIGNMENT = 16
 """Rows of the matrices of a grouped product begin at multiples of this many bytes."""
@@ -32,17 +32,33 @@ class Router(nn.Module):
     """Chooses each token's experts and their weights. No loss balances the load of the experts."""
 
     def __init__(
-        self, dims: ExpertDims, *, config: Any, pg_collection: ProcessGroupCollection | None = None
+        self,
+        model: ModelShape,
+        normalizes: bool,
+        *,
+        config: Any,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Allocate weights without initialising them; `config` is megatron's `TransformerConfig`."""
+        """Allocate weights without initialising them.
+
+        Args:
+            model: the model's sizes.
+            normalizes: whether the weights of a token's experts add up to 1. Otherwise they are probabilities
+                among all.
+            config: megatron's `TransformerConfig`.
+            pg_collection: not used; megatron passes it.
+        """
         super().__init__()
-        self.per_token, self.normalizes = dims.per_token, dims.normalizes
-        self._layers = sorted(dims.layers)
+        assert model.experts is not None
+        self.per_token, self.normalizes = model.experts.per_token, normalizes
+        self._layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
         self._layer = 0
         """Index among the layers with experts."""
         self.replayed: ReplayedExperts | None = None
         """What the next forward is to choose for its U' tokens; None: it chooses itself."""
-        self.weight = nn.Parameter(torch.empty(dims.num, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(
+            torch.empty(model.experts.num, config.hidden_size, dtype=config.params_dtype)
+        )
         # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

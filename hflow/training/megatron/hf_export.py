@@ -37,9 +37,9 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
     rank, num_ranks = stage.parallel.group.rank(), stage.parallel.group.size()
     if num_ranks > 1:
         check_is_shared(directory.parent, rank)
-    shapes = backbone_shapes(stage.dims)
+    shapes = backbone_shapes(stage.shape)
     if stage.head == "score":
-        shapes[SCORE] = (1, stage.dims.hidden)
+        shapes[SCORE] = (1, stage.shape.hidden)
     num_bytes = {name: math.prod(shape) * stage.dtype.itemsize for name, shape in shapes.items()}
     files = FileDivision.over_ranks(num_bytes, num_ranks, file_bytes)
     copies: Copies = {}

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from hflow.training.megatron.model_dims import ModelDims
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -111,16 +111,9 @@ class ShardPosition:
         return self.tensor * size, (self.tensor + 1) * size
 
 
-def stage_layers(num_layers: int, num_stages: int) -> tuple[Span, ...]:
-    """Return the `[first, last)` layers of each stage."""
-    size, remainder = divmod(num_layers, num_stages)
-    edges = [stage * size + min(stage, remainder) for stage in range(num_stages + 1)]
-    return tuple(pairwise(edges))
-
-
-def copies_key_value_heads(dims: ModelDims, num_tensor: int) -> bool:
+def copies_key_value_heads(model: ModelShape, num_tensor: int) -> bool:
     """Return whether there are fewer key-value heads than tensor ranks, so that several ranks hold each."""
-    return dims.num_kv_heads < num_tensor
+    return model.num_kv_heads < num_tensor
 
 
 def padded_vocab_size(vocab: int, num_tensor: int) -> int:
@@ -130,104 +123,104 @@ def padded_vocab_size(vocab: int, num_tensor: int) -> int:
 
 
 def rank_parameters(
-    dims: ModelDims, position: ShardPosition, kernels: LayerKernels = LayerKernels.TORCH
+    model: ModelShape, position: ShardPosition, kernels: LayerKernels = LayerKernels.TORCH
 ) -> tuple[MappedParameter, ...]:
     """Return the parameters of a rank.
 
     Args:
-        dims: the model's dimensions.
+        model: the model's sizes.
         position: the rank's position.
         kernels: the layers' kernels.
     """
-    return tuple(_stage_parameters(dims, position, kernels))
+    return tuple(_stage_parameters(model, position, kernels))
 
 
-def backbone_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
+def backbone_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shape of every HF tensor of the model but a scalar head's, in the order of the layers."""
     rows = rank_parameters(
-        replace(dims, head="lm", is_tied=dims.is_tied or dims.head != "lm"), ShardPosition()
+        replace(model, head="lm", is_tied=model.is_tied or model.head != "lm"), ShardPosition()
     )
     return {part.tensor: part.shape for row in rows for part in row.parts}
 
 
 def _stage_parameters(
-    dims: ModelDims, position: ShardPosition, kernels: LayerKernels
+    model: ModelShape, position: ShardPosition, kernels: LayerKernels
 ) -> Iterator[MappedParameter]:
     embedding = "model.embed_tokens.weight"
     if position.stage == 0:
-        yield _vocabulary("embedding.word_embeddings.weight", embedding, dims, position)
-    first, last = stage_layers(dims.num_layers, position.num_stages)[position.stage]
+        yield _vocabulary("embedding.word_embeddings.weight", embedding, model, position)
+    first, last = stage_layers(model.num_layers, position.num_stages)[position.stage]
     for layer in range(first, last):
         ours, theirs = f"decoder.layers.{layer - first}.", f"model.layers.{layer}."
-        yield from _layer_parameters(dims, position, ours, theirs, layer, kernels)
+        yield from _layer_parameters(model, position, ours, theirs, layer, kernels)
     if position.stage < position.num_stages - 1:
         return
-    yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (dims.hidden,))
-    if dims.head == "score":
-        yield _whole("output_layer.weight", "score.weight", (1, dims.hidden))
-    elif dims.head == "value":
-        yield _whole("output_layer.weight", "value_head.weight", (1, dims.hidden))
+    yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
+    if model.head == "score":
+        yield _whole("output_layer.weight", "score.weight", (1, model.hidden))
+    elif model.head == "value":
+        yield _whole("output_layer.weight", "value_head.weight", (1, model.hidden))
         yield _whole("output_layer.bias", "value_head.bias", (1,))
-    elif not dims.is_tied:
-        yield _vocabulary("output_layer.weight", "lm_head.weight", dims, position)
+    elif not model.is_tied:
+        yield _vocabulary("output_layer.weight", "lm_head.weight", model, position)
     elif position.num_stages > 1:
-        yield _vocabulary("output_layer.weight", embedding, dims, position, is_copy=True)
+        yield _vocabulary("output_layer.weight", embedding, model, position, is_copy=True)
 
 
 def _layer_parameters(
-    dims: ModelDims,
+    model: ModelShape,
     position: ShardPosition,
     ours: str,
     theirs: str,
     layer: int,
     kernels: LayerKernels,
 ) -> Iterator[MappedParameter]:
-    heads, attention = dims.num_heads * dims.head_dim, f"{ours}self_attention."
-    has_experts, of_te = dims.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
-    is_fused = of_te and not copies_key_value_heads(dims, position.num_tensor)
+    heads, attention = model.num_heads * model.head_dim, f"{ours}self_attention."
+    has_experts, of_te = model.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
+    is_fused = of_te and not copies_key_value_heads(model, position.num_tensor)
     norm = f"{attention}linear_qkv.layer_norm_weight" if is_fused else f"{ours}input_layernorm.weight"
-    yield _whole(norm, f"{theirs}input_layernorm.weight", (dims.hidden,))
+    yield _whole(norm, f"{theirs}input_layernorm.weight", (model.hidden,))
     yield from _qkv(
-        dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (dims.hidden,)
+        model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (model.hidden,)
     )
-    if dims.has_qkv_bias:
-        yield from _qkv(dims, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
-    if dims.has_qk_norm:
+    if model.has_qkv_bias:
+        yield from _qkv(model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
+    if model.has_qk_norm:
         for x in "qk":
             norm = f"{theirs}self_attn.{x}_norm.weight"
-            yield _whole(f"{attention}{x}_layernorm.weight", norm, (dims.head_dim,))
+            yield _whole(f"{attention}{x}_layernorm.weight", norm, (model.head_dim,))
     yield _columns(
-        f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", dims, heads, position
+        f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", model, heads, position
     )
-    if dims.has_out_bias:
-        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (dims.hidden,))
+    if model.has_out_bias:
+        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (model.hidden,))
     is_fused = of_te and not has_experts
     norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
-    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (dims.hidden,))
+    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (model.hidden,))
     if has_experts:
-        yield from _experts(dims, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
+        yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
-        yield from _mlp(dims, position, f"{ours}mlp.", f"{theirs}mlp.")
+        yield from _mlp(model, position, f"{ours}mlp.", f"{theirs}mlp.")
 
 
-def _mlp(dims: ModelDims, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
-    yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "weight", (dims.hidden,))
-    if dims.has_mlp_bias:
-        yield _gate_up(dims, position, f"{ours}linear_fc1.", theirs, "bias", ())
+def _mlp(model: ModelShape, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
+    yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
+    if model.has_mlp_bias:
+        yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "bias", ())
     down = f"{theirs}down_proj."
-    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", dims, dims.intermediate, position)
-    if dims.has_mlp_bias:
-        yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (dims.hidden,))
+    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, model.intermediate, position)
+    if model.has_mlp_bias:
+        yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (model.hidden,))
 
 
 def _experts(
-    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
+    model: ModelShape, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
 ) -> Iterator[MappedParameter]:
     """Map the router, and the matrices of this rank's experts, whose rows tensor ranks split.
 
     They are stacked, but for Transformer Engine, which has a parameter for each expert.
     """
-    experts, hidden = dims.experts, dims.hidden
+    experts, hidden = model.experts, model.hidden
     assert experts is not None
     yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
     size = experts.num // position.num_expert
@@ -267,46 +260,48 @@ def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
 
 
 def _vocabulary(
-    name: str, tensor: str, dims: ModelDims, position: ShardPosition, is_copy: bool = False
+    name: str, tensor: str, model: ModelShape, position: ShardPosition, is_copy: bool = False
 ) -> MappedParameter:
     """Map a matrix `[V, D]` whose padded rows are split over the tensor ranks."""
-    start, stop = position.local_span(padded_vocab_size(dims.vocab, position.num_tensor))
-    span = (min(start, dims.vocab), min(stop, dims.vocab))
-    part = TensorPart(tensor, (dims.vocab, dims.hidden), 0, span, 0)
-    return MappedParameter(name, (stop - start, dims.hidden), (part,), is_copy)
+    start, stop = position.local_span(padded_vocab_size(model.vocab, position.num_tensor))
+    span = (min(start, model.vocab), min(stop, model.vocab))
+    part = TensorPart(tensor, (model.vocab, model.hidden), 0, span, 0)
+    return MappedParameter(name, (stop - start, model.hidden), (part,), is_copy)
 
 
-def _columns(name: str, tensor: str, dims: ModelDims, width: int, position: ShardPosition) -> MappedParameter:
+def _columns(
+    name: str, tensor: str, model: ModelShape, width: int, position: ShardPosition
+) -> MappedParameter:
     """Map a matrix `[D, width]` whose columns are split over the tensor ranks."""
-    part = TensorPart(tensor, (dims.hidden, width), 1, position.local_span(width), 0)
-    return MappedParameter(name, (dims.hidden, part.length), (part,))
+    part = TensorPart(tensor, (model.hidden, width), 1, position.local_span(width), 0)
+    return MappedParameter(name, (model.hidden, part.length), (part,))
 
 
 def _gate_up(
-    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+    model: ModelShape, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
 ) -> MappedParameter:
     """Map rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
-    span = position.local_span(dims.intermediate)
-    gate = TensorPart(f"{theirs}gate_proj.{kind}", (dims.intermediate, *rest), 0, span, 0)
-    up = TensorPart(f"{theirs}up_proj.{kind}", (dims.intermediate, *rest), 0, span, gate.length)
+    span = position.local_span(model.intermediate)
+    gate = TensorPart(f"{theirs}gate_proj.{kind}", (model.intermediate, *rest), 0, span, 0)
+    up = TensorPart(f"{theirs}up_proj.{kind}", (model.intermediate, *rest), 0, span, gate.length)
     return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
 
 
 def _qkv(
-    dims: ModelDims, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+    model: ModelShape, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
 ) -> Iterator[MappedParameter]:
     """Map q, k and v to one parameter: for each key-value head its query heads, its k and its v.
 
     With fewer key-value heads than tensor ranks, each rank has one key-value head, in a parameter separate
     from its query heads.
     """
-    size, num_heads, num_kv = dims.head_dim, dims.num_heads, dims.num_kv_heads
+    size, num_heads, num_kv = model.head_dim, model.num_heads, model.num_kv_heads
 
     def block(x: str, units: int, first: int, last: int, offset: int) -> TensorPart:
         span = (first * size, last * size)
         return TensorPart(f"{theirs}{x}_proj.{kind}", (units * size, *rest), 0, span, offset * size)
 
-    if copies_key_value_heads(dims, position.num_tensor):
+    if copies_key_value_heads(model, position.num_tensor):
         copies = position.num_tensor // num_kv
         first, last = position.local_span(num_heads)
         group = position.tensor // copies

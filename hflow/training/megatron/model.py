@@ -31,6 +31,7 @@ from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
+from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
@@ -43,8 +44,8 @@ from hflow.training.megatron.hf_mapping import (
     padded_vocab_size,
     rank_parameters,
 )
-from hflow.training.megatron.model_dims import ModelDims, check_split, read_dims
 from hflow.training.megatron.parallel_state import ParallelState
+from hflow.training.megatron.supported_models import supported_shape
 from hflow.types.kernels import LayerKernels
 
 PADDING_LOGIT = -1e30
@@ -64,7 +65,7 @@ class Stage:
     parallelism, U is the number of the rank's own rows, everywhere in this module."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
-    dims: ModelDims
+    shape: ModelShape
     parallel: ParallelState
     dtype: torch.dtype
     """dtype of the forward pass and the weights; a scalar head is in fp32."""
@@ -79,7 +80,7 @@ class Stage:
     @property
     def head(self) -> str:
         """`lm`, `value` or `score`."""
-        return self.dims.head
+        return self.shape.head
 
     @property
     def vocab_start(self) -> int:
@@ -89,7 +90,7 @@ class Stage:
     @property
     def vocab_rows(self) -> int:
         """Size of this rank's part of the vocabulary, padding included: `V' / T`."""
-        return padded_vocab_size(self.dims.vocab, self.parallel.tensor) // self.parallel.tensor
+        return padded_vocab_size(self.shape.vocab, self.parallel.tensor) // self.parallel.tensor
 
     @property
     def row_multiple(self) -> int:
@@ -98,7 +99,7 @@ class Stage:
 
     def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
         """Return the parameters of a rank of this model."""
-        return rank_parameters(self.dims, position, self.kernels)
+        return rank_parameters(self.shape, position, self.kernels)
 
     def inputs(
         self,
@@ -151,11 +152,11 @@ class Stage:
         Rank t's logits start at token `t * V' / T`; padding has `PADDING_LOGIT`. Gradients of the hidden
         states are summed over the tensor ranks in the model's own backward pass.
         """
-        if self.dims.is_tied:
+        if self.shape.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
         else:
             weight = self.module.output_layer.weight
-        num_valid = min(max(self.dims.vocab - self.vocab_start, 0), self.vocab_rows)
+        num_valid = min(max(self.shape.vocab - self.vocab_start, 0), self.vocab_rows)
         return _local_logits(rows, weight, num_valid)
 
     def zero_loss(self, hidden: Tensor) -> Tensor:
@@ -180,45 +181,44 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     check_choice("dtype", settings.dtype, DTYPES)
     hf_config = read_config(settings)
     with translate_errors(settings.name):
-        dims = read_dims(hf_config, settings.head)
-        check_split(dims, parallel.tensor, parallel.pipe, parallel.expert)
-        stage = _uninitialized_stage(settings, hf_config, dims, parallel)
-        with open_weights(settings, dims) as read:
+        shape = supported_shape(hf_config, settings.head)
+        stage = _uninitialized_stage(settings, hf_config, shape, parallel)
+        with open_weights(settings, shape) as read:
             load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)
     stage.module.requires_grad_(settings.trainable)
     return stage
 
 
 def _uninitialized_stage(
-    settings: ModelSettings, hf_config: PreTrainedConfig, dims: ModelDims, parallel: ParallelState
+    settings: ModelSettings, hf_config: PreTrainedConfig, shape: ModelShape, parallel: ParallelState
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
     kernels = settings.kernels
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
-    config = transformer_config(dims, hf_config.rms_norm_eps, settings, dtype, parallel)
+    config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
     with torch.device(device):
         module = _PackedModel(
             config,
-            block_spec(dims, parallel, kernels),
-            vocab_size=padded_vocab_size(dims.vocab, parallel.tensor),
+            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", False)),
+            vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
             post_process=parallel.is_last_stage,
-            share_embeddings_and_output_weights=dims.is_tied,
+            share_embeddings_and_output_weights=shape.is_tied,
             position_embedding_type="none",
             pg_collection=parallel.groups,
         )
     let_routers_replay(module)
-    if dims.head != "lm" and parallel.is_last_stage:
-        module.output_layer = ScalarHead(dims.hidden, settings.seed, dims.head).to(device)
-    parameters = rank_parameters(dims, parallel.shard_position, kernels)
+    if shape.head != "lm" and parallel.is_last_stage:
+        module.output_layer = ScalarHead(shape.hidden, settings.seed, shape.head).to(device)
+    parameters = rank_parameters(shape, parallel.shard_position, kernels)
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     assert shapes == {parameter.name: parameter.module_shape for parameter in parameters}, (
         "megatron has other parameters than the mapping"
     )
-    frequencies = rotary_frequencies(hf_config, dims.head_dim).to(device)
-    return Stage(module, config, hf_config, dims, parallel, dtype, device, parameters, frequencies, kernels)
+    frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
+    return Stage(module, config, hf_config, shape, parallel, dtype, device, parameters, frequencies, kernels)
 
 
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types

@@ -269,7 +269,7 @@ def load_master_weights(
     """Read separate master weights from the model's checkpoint, one parameter at a time."""
     if not master_weights:
         return
-    with open_weights(settings, stage.dims) as read:
+    with open_weights(settings, stage.shape) as read:
         for parameter in stage.parameters:
             if parameter.name in master_weights:
                 master = master_weights[parameter.name]

@@ -13,11 +13,10 @@ many groups each.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,39 +25,18 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from hflow.models.settings import RankPosition
+from hflow.shapes.layout import Coords, Layout, RankOrder
 from hflow.training.megatron.hf_mapping import ShardPosition
-
-
-class Axes(NamedTuple):
-    """One number for each axis: the sizes of a replica, or the coordinates of a rank."""
-
-    data: int
-    tensor: int
-    pipe: int
-    context: int
-
-    def rank(self, at: Axes) -> int:
-        """Return the rank at some coordinates. These are the sizes."""
-        return ((at.pipe * self.data + at.data) * self.context + at.context) * self.tensor + at.tensor
-
-    def coords(self, rank: int) -> Axes:
-        """Return the coordinates of a rank; the inverse of `rank`."""
-        rest, t = divmod(rank, self.tensor)
-        rest, c = divmod(rest, self.context)
-        p, d = divmod(rest, self.data)
-        return Axes(d, t, p, c)
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Sizes of the axes, this rank's coordinates, and its groups."""
+    """A replica's layout, this rank's coordinates, and its groups."""
 
-    sizes: Axes
-    expert: int
-    """Number of neighbouring data and context ranks that divide the experts of a layer."""
-    coords: Axes
+    layout: Layout
+    coords: Coords
     group: ProcessGroup
-    """All ranks of the replica, ordered as in `Axes.rank`."""
+    """All ranks of the replica, in `RankOrder.TRAIN`."""
     groups: ProcessGroupCollection
     """The groups for megatron's model, optimizer and schedule."""
     same_data: ProcessGroup
@@ -73,17 +51,16 @@ class ParallelState:
         take turns there. A process that hosts all ranks of a replica is a single rank, as no result depends
         on the layout.
         """
-        group, sizes = position.group, Axes(position.data, position.tensor, position.pipe, position.context)
-        expert = position.expert
+        group, layout = position.group, position.layout
         if group is None:
-            group, sizes, expert = _single_rank_group(), Axes(1, 1, 1, 1), 1
-        assert math.prod(sizes) == group.size(), f"{position} has {group.size()} ranks"
+            group, layout = _single_rank_group(), Layout()
+        assert layout.world == group.size(), f"{layout} has {group.size()} ranks"
         _known_states[:] = [state for state in _known_states if state.group in _existing_groups()]
         for state in _known_states:
-            if state.group is group and (state.sizes, state.expert) == (sizes, expert):
+            if state.group is group and state.layout == layout:
                 return state
-        made, coords = _Groups(group), sizes.coords(group.rank())
-        state = cls(sizes, expert, coords, group, *_collection(made, sizes, expert, coords), made)
+        made, coords = _Groups(group), layout.coords(RankOrder.TRAIN, group.rank())
+        state = cls(layout, coords, group, *_collection(made, layout, coords), made)
         _known_states.append(state)
         return state
 
@@ -104,37 +81,43 @@ class ParallelState:
     @property
     def data(self) -> int:
         """Number of data ranks."""
-        return self.sizes.data
+        return self.layout.data
 
     @property
     def tensor(self) -> int:
         """Number of tensor ranks."""
-        return self.sizes.tensor
+        return self.layout.tensor
 
     @property
     def pipe(self) -> int:
         """Number of pipeline stages."""
-        return self.sizes.pipe
+        return self.layout.pipe
 
     @property
     def context(self) -> int:
         """Number of context ranks."""
-        return self.sizes.context
+        return self.layout.context
+
+    @property
+    def expert(self) -> int:
+        """Number of neighbouring data and context ranks that divide the experts of a layer."""
+        return self.layout.expert
 
     @property
     def t(self) -> int:
         """Tensor index of this rank."""
-        return self.coords.tensor
+        return self.coords[1]
 
     @property
     def p(self) -> int:
         """Pipeline stage of this rank."""
-        return self.coords.pipe
+        return self.coords[2]
 
     @property
     def copy(self) -> int:
         """Index of this rank among those with the same tensor shard of a stage."""
-        return self.coords.data * self.context + self.coords.context
+        d, _, _, c = self.coords
+        return self.layout.copy_index(d, c)
 
     @property
     def e(self) -> int:
@@ -151,7 +134,9 @@ class ParallelState:
         first = self.copy - self.e if of_experts else self.copy
         copies = range(first, first + self.expert) if of_experts else (first,)
         places = [divmod(copy, self.context) for copy in copies]
-        return [self.sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards]
+        return [
+            self.layout.rank(RankOrder.TRAIN, d, t, p, c) for p in stages for d, c in places for t in shards
+        ]
 
     @property
     def is_first_stage(self) -> bool:
@@ -166,7 +151,7 @@ class ParallelState:
     @property
     def is_head(self) -> bool:
         """Whether this rank receives its data index's inputs and returns its outputs."""
-        return self.t == self.coords.context == 0 and self.is_last_stage
+        return self.t == self.coords[3] == 0 and self.is_last_stage
 
     def tensor_block(self, size: int) -> ProcessGroup:
         """Return the group of the `size` neighbouring tensor ranks that include this one; a collective."""
@@ -217,37 +202,40 @@ class _Groups:
             self.make_unused()
 
 
-def _collection(
-    made: _Groups, sizes: Axes, expert: int, coords: Axes
-) -> tuple[ProcessGroupCollection, ProcessGroup]:
+def _collection(made: _Groups, layout: Layout, coords: Coords) -> tuple[ProcessGroupCollection, ProcessGroup]:
     """Return the groups under megatron's names, and the group of this rank's data index.
 
     Tensor ranks divide the rows of experts as they divide those of an MLP.
     """
+    d, t, p, c = coords
 
     def group(data: bool = False, tensor: bool = False, pipe: bool = False, context: bool = False) -> Any:
         """Return the group of the ranks that differ from this one in some axes only."""
         free = (data, tensor, pipe, context)
-        indices = [range(n) if is_free else [i] for n, i, is_free in zip(sizes, coords, free, strict=True)]
-        return made.of(sorted(sizes.rank(Axes(*at)) for at in itertools.product(*indices)))
+        indices = [
+            range(n) if is_free else [i] for n, i, is_free in zip(layout.sizes, coords, free, strict=True)
+        ]
+        return made.of(sorted(layout.rank(RankOrder.TRAIN, *at) for at in itertools.product(*indices)))
 
-    block, index = divmod(coords.data * sizes.context + coords.context, expert)
+    block, index = divmod(layout.copy_index(d, c), layout.expert)
 
     def expert_group(peers: Iterable[int], tensor: bool = False, pipe: bool = False) -> Any:
         """Return the group of the ranks with these copy indices that differ from this one in some axes."""
-        shards = range(sizes.tensor) if tensor else [coords.tensor]
-        stages = range(sizes.pipe) if pipe else [coords.pipe]
-        places = [divmod(copy, sizes.context) for copy in peers]
-        ranks = (sizes.rank(Axes(d, t, p, c)) for p in stages for d, c in places for t in shards)
+        shards = range(layout.tensor) if tensor else [t]
+        stages = range(layout.pipe) if pipe else [p]
+        ranks = (
+            layout.rank(RankOrder.TRAIN, copy // layout.context, shard, stage, copy % layout.context)
+            for stage, copy, shard in itertools.product(stages, peers, shards)
+        )
         return made.of(sorted(ranks))
 
-    neighbours = range(block * expert, (block + 1) * expert)
-    same_experts = range(index, sizes.data * sizes.context, expert)
+    neighbours = range(block * layout.expert, (block + 1) * layout.expert)
+    same_experts = range(index, layout.num_copies, layout.expert)
     tp, dp, copies = group(tensor=True), group(data=True), group(data=True, context=True)
     pp, cp = group(pipe=True), group(context=True)
     ends = None
-    if coords.pipe in (0, sizes.pipe - 1):
-        ends = made.of([sizes.rank(coords._replace(pipe=p)) for p in sorted({0, sizes.pipe - 1})])
+    if p in (0, layout.pipe - 1):
+        ends = made.of([layout.rank(RankOrder.TRAIN, d, t, end, c) for end in sorted({0, layout.pipe - 1})])
     else:
         made.make_unused()
     collection = ProcessGroupCollection(

@@ -20,9 +20,9 @@ from hflow.planner.forecast.cost.roofline import LATENCY, NETWORK, Part
 from hflow.planner.plan.calibration import LinkRate
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Hardware, Link
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import Replica
+from hflow.shapes.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hflow.planner.plan.model_shape import ModelShape, cached_tokens, equal_layers
-from hflow.planner.weights.sharding import stage_layers
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import ModelShape, cached_tokens, equal_layers
 
 MIN_SAVED_FRACTION = 0.1
 """Fraction of tokens in shared prompts from which on a backend computes these once."""

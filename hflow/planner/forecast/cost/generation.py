@@ -28,8 +28,8 @@ from hflow.planner.forecast.cost.flops import (
 from hflow.planner.forecast.cost.kernels import attention_rate, elementwise_bytes, pass_seconds, product_rate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
 from hflow.planner.forecast.cost.roofline import LATENCY, Part, main_limit, roofline
-from hflow.planner.plan.model_shape import cached_tokens
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
+from hflow.shapes.model_shape import cached_tokens
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that engines prefill in one step."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from hflow.planner.forecast.cost.flops import Work, stage_flops, touched_experts
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.plan.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
-from hflow.planner.weights.sharding import stage_layers
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
 
 Product = tuple[float, float, float]
 """Rows, inner size and columns of a product of matrices."""

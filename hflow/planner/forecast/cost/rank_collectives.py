@@ -32,9 +32,8 @@ from hflow.planner.forecast.cost.flops import (
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
 from hflow.planner.forecast.memory.rank import FP32_BYTES
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import ModelShape, expert_layers
-from hflow.planner.weights.sharding import stage_layers
+from hflow.shapes.layout import Layout, stage_layers
+from hflow.shapes.model_shape import ModelShape, expert_layers
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Ranks = Literal["data", "tensor", "pipe", "context", "expert", "expert_data", "ends", "head copies"]

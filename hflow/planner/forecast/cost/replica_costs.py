@@ -18,18 +18,17 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES
 from hflow.planner.plan.calibration import HostTimes, MatmulRate
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Hardware, Link
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import (
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import BackendTraits, traits
+from hflow.shapes.layout import Layout, stage_layers
+from hflow.shapes.model_shape import (
     DTYPE_BYTES,
     ModelShape,
     expert_layers,
     num_parameters,
     num_tensors,
-    trained_shape,
 )
-from hflow.planner.plan.rows import Replica
-from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import stage_layers
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""

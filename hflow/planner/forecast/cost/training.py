@@ -34,7 +34,7 @@ from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.forecast.cost.transfers import offload
 from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
 from hflow.planner.plan.optimizers import optimizer_traits
-from hflow.planner.weights.sharding import stage_layers
+from hflow.shapes.layout import stage_layers
 
 LERP_BYTES = 12
 """Memory traffic of an update node per weight: two are read, one is written."""

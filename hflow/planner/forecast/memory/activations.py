@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hflow.planner.forecast.memory.parts import MicroBatch
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
-from hflow.planner.plan.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
+from hflow.shapes.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on

@@ -15,12 +15,12 @@ from hflow.planner.forecast.memory.phases import MemoryContext
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
-from hflow.planner.plan.model_shape import DTYPE_BYTES, num_parameters
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
+from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 _INPUTS = "inputs of layers"
 _ASLEEP = "weights (asleep)"

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.layout import Layout
-from hflow.planner.plan.model_shape import (
+from hflow.planner.plan.optimizers import optimizer_traits
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.rows import Replica
+from hflow.planner.plan.traits import BackendTraits, traits
+from hflow.planner.weights.sharding import is_on_stage, rank_box
+from hflow.shapes.layout import Layout, stage_layers
+from hflow.shapes.model_shape import (
     DTYPE_BYTES,
     ModelShape,
     TensorSpec,
     equal_layers,
     layer_template,
     other_tensors,
-    trained_shape,
 )
-from hflow.planner.plan.optimizers import optimizer_traits
-from hflow.planner.plan.rows import Replica
-from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box, stage_layers
 from hflow.types.kernels import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel
 

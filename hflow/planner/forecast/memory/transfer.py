@@ -17,9 +17,9 @@ from hflow.planner.forecast.memory.parts import Items, item
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.model_shape import ModelShape, num_parameters, tensors
 from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
+from hflow.shapes.model_shape import ModelShape, num_parameters, tensors
 from hflow.types.tensor_slices import BUCKET_BYTES
 
 COMPARE_BYTES = 1 + 8

@@ -17,7 +17,6 @@ from markupsafe import Markup
 from hflow.base.text import format_seconds
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
-from hflow.report.content import TableView
 from hflow.report.html.plan.cards import arrows
 from hflow.report.html.plan.details import (
     EdgeDetail,
@@ -32,6 +31,7 @@ from hflow.report.html.plan.gantt import Gantt, gantt_view
 from hflow.report.html.plan.graph_view import GraphView, graph_view
 from hflow.report.html.plan.headline import Headline, headline
 from hflow.report.html.plan.tables import Tables, tables
+from hflow.report.tables import TableView
 from hflow.report.text.plan.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (

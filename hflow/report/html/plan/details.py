@@ -18,10 +18,17 @@ from hflow.graph.field_table import UNIT_NAMES
 from hflow.graph.ir import EdgeKind, Node, Read
 from hflow.planner.plan.forecast import EdgeTraffic, NodeTime, StepTraffic
 from hflow.planner.plan.rows import Plan, Replica, RouteRow, WeightRoute
-from hflow.report.formatting import format_rank_order, format_replica_size
+from hflow.report.formatting import format_cadence
 from hflow.report.html.plan.cards import SAMPLES, VERBS, Arrow, shape_of
 from hflow.report.html.plan.routes import data_id, weights_id
-from hflow.report.text.plan.graph import cadence
+from hflow.report.tables import (
+    REPLICA_COLUMNS,
+    ROUTE_SIZE_COLUMNS,
+    is_sized,
+    replica_cells,
+    route_notes,
+    route_sizes,
+)
 
 Facts = tuple[tuple[str, str], ...]
 """(name, value) in words."""
@@ -94,20 +101,11 @@ def replica_details(plan: Plan) -> tuple[ReplicaDetail, ...]:
 
 
 def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
-    size = format_replica_size(replica, dict(plan.shapes).get(replica.model))
-    facts = (
-        ("parameters", size),
-        ("backend", replica.backend),
-        ("layout", str(replica.layout)),
-        ("group", ", ".join(replica.groups)),
-        ("devices", format_ranges_briefly(replica.workers)),
-        ("dp-heads", format_ranges_briefly(replica.heads)),
-    )
     nodes = (node.name for node in plan.graph.nodes)
     return ReplicaDetail(
         name=replica.name,
         what=ROLES[replica.role].format(model=replica.model),
-        facts=facts,
+        facts=tuple(zip(REPLICA_COLUMNS[1:], replica_cells(plan, replica), strict=True)),
         nodes=tuple(name for name in nodes if replica.name in plan.placement(name).replicas),
     )
 
@@ -189,7 +187,7 @@ def _cadence(plan: Plan, node: Node) -> str:
     if spec.opens_stream:
         stream = plan.graph.stream(node.stream)
         text = f"streams all the time, {pluralize(stream.group, 'sample')} a prompt"
-    return text + cadence(spec.every, spec.after)
+    return text + format_cadence(spec.every, spec.after)
 
 
 MOST_ROWS = 60
@@ -245,25 +243,10 @@ def route_listing(plan: Plan, route: WeightRoute) -> Listing:
     )
 
 
-def transport_text(route: WeightRoute) -> str:
-    """Return the transport of a route, and the reason; empty if no transport carries it."""
-    return f"{route.transport}: {route.why}" if route.transport else ""
-
-
 def route_facts(route: WeightRoute) -> Facts:
-    """Return the bytes of a weight route."""
-    facts = [("how", HOW[route.how])]
-    if route.transport:
-        facts.append(("transport", transport_text(route)))
-    if route.rows or route.moved_bytes or route.held_bytes:
-        facts += [
-            ("moves", format_bytes(route.moved_bytes)),
-            ("across machines", format_bytes(route.node_bytes)),
-            ("already in place", format_bytes(route.held_bytes)),
-        ]
-    if route.saved_bytes:
-        facts.append(("order", format_rank_order(route.moved_bytes, route.saved_bytes)))
-    return tuple(facts)
+    """Return the facts of a weight route: its way, and its sizes."""
+    sizes = zip(ROUTE_SIZE_COLUMNS, route_sizes(route), strict=True) if is_sized(route) else ()
+    return (("how", "; ".join((HOW[route.how], *route_notes(route)))), *sizes)
 
 
 def traffic_facts(row: EdgeTraffic) -> Facts:

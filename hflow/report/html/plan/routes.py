@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hflow.base.text import find_runs, format_bytes, pluralize
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.report.tables import is_sized
 
 MOST_FLOWS = 2048
 """Number of flows per route that the page shows, largest first."""
@@ -88,7 +89,7 @@ def _weights(plan: Plan, route: WeightRoute, sets: Sets) -> RouteView:
         flows = [(sets.add(plan.replica(route.src).workers), sets.add(plan.replica(route.dst).workers))]
     note = (
         f"{format_bytes(route.moved_bytes)} move, {format_bytes(route.held_bytes)} are in place already"
-        if route.rows or route.moved_bytes
+        if is_sized(route)
         else "sizes unknown"
     )
     return RouteView(

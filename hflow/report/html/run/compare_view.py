@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hflow.base.text import pluralize
-from hflow.report.content import TableView
 from hflow.report.html.plan.devices import NUM_COLOURS
 from hflow.report.html.run.curves import CurveView, Series, curve_view
+from hflow.report.tables import TableView
 from hflow.report.text.compare import ABSENT, NOTE, names_text, seeds_text, side_letter, spread_text
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.base.text import format_count, format_number, format_seconds, format_share, pluralize
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
-from hflow.report.content import TableView
 from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
+from hflow.report.tables import TableView
 
 if TYPE_CHECKING:
     from hflow.launch.results.runs import MeasuredSpan, RunReport

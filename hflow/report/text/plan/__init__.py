@@ -8,31 +8,37 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from hflow.base.text import format_seconds, format_setting
-from hflow.planner.plan.forecast import Candidate
 from hflow.planner.plan.rows import Plan
+from hflow.report.tables import data_table, placements_table, times_table, weights_table
 from hflow.report.text.plan.assumptions import assumptions_section
-from hflow.report.text.plan.data import data_section, routing_section, samples_section
+from hflow.report.text.plan.data import routing_section, samples_section
 from hflow.report.text.plan.devices import devices_section, replicas_section, turns_section
 from hflow.report.text.plan.graph import graph_section
 from hflow.report.text.plan.header import header
 from hflow.report.text.plan.memory import memory_section
-from hflow.report.text.plan.time import period_section, times_section
-from hflow.report.text.plan.weights import weights_section
-from hflow.report.text.section import (
-    WIDEST,
-    Section,
-    add_row,
-    dim,
-    limit_text,
-    lines,
-    number,
-    shown,
-    table,
-    text,
-)
+from hflow.report.text.plan.time import period_section
+from hflow.report.text.section import WIDEST, Section, dim, limit_text, shown, table_section
 
 __all__ = ["render_plan"]
+
+
+MOST_NODES = 20
+"""Number of nodes whose seconds are listed: the slowest."""
+
+
+def data_section(plan: Plan, width: int) -> Section:
+    """Return a row for each node that reads fields."""
+    return table_section(data_table(plan, assumptions="below"))
+
+
+def weights_section(plan: Plan, width: int) -> Section:
+    """Return a row for each weight route."""
+    return table_section(weights_table(plan))
+
+
+def times_section(plan: Plan, width: int) -> Section:
+    """Return a row for each node, with its seconds."""
+    return table_section(times_table(plan, MOST_NODES))
 
 
 SECTIONS: Sequence[Callable[[Plan, int], Section]] = (
@@ -68,7 +74,7 @@ class PlanReport:
         yield header(self._plan)
         sections = [make(self._plan, width) for make in SECTIONS]
         if self._plan.forecast.candidates:
-            sections.insert(0, placements_section(self._plan, width))
+            sections.insert(0, table_section(placements_table(self._plan)))
         for absent, same in groupby(sections, key=lambda section: section.absent):
             if absent:
                 yield Text()
@@ -87,27 +93,3 @@ class PlanReport:
 def render_plan(plan: Plan) -> RenderableType:
     """Return the report of a plan, as wide as its console and at most `WIDEST` columns."""
     return PlanReport(plan)
-
-
-_PLACEMENTS_NOTE = (
-    "The best plan of each way in which replicas may share devices; the first one is this plan. What the "
-    "configuration sets was not changed. Seconds leave out what the inputs of nodes move."
-)
-
-
-def placements_section(plan: Plan, width: int) -> Section:
-    """Return a row for each candidate of the search."""
-    candidates = plan.forecast.candidates
-    rows = table(number("step"), text("placement, and why not"))
-    for candidate in candidates:
-        what = [Text(candidate.why, style="bold"), Text(candidate.placement)]
-        add_row(
-            rows, format_seconds(candidate.seconds), lines([*what, *map(dim, _changed_settings(candidate))])
-        )
-    return Section("Placements", _PLACEMENTS_NOTE, (rows,))
-
-
-def _changed_settings(candidate: Candidate) -> list[str]:
-    """Return the settings that the search changed in one line, if there are any."""
-    texts = [format_setting(key, value) for key, value in candidate.settings]
-    return [" ".join(texts)] if texts else []

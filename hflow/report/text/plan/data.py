@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from hflow.base.text import format_bytes, format_ranges_briefly, pluralize
-from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
-from hflow.planner.plan.rows import BatchCut, EdgeRule, Plan, RoutingRow, Schedule, ScheduledStream
-from hflow.report.text.section import GAP, Section, add_row, dim, lines, number, table, text
+from hflow.base.text import pluralize
+from hflow.planner.plan.rows import Plan, RoutingRow, Schedule, ScheduledStream
+from hflow.report.text.section import GAP, Section, add_row, number, table, text
 
 FIRST_KEYS = (2, 1)
 """Numbers of keys to try before the dots."""
@@ -47,87 +46,6 @@ def _keys(rows: Sequence[RoutingRow], room: int) -> str:
         return ", ".join(pairs)
     folded = [", ".join((*pairs[:first], "…", pairs[-1])) for first in FIRST_KEYS]
     return next((words for words in folded if len(words) <= room), folded[-1])
-
-
-NUM_STEPS_SHOWN = 2
-"""Largest number of steps that are all named; of more, only the largest step is."""
-MOST_FIELDS = 8
-NOTE = (
-    "What moves between workers before a node runs, on a batch with the lengths assumed below. ≥: the fewest "
-    "bytes that any split as even could move; across: between machines; in place: read where it is stored; "
-    "load: the heaviest rank's tokens over the mean."
-)
-SCALED_NOTE = " Estimated on one machine in {scale}, with its part of the batch."
-NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. Bytes are not estimated."
-
-
-def data_section(plan: Plan, width: int) -> Section:
-    """Return a row for each node that reads fields."""
-    rules = [rule for rule in plan.rules if rule.fields]
-    if not rules:
-        return Section("Data", absent="no node reads a field of another")
-    traffic = {row.consumer: row for row in plan.forecast.traffic}
-    is_spread = plan.cluster.num_nodes > 1
-    columns = [text("node"), text("reads, split, moves")]
-    if traffic:
-        across = (number("across"),) if is_spread else ()
-        columns += [number("moves"), *across, number("in place"), number("load")]
-    shown, cuts = table(*columns), dict(plan.cuts)
-    for rule in rules:
-        moved = traffic.get(rule.consumer)
-        reads = lines(_reads(rule, cuts.get(rule.consumer), moved))
-        add_row(shown, Text(rule.consumer, "bold"), reads, *(_bytes(moved, is_spread) if moved else ()))
-    scale = max((row.scale for row in traffic.values()), default=1)
-    note = NOTE + (SCALED_NOTE.format(scale=scale) if scale > 1 else "")
-    return Section("Data", note if traffic else NOTE_WITHOUT_BYTES, (shown,))
-
-
-def _bytes(moved: EdgeTraffic, is_spread: bool) -> Iterator[Text]:
-    yield lines((format_bytes(moved.num_bytes), dim(f"≥ {format_bytes(moved.lower_bound)}")))
-    if is_spread:
-        yield Text(format_bytes(moved.num_node_bytes))
-    yield Text(format_bytes(moved.local_bytes))
-    yield Text(f"{moved.imbalance:.2f}")
-
-
-def _reads(rule: EdgeRule, cut: BatchCut | None, moved: EdgeTraffic | None) -> Iterator[Text]:
-    yield Text(_fields(rule))
-    yield dim(_split(rule, cut))
-    if moved is not None:
-        yield dim(_steps(moved))
-
-
-def _fields(rule: EdgeRule) -> str:
-    """Return the fields, those of the node's own stream by their short names."""
-    names = [field.removeprefix(f"{rule.stream}/") for field in rule.fields]
-    more = len(names) - MOST_FIELDS
-    return ", ".join(names[:MOST_FIELDS]) + (f", {more} more" if more > 0 else "")
-
-
-def _split(rule: EdgeRule, cut: BatchCut | None) -> str:
-    heads = format_ranges_briefly(rule.heads)
-    if rule.policy == "single":
-        return f"all to worker {heads}"
-    unit = "whole groups" if rule.by_group else "samples"
-    words = f"{unit}, evenly by tokens, to {heads}"
-    if cut is not None and (cut.minibatches, cut.epochs) != (1, 1):
-        times = f", {pluralize(cut.epochs, 'time')}" if cut.epochs > 1 else ""
-        words += f"; {cut.minibatches} minibatch{'es' if cut.minibatches > 1 else ''}{times}"
-    return words
-
-
-def _steps(moved: EdgeTraffic) -> str:
-    """Return the steps that move most; the others are counted."""
-    if not moved.num_steps:
-        return "nothing moves"
-    if moved.num_steps > NUM_STEPS_SHOWN:
-        return f"{moved.num_steps:,} steps, as {_step(moved.steps[0])}"
-    return "; ".join(map(_step, moved.steps))
-
-
-def _step(step: StepTraffic) -> str:
-    ends = f"{format_ranges_briefly(step.sources)} → {format_ranges_briefly(step.destinations)}"
-    return f"{step.kind} {ends}: {format_bytes(step.num_bytes)}"
 
 
 SAMPLES_NOTE = (

@@ -14,43 +14,26 @@ from rich.text import Text
 
 from hflow.base.text import format_ranges_briefly
 from hflow.graph.ir import Level
-from hflow.planner.plan.layout import Layout
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import DeviceGroup, Plan
-from hflow.report.content import REPLICA_COLUMNS, replica_row
-from hflow.report.text.section import Section, add_row, dim, table, text
+from hflow.report.tables import replicas_table
+from hflow.report.text.section import Section, add_row, dim, drawn_cell, table, text
+from hflow.shapes.layout import Layout
 
-REPLICAS_NOTE = (
-    "A replica is one copy of a model. Its layout cuts it: d ways over data, t ways inside tensors, p ways "
-    "into pipeline stages. A dp-head takes in the samples of its data rank and gives out the results."
-)
-OTHER_AXES_NOTE = (
-    "c ranks divide the tokens of each sequence, and e of the data and c ranks the experts of each layer."
-)
-BF16_NOTE = "bf16 is the precision of forward and backward passes; an optimizer changes weights in fp32."
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def replicas_section(plan: Plan, width: int) -> Section:
     """Return a row for each replica, with its letter in the device grid."""
-    shown = table(*map(text, ("", *REPLICA_COLUMNS)))
+    view = replicas_table(plan)
+    drawn = table(*map(text, ("", *view.columns)))
     marks, colours = marks_of(plan), group_colours(plan)
-    for replica in plan.replicas:
+    for replica, cells in zip(plan.replicas, view.rows, strict=True):
         mark = Text(marks[replica.name], f"bold {colours[replica.groups[0]]}")
         groups = Text(", ").join(Text(name, colours[name]) for name in replica.groups)
-        name, size, backend, layout, _, *ends = replica_row(plan, replica)
-        add_row(shown, mark, Text(name, "bold"), size, backend, layout, groups, *ends)
-    layouts = [replica.layout for replica in plan.replicas]
-    others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
-    is_bf16 = any(replica.dtype == "bf16" and replica.role == "train" for replica in plan.replicas)
-    notes = [REPLICAS_NOTE, *[OTHER_AXES_NOTE] * others, *[BF16_NOTE] * is_bf16]
-    return Section("Replicas", " ".join(notes), (shown, *_chosen(plan)))
-
-
-def _chosen(plan: Plan) -> list[Text]:
-    """Return the reasons of the layouts that the planner chose."""
-    whys = plan.forecast.layouts
-    return [dim(f"{name} is {plan.replica(name).layout}: {why}.") for name, why in whys]
+        shown = dict(zip(view.columns, map(drawn_cell, cells), strict=True)) | {"group": groups}
+        add_row(drawn, mark, *shown.values())
+    return Section(view.title, view.note, (drawn, *map(dim, view.after)))
 
 
 def marks_of(plan: Plan) -> dict[str, str]:
@@ -164,8 +147,7 @@ def _parts_of(plan: Plan) -> PartsOf:
 
 
 def _cut(layout: Layout, coords: tuple[int, ...]) -> Coords:
-    sizes = (layout.data, layout.tensor, layout.pipe, layout.context)
-    return tuple((axis, i) for axis, i, size in zip("dtpc", coords, sizes, strict=True) if size > 1)
+    return tuple((axis, i) for axis, i, size in zip("dtpc", coords, layout.sizes, strict=True) if size > 1)
 
 
 def _per_line(num_devices: int, room: int, cell: int) -> int:

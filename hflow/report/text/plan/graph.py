@@ -14,6 +14,7 @@ from hflow.graph.render import render_text
 from hflow.planner.diff.values import format_devices
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, devices_of
 from hflow.planner.plan.staleness import max_lag
+from hflow.report.formatting import format_cadence
 from hflow.report.text.section import Section, add_row, dim, lines, table, text
 
 LAG_NOTE = (
@@ -45,16 +46,9 @@ def _fires(plan: Plan, node: Node) -> str:
     """`infer a batch on ref@infer, every 20 steps`."""
     levels = {scheduled.name: scheduled.level for scheduled in plan.schedule.nodes}
     level = levels.get(node.name, node.spec.level)
-    rhythm = cadence(node.spec.every, node.spec.after)
+    rhythm = format_cadence(node.spec.every, node.spec.after)
     arriving = ", as they arrive" if node.spec.verb == "infer" and level is not Level.BATCH else ""
     return f"{node.spec.kind_name} a {level} on {_place(plan, node.name)}{arriving}{rhythm}"
-
-
-def cadence(every: int, after: int) -> str:
-    """Return `, every 20 steps, from step 4 on`; empty if it fires in each step."""
-    steps = f"every {pluralize(every, 'step')}" if every > 1 else ""
-    start = f"from step {after} on" if after not in (0, every - 1) else ""
-    return ", ".join(("", *(part for part in (steps, start) if part)))
 
 
 def _place(plan: Plan, node: str) -> str:

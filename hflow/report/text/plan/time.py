@@ -14,9 +14,8 @@ from rich.text import Text
 
 from hflow.base.text import format_seconds, format_share, pluralize
 from hflow.planner.forecast.figures import step_seconds
-from hflow.planner.plan.forecast import NodeTime, Period, Slot
-from hflow.planner.plan.rows import Plan, ScheduledNode
-from hflow.report.text.plan.graph import cadence
+from hflow.planner.plan.forecast import Period, Slot
+from hflow.planner.plan.rows import Plan
 from hflow.report.text.plan.header import step_name
 from hflow.report.text.section import Section, add_row, dim, number, table, text
 
@@ -180,52 +179,6 @@ def _outside(period: Period, named: set[str], lanes: Sequence[str]) -> Iterator[
         yield dim(f"not named above: {', '.join(short)}")
     if lanes:
         yield dim(f"not drawn: {', '.join(lanes)}")
-
-
-MOST_NODES = 20
-LEAST_PART = 0.005
-"""Parts with a smaller share of a node's seconds are not named."""
-NEW_WEIGHTS = "new weights"
-"""What an engine's row shows: loading the weights that were trained."""
-TIME_NOTE = (
-    "Seconds of one execution (of a stream's source: of a whole batch), their parts, and what limits "
-    "most of these seconds."
-)
-
-
-def times_section(plan: Plan, width: int) -> Section:
-    """Return a row for each node in the order of execution; of very many, the slowest."""
-    if not plan.forecast.times:
-        return Section("Time", absent="the seconds of no node are known")
-    shown = table(text("node"), text("per"), number("seconds"), text("of which"), text("limited by"))
-    fires = _fires(plan)
-    rank = {name: i for i, name in enumerate(fires)}
-    slowest = sorted(plan.forecast.times, key=lambda row: -row.seconds)[:MOST_NODES]
-    for row in sorted(slowest, key=lambda row: rank.get(row.node, len(rank))):
-        per, limit = fires.get(row.node, NEW_WEIGHTS), row.limit if row.seconds else ""
-        add_row(shown, Text(row.node, "bold"), per, format_seconds(row.seconds), _parts(row), limit)
-    more = len(plan.forecast.times) - len(slowest)
-    rest = (dim(f"and {pluralize(more, 'faster node')}"),) if more else ()
-    return Section("Time", TIME_NOTE, (shown, *rest))
-
-
-def _fires(plan: Plan) -> dict[str, str]:
-    """Return the purpose of each node's execution, in the order of the schedule."""
-    batches = {s.source: "batch" if s.batch else "evaluation" for s in plan.schedule.streams}
-    return batches | {node.name: _per(node, plan.schedule.num_steps) for node in plan.schedule.nodes}
-
-
-def _per(node: ScheduledNode, num_steps: int) -> str:
-    if node.at_end and node.every >= num_steps:
-        return f"{node.level}, at the end"
-    return f"{node.level}{cadence(node.every, node.after)}"
-
-
-def _parts(row: NodeTime) -> str:
-    named = [(name, spent) for name, spent in row.parts if spent >= LEAST_PART * row.seconds and spent > 0]
-    if len(named) == 1:
-        return named[0][0]
-    return ", ".join(f"{name} {format_seconds(spent)}" for name, spent in named)
 
 
 MOST_CYCLE_ROWS = 10

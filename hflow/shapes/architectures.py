@@ -13,7 +13,7 @@ from typing import Any
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.model_files import check_size
-from hflow.planner.plan.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
+from hflow.shapes.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
 
 Config = Mapping[str, Any]
 
@@ -51,7 +51,10 @@ transformers' defaults for keys that a config lacks. None: as many key-value hea
 head size."""
 
 EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts" in sizes)
-"""The families with experts."""
+"""The families with experts. Experts of other families keep the names that transformers gives them, so that
+only the torch backend and the embedded engine can exchange them."""
+DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
+"""The families without experts. They differ in biases, head norms and sizes only."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
@@ -73,7 +76,7 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
         text = config.get("text_config")
         inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
         return read_shape(inner, head)
-    if family == "qwen3_moe":
+    if family in EXPERT_FAMILIES:
         shape = _qwen3_moe(family, config)
     elif family in FAMILIES:
         shape = _dense_shape(family, config, FAMILIES[family])

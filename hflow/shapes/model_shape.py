@@ -12,9 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
-from hflow.base.errors import PlanError, nearest
-from hflow.config.schema import ALL_LINEAR, LoraConfig
-
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
 """Metadata of a field that the rows of a plan lack where it has its default (`planner/plan/serialise.py`)."""
 
@@ -264,25 +261,6 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules that adapters can be added to: matrices of layers, without routers and experts."""
     specs = [spec for kind in kinds_of_layers(replace(shape, adapter=None)) for spec in kind]
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
-
-
-def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
-    """Return the shape whose tensors training changes: that of the adapters, if there are any.
-
-    Raises:
-        PlanError: if the model lacks a targeted module; names the nearest ones.
-    """
-    if lora is None:
-        return shape
-    known = adapter_targets(shape)
-    targets = known if lora.targets == (ALL_LINEAR,) else lora.targets
-    for name in targets:
-        if name not in known:
-            raise PlanError(
-                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
-                f"{ALL_LINEAR}, {', '.join(known)})"
-            )
-    return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
 
 
 def _is_linear(spec: TensorSpec) -> bool:

@@ -10,6 +10,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hflow.base.errors import PlanError, shorten
 
@@ -18,7 +19,7 @@ _PATTERN = re.compile(
 )
 
 Coords = tuple[int, int, int, int]
-"""Data, tensor, pipeline and context index of a rank."""
+"""Numbers of the data, tensor, pipeline and context axis, such as a rank's indices."""
 
 
 class RankOrder(enum.StrEnum):
@@ -77,6 +78,11 @@ class Layout:
         return f"d{self.data}t{self.tensor}p{self.pipe}{named}"
 
     @property
+    def sizes(self) -> Coords:
+        """Sizes of the axes that ranks have coordinates on."""
+        return self.data, self.tensor, self.pipe, self.context
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.stage_size * self.pipe
@@ -109,8 +115,7 @@ class Layout:
 
     def __contains__(self, coords: Coords) -> bool:
         """Return whether coordinates exist in this layout."""
-        sizes = (self.data, self.tensor, self.pipe, self.context)
-        return all(0 <= i < size for i, size in zip(coords, sizes, strict=True))
+        return all(0 <= i < size for i, size in zip(coords, self.sizes, strict=True))
 
     def rank(self, order: RankOrder, d: int, t: int, p: int, c: int = 0) -> int:
         """Return the rank at data index `d`, tensor index `t`, stage `p`, context index `c`."""
@@ -181,3 +186,9 @@ def even_blocks(num_items: int, num_blocks: int) -> list[range]:
         blocks.append(range(start, stop))
         start = stop
     return blocks
+
+
+@lru_cache
+def stage_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Return `[first, last)` layer of each stage: equal blocks, with the remainder on the first stages."""
+    return tuple((block.start, block.stop) for block in even_blocks(num_layers, num_stages))
