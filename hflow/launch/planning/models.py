@@ -26,7 +26,7 @@ from hflow.data.text.vocabulary import opening_token, read_vocabulary
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
-from hflow.launch.checkpoints.merged import is_adapter
+from hflow.launch.checkpoints.saved import is_adapter
 from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import first_with, traits
