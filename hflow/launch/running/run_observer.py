@@ -8,9 +8,9 @@ from typing import Any
 
 from hflow.base.errors import mask_secrets
 from hflow.config.schema import ReportConfig
+from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.launch.running.step_warnings import EngineGapWarning, EvaluationWarning, NoGradientWarning
-from hflow.launch.running.trackers import ObserverThread
 from hflow.metrics import Metric, find_metric
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.staleness import staleness_bound

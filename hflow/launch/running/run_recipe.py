@@ -23,6 +23,7 @@ from hflow.config import flatten, to_yaml
 from hflow.graph.queries import saved_models
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.inputs import run_inputs
+from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.preflight import (
     check_determinism,
     check_faults,
@@ -38,7 +39,7 @@ from hflow.launch.running.resume import (
     rewind_run,
 )
 from hflow.launch.running.shown_metrics import builtin_metrics
-from hflow.launch.running.trackers import ObserverThread, open_trackers
+from hflow.launch.running.trackers import open_trackers
 from hflow.launch.running.worker_setup import make_processes, make_setup, make_workers, open_rows
 from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
