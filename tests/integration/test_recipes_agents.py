@@ -20,7 +20,7 @@ from hflow.launch.running.worker_setup import make_setup, model_settings
 from hflow.models.settings import RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.interface import GroupOrder, SampleReady
+from hflow.workers.interface import GroupTask, SampleReady
 from hflow.workers.ray.ray_actors import RayActors
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
@@ -149,8 +149,8 @@ def test_stored_tokens_are_the_generated_ones(name: str, monkeypatch: pytest.Mon
         workers = InprocWorkers()
         try:
             await workers.start(setup)
-            orders = [GroupOrder("agent", g, g, tuple(range(8 * g, 8 * g + 8))) for g in range(8)]
-            await workers.open_groups(0, orders)
+            tasks = [GroupTask("agent", g, g, tuple(range(8 * g, 8 * g + 8))) for g in range(8)]
+            await workers.open_groups(0, tasks)
             await workers.wake("actor@gen", 0)
             events: list[Any] = []
             while len(events) < 64:

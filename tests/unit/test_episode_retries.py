@@ -56,7 +56,7 @@ async def whimsical(engine: Engine, prompt: str) -> Trajectory:
 
 async def played(workers: InprocWorkers) -> tuple[list[WorkerEvent], list[list[Any]], int]:
     """Return the events of four samples, their fields, and the number of tokens generated for them."""
-    await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+    await workers.open_groups(0, kit.group_tasks(GEN, range(2)))
     await workers.wake("actor@gen", 0)
     events = await kit.collect(workers, 0, 4)
     is_whole = all(isinstance(event, SampleReady) for event in events)
