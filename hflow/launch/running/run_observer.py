@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hflow.base.errors import mask_secrets
+from hflow.base.secrets import mask_secrets
 from hflow.config.schema import ReportConfig
 from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
