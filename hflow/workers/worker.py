@@ -612,7 +612,7 @@ def build_engines(
     backends: Mapping[str, ModelBackend],
     tokenizers: Mapping[str, TextTokenizer],
 ) -> tuple[dict[str, EngineDriver], frozenset[str]]:
-    """Build one engine for each generation replica that has a head here.
+    """Build one engine for each generation replica that has a dp-head here.
 
     Returns:
         The engines, and the names of those that share storage with a trainer here.
@@ -622,13 +622,13 @@ def build_engines(
     drivers: dict[str, EngineDriver] = {}
     sharing = set()
     for replica in replicas:
-        heads = [head for head in replica.heads if head in hosted]
-        if replica.role != "gen" or not heads:
+        dp_heads = [dp_head for dp_head in replica.heads if dp_head in hosted]
+        if replica.role != "gen" or not dp_heads:
             continue
         module = backends[source[replica.name]].shared_module() if replica.name in source else None
         if module is not None:
             sharing.add(replica.name)
-        ranks = tensor_ranks(replica, heads[0])
+        ranks = tensor_ranks(replica, dp_heads[0])
         cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
         engine = setup.factories[replica.backend](
             EngineSetup(
