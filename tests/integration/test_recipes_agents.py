@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
@@ -30,11 +29,6 @@ DUEL = [*SMALL, "models.alice.path=null", "models.bob.path=null"]
 DUEL += [
     f"models.{name}.optim.{change}" for name in ("alice", "bob") for change in ("lr=1e-3", "warmup_steps=0")
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:

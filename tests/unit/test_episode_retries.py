@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.types import Engine, Trajectory
@@ -15,11 +14,6 @@ from hflow.workers.interface import Failed, SampleReady, WorkerEvent, WorkerSetu
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "behav_logprobs", "versions", "completion")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.episodes.journal import Journal, JournalEntry
@@ -19,11 +18,6 @@ from hflow.workers.interface import Failed, GroupTask, SampleReady, SavedJournal
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "loss_mask", "behav_logprobs", "versions", "completion")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=["function", "environment"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.launch.planning.compile import compile_recipe
@@ -19,11 +18,6 @@ GAME = Path(__file__).parents[1] / "graphs" / "good" / "game.py"
 TINY = [f"+model@models.{name}=tiny-qwen2" for name in ("alice", "bob")]
 TINY += ["+data@data.train=addition", "cluster=cpu-1x1", "nodes.game.max_tokens=3"]
 FIRST = range(8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

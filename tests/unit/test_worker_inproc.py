@@ -26,11 +26,6 @@ from hflow.workers.interface import ComputeReady, Failed, SampleReady, SavedSamp
 GEN = "actor_gen"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def setup() -> WorkerSetup:
     return kit.setup_of("cluster=cpu-1x2")

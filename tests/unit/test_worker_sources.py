@@ -25,11 +25,6 @@ GEN = "actor_gen"
 SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def setup() -> WorkerSetup:
     return kit.setup_of("cluster=cpu-1x1")
