@@ -274,12 +274,9 @@ class NodeProgram:
     returns: tuple[tuple[str, str], ...]
     """(field, unit) of each returned field."""
     metrics: bool
-    opens_stream: bool
     models: tuple[str, ...]
     knobs: Mapping[str, Any]
     options: Mapping[str, Any]
-    dataset: str | None = None
-    group: int = 1
     reported: str | None = None
     """The returned field whose value of each sample is reported to the controller."""
     scalars: Mapping[str, str] = field(default_factory=dict)
