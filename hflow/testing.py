@@ -145,7 +145,7 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Open an HTTP endpoint on this machine whose completions are the replies. Needs `hflow[serve]`."""
+        """Open an HTTP endpoint here whose completions are the replies. Needs `hflow-rl[serve]`."""
         from hflow.episodes.endpoint.conversations import open_endpoint
         from hflow.episodes.endpoint.server import EndpointServer
 

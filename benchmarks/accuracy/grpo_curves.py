@@ -65,7 +65,7 @@ def trl_run(peer: str, steps: int, seed: int) -> dict[str, Any]:
 
 def addition_rows(split: str) -> list[dict[str, str]]:
     """Return the rows of the addition data."""
-    from hflow.data.rows.datasets import Addition
+    from hflow.data.rows.addition import Addition
     from hflow.data.rows.row_schema import RowSchema
     from hflow.types import Unit
 

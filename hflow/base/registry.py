@@ -83,7 +83,7 @@ class Registry:
         """
         found = self.load(name)
         if not isinstance(found, kind) or getattr(found, "name", None) != name:
-            package = self._added[name].package if name not in self.own else "hflow"
+            package = self._added[name].package if name not in self.own else "hflow-rl"
             raise PlanError(
                 f"{self._what} {name!r} of the package {package} is no {kind.__name__} with that name. "
                 f"Install another version of {package}"
@@ -99,7 +99,7 @@ class Registry:
         """
         from importlib.metadata import entry_points  # takes longer to import than most commands run
 
-        packages = dict.fromkeys(self.own, "hflow")
+        packages = dict.fromkeys(self.own, "hflow-rl")
         added: dict[str, _Entry] = {}
         for point in entry_points(group=self._group):
             package = point.dist.name if point.dist is not None else "?"

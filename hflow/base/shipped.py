@@ -13,6 +13,8 @@ from hflow.base.errors import ConfigError, RecipeError, nearest
 
 CHECKPOINT_PREFIX = "hflow:"
 """Prefix of the name of a shipped checkpoint, where a path is expected."""
+SMOLLM2 = "hflow:smollm2"
+"""The name of a checkpoint that each machine makes of an installed package (`models.smollm2`)."""
 
 
 def shipped_directory(name: Literal["recipes", "configs"]) -> Path:
@@ -72,7 +74,7 @@ def find_checkpoint(name: str, key: str) -> Path:
     known = sorted(path.name for path in directory.iterdir())
     wanted = name.removeprefix(CHECKPOINT_PREFIX)
     if wanted not in known:
-        names = " and ".join(CHECKPOINT_PREFIX + name for name in known)
+        names = " and ".join([*(CHECKPOINT_PREFIX + name for name in known), SMOLLM2])
         raise ConfigError(
             f"{key} is {name!r}, but the checkpoints that come with hflow are {names}; set it to one of "
             "these or to a checkpoint's directory"

@@ -129,7 +129,7 @@ app.command(
     epilog=_examples(
         "eval grpo",
         "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
-        "eval /models/Qwen2.5-0.5B --recipe grpo",
+        "eval Qwen/Qwen2.5-0.5B --recipe grpo",
     ),
 )(results.evaluate)
 
@@ -138,6 +138,7 @@ app.command(
     epilog=_examples(
         "export grpo ./my-model",
         "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
+        "export grpo ./my-model --push me/my-model",
     )
 )(results.export)
 
@@ -146,7 +147,7 @@ app.command(
     epilog=_examples(
         "serve runs/grpo/latest",
         "serve grpo gen.max_model_len=128 --port 9000",
-        "serve /models/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
+        "serve Qwen/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
     )
 )(runs.serve)
 

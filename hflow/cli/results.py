@@ -159,12 +159,23 @@ def export(
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option("--dtype", help="Precision of the weights.", show_default="that of the checkpoint"),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Also upload it as a model of the Hugging Face Hub, private if it is new.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a saved model as plain Hugging Face files, with tokenizer and chat template."""
-    done = launch.export(target, directory, model, dtype)
+    done = launch.export(target, directory, model, dtype, push)
     template = "with" if done.has_chat_template else "without"
     print_text(f"{done.model}: {done.source}")
     print_text(f"{done.directory}: {format_bytes(done.num_bytes)}, {done.dtype}, {template} a chat template")
+    if done.page is not None:
+        print_text(f"{done.page}")
 
 
 LIMIT = 20

@@ -15,7 +15,7 @@ from typing import Any
 
 from hflow.base.errors import ConfigError, shorten
 from hflow.base.files import read_json_object
-from hflow.base.shipped import CHECKPOINT_PREFIX, find_checkpoint
+from hflow.base.shipped import CHECKPOINT_PREFIX, SMOLLM2, find_checkpoint
 
 MAX_TEMPLATE_BYTES = 1 << 20
 """The largest file that is read. Templates have tens of kB."""
@@ -118,7 +118,7 @@ def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> 
     if key.startswith("models.") and key.endswith(f".{_TEMPLATE_KEY}"):
         return read_chat_template(path, Path(directory or (directories or [""])[-1]), key)
     is_path = key.rpartition(".")[2] == _KEY
-    if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX):
+    if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX) and path != SMOLLM2:
         return _relative(find_checkpoint(path, key))
     if not directories or not is_data or not is_path or not path or path.startswith(_HUB):
         return path

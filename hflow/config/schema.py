@@ -124,7 +124,8 @@ class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
     path: FilePath | None = None
-    """A local Hugging Face checkpoint directory, with config, weights and tokenizer."""
+    """A model of the Hugging Face Hub, as in `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@REVISION`, or a directory
+    with a Hugging Face checkpoint: config, weights and tokenizer. What is a directory here means that."""
     architecture: FrozenMapping[str, Any] | None = None
     """A Hugging Face config as a mapping with `model_type`. Without `path`, weights are random. With `path`,
     the planner uses this while the checkpoint does not exist yet."""
@@ -200,11 +201,13 @@ class SourceConfig:
 
     path: FilePaths = None
     """A `.jsonl` or `.parquet` file, a pattern such as `data/*.jsonl`, a directory that `save_to_disk` of the
-    library `datasets` wrote, a dataset of the Hugging Face Hub as `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIG`,
-    or a list of these. In a YAML file it is relative to that file. The first 20,000 rows
-    of each are checked before a run starts, others when they are read."""
+    library `datasets` wrote, a dataset of the Hugging Face Hub as `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIG`
+    (`@` and a branch, tag or commit may follow), or a list of these. In a YAML file it is relative to that
+    file. The first 20,000 rows of each are checked before a run starts, others when they are read."""
     generator: str | None = None
-    """A named generator of rows, such as `addition`."""
+    """A named generator of rows, such as `addition` or `reasoning-gym:chain_sum`."""
+    arguments: FrozenMapping[str, Any] = Field(default_factory=FrozenDict)
+    """The arguments of a generator that has some, as in `{min_terms: 2}`."""
     split: str = "train"
     """The split to use of a generator, of a dataset of the Hub, or of what `save_to_disk` wrote. Of a Hub
     dataset it may be a part, such as `train[:10%]`. Files have no splits."""

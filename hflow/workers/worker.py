@@ -64,6 +64,7 @@ from hflow.workers.interface import (
     WorkerSetup,
     samples_file,
 )
+from hflow.workers.local_models import with_local_models
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
@@ -103,6 +104,7 @@ class Worker:
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()
         self._restore = use_deterministic_algorithms() if setup.plan.deterministic else None
+        setup = with_local_models(setup, {replica.model for replica in hosted_replicas(setup, hosted)})
         self._setup = setup
         self._plan = setup.plan
         self._hosted = tuple(hosted)

@@ -644,7 +644,9 @@ def test_a_tool_offered_by_its_schema_is_the_function_of_its_name(chat: TextToke
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"needs the package 'uvicorn'; run `pip install 'hflow\[serve\]'`"):
+    with pytest.raises(
+        ConfigError, match=r"needs the package 'uvicorn'; run `pip install 'hflow-rl\[serve\]'`"
+    ):
         serve(lambda server: server.start())
 
 

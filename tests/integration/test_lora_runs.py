@@ -131,6 +131,6 @@ def test_random_weights_and_a_missing_package_are_refused(
     with pytest.raises(ConfigError, match=r"starts from random ones; set models\.actor\.path"):
         run(RECIPE, tmp_path, *COMMON, "models.actor.path=null")
     monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow\[lora\]'"):
+    with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow-rl\[lora\]'"):
         run(RECIPE, tmp_path, *COMMON, base)
     assert not list(tmp_path.iterdir())

@@ -76,7 +76,7 @@ def listening_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return found
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs hflow[vllm]")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs hflow-rl[vllm]")
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     """Answers are being drawn by vLLM. The checkpoint is saved, and no process is left."""
     options = ["models.actor.path=null", "models.actor.gen.engine=vllm", "batch=4", "steps=100000"]

@@ -160,7 +160,7 @@ def test_a_missing_tracker_is_named_when_the_recipe_is_read(
     recipe: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: None)
-    message = rf"report.{tracker} is set, but it needs {tracker}: pip install 'hflow\[{tracker}\]'"
+    message = rf"report.{tracker} is set, but it needs {tracker}: pip install 'hflow-rl\[{tracker}\]'"
     with pytest.raises(ConfigError, match=message):
         read_recipe(recipe, [*ASKED, f"report.{tracker}=x"])
 
@@ -168,7 +168,7 @@ def test_a_missing_tracker_is_named_when_the_recipe_is_read(
 def test_a_missing_database_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: package == "mlflow" or None)
     check_trackers(ReportConfig(mlflow="http://host:5000"))
-    with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow\[mlflow\]'"):
+    with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow-rl\[mlflow\]'"):
         check_trackers(ReportConfig(mlflow="sqlite:///mlflow.db"))
 
 

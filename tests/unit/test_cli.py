@@ -348,7 +348,7 @@ def test_doctor_says_whether_vllm_fits_torch(monkeypatch):
     assert not absent.ok
     assert not absent.required
     assert absent.detail == "fast generation, by default on GPUs: an_absent_package is not installed"
-    assert absent.fix == "pip install 'hflow[vllm]'"
+    assert absent.fix == "pip install 'hflow-rl[vllm]'"
     conflict = vllm(InstallProblem("vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0 is installed", "pip"))
     assert (conflict.ok, conflict.fix) == (False, "pip")
     assert conflict.detail.endswith("vllm 0.32.0 needs torch==2.13.0, but torch 2.11.0 is installed")
@@ -368,9 +368,21 @@ def test_doctor_names_optional_parts(monkeypatch):
         "gone",
         False,
         "another: an_absent_package not installed",
-        "pip install 'hflow[gone]'",
+        "pip install 'hflow-rl[gone]'",
         False,
     )
+
+
+def test_doctor_warns_of_the_other_project_of_this_name(tmp_path, monkeypatch):
+    assert not [f for f in doctor.check_machine(start_ray=False) if f.name == "hflow"]
+    installed = tmp_path / "hflow-0.3.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hflow\nVersion: 0.3.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = (f for f in doctor.check_machine(start_ray=False) if f.name == "hflow")
+    assert (found.ok, found.required) == (False, False)
+    assert "hflow 0.3.0 is installed, which is another project" in found.detail
+    assert "pip uninstall hflow" in found.fix
 
 
 def test_every_optional_part_is_an_extra():

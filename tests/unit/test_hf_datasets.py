@@ -120,5 +120,5 @@ def test_what_is_wrong_with_a_saved_dataset(saved: Path, tmp_path: Path) -> None
 def test_the_library_is_an_extra(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in (str(saved / "one"), "hf:owner/sums"):
-        with pytest.raises(DataError, match=r"needs the library datasets.*; pip install 'hflow\[data\]'"):
+        with pytest.raises(DataError, match=r"needs the library datasets.*; pip install 'hflow-rl\[data\]'"):
             open_dataset(DataSettings(path), COLUMNS)

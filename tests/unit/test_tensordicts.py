@@ -187,6 +187,6 @@ def test_what_a_tensordict_cannot_be_is_refused() -> None:
 def test_a_run_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_packages(graph_of(take_all))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"take_all .* pip install 'hflow\[tensordict\]'"):
+    with pytest.raises(BackendError, match=r"take_all .* pip install 'hflow-rl\[tensordict\]'"):
         check_packages(graph_of(take_all))
     check_packages(graph_of())

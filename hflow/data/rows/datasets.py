@@ -1,98 +1,24 @@
-"""Datasets: rows by index, with the columns that a recipe declares, from files, the Hub or a generator.
-
-The generator makes two-digit additions, which a tiny model can learn and whose answers are known.
-"""
+"""Datasets: rows by index, with the columns that a recipe declares, from files, the Hub or a generator."""
 
 from __future__ import annotations
 
 import glob
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hflow.base.errors import DataError, nearest
+from hflow.base.registry import Registry
 from hflow.base.validation import CHECKED
 from hflow.config.schema import WeightedSourceConfig
 from hflow.data.rows.hf_datasets import HUB, is_saved, open_hub, open_saved
 from hflow.data.rows.row_files import JsonLines, Parquet
 from hflow.data.rows.row_schema import Check, RowSchema
 from hflow.types import Unit
-
-NUM_PAIRS = 10_000
-NUM_HELDOUT = 500
-_SEED = 0
-_ERRORS = np.random.default_rng(_SEED).integers(3 * 9, size=NUM_PAIRS)
-"""For each pair, the position of a wrong digit and its offset, as `9 * position + offset - 1`."""
-
-
-class Addition:
-    """The pairs of numbers from 0 to 99: all but 500 (split `train`) or these 500 (`heldout`).
-
-    Columns: `prompt` (`"17+25="`) and `answer` (`"042"`). The split is fixed.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("prompt", "answer")
-    files: tuple[Path, ...] = ()
-    """It has none."""
-
-    def __init__(self, split: str, schema: RowSchema) -> None:
-        """Select the split's pairs.
-
-        Raises:
-            DataError: if the split or a column is unknown.
-        """
-        order = np.random.default_rng(_SEED).permutation(NUM_PAIRS)
-        splits = {"train": order[NUM_HELDOUT:], "heldout": order[:NUM_HELDOUT]}
-        if split not in splits:
-            raise DataError(f"the addition data has no split {split!r}; choose one of {sorted(splits)}")
-        self._pairs = splits[split]
-        self._schema = schema
-        schema.check(self.names, "the addition data")
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index` of the split."""
-        row = self._row(*divmod(int(self._pairs[index]), 100))
-        return self._schema.row(row, self.where(index))
-
-    def where(self, index: int) -> str:
-        """Return the name of a row in errors."""
-        return f"the addition data, row {index}"
-
-    def _row(self, first: int, second: int) -> dict[str, Any]:
-        return {"prompt": f"{first:02d}+{second:02d}=", "answer": f"{first + second:03d}"}
-
-
-class AdditionChat(Addition):
-    """The same sums as conversations: `prompt` is a message of the user, such as `17+25`."""
-
-    def _row(self, first: int, second: int) -> dict[str, Any]:
-        message = {"role": "user", "content": f"{first:02d}+{second:02d}"}
-        return {"prompt": [message], "answer": f"{first + second:03d}"}
-
-
-class AdditionPairs(Addition):
-    """The same prompts, each with the right sum and a wrong one that differs in one digit.
-
-    Columns: `prompt`, `chosen` and `rejected`. The wrong digit and its value are fixed for each prompt.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-
-    def _row(self, first: int, second: int) -> dict[str, Any]:
-        right = f"{first + second:03d}"
-        position, offset = divmod(int(_ERRORS[100 * first + second]), 9)
-        digit = (int(right[position]) + 1 + offset) % 10
-        wrong = f"{right[:position]}{digit}{right[position + 1 :]}"
-        return {"prompt": f"{first:02d}+{second:02d}=", "chosen": right, "rejected": wrong}
-
 
 NUM_CHECKED_ROWS = 20_000
 """Rows of each source that are checked before a run. Others are checked when they are read."""
@@ -280,12 +206,13 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
 
 
 def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
-    name = str(settings.generator)
-    if name not in _GENERATORS:
+    name, _, task = str(settings.generator).partition(":")
+    if name not in GENERATORS:
         raise DataError(
-            f"there is no generator {name!r} (known: {', '.join(_GENERATORS)}){nearest(name, _GENERATORS)}"
+            f"there is no generator {name!r} (known: {', '.join(GENERATORS)}){nearest(name, GENERATORS)}"
         )
-    return _GENERATORS[name](settings.split, schema)
+    source: RowSource = GENERATORS.load(name)(task, settings.split, settings.arguments, schema)
+    return source
 
 
 class _FirstRows:
@@ -316,8 +243,15 @@ _FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {
     ".jsonl": JsonLines,
     ".parquet": Parquet,
 }
-_GENERATORS: Mapping[str, Callable[[str, RowSchema], RowSource]] = {
-    "addition": Addition,
-    "addition-chat": AdditionChat,
-    "addition-pairs": AdditionPairs,
-}
+GENERATORS = Registry(
+    "generator of rows",
+    "hflow.generators",
+    {
+        "addition": "hflow.data.rows.addition:Addition",
+        "addition-chat": "hflow.data.rows.addition:AdditionChat",
+        "addition-pairs": "hflow.data.rows.addition:AdditionPairs",
+        "reasoning-gym": "hflow.data.rows.reasoning_gym:ReasoningGym",
+    },
+)
+"""Name -> what makes a `RowSource` of `(task, split, arguments, schema)`. The task is the part of
+`data.NAME.generator` after a colon."""

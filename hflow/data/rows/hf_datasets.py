@@ -14,10 +14,13 @@ from hflow.data.rows.row_schema import RowSchema
 
 HUB = "hf:"
 """Prefix of a path that names a dataset of the Hub, as in `hf:openai/gsm8k/main`."""
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*){0,2}", re.ASCII)
+_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*){0,2})(@(?P<revision>[\w./-]+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED = ("dataset_dict.json", "state.json")
 """Files of which `save_to_disk` writes one into its directory."""
 _REASON_CHARACTERS = 300
+_SECONDS = 10.0
+"""Longest wait for the Hub to say which commit a dataset has."""
 _OFFLINE = "load it once where there is a network, as {key}.path=DIRECTORY takes what its save_to_disk wrote"
 
 
@@ -93,26 +96,65 @@ def open_hub(path: str, split: str, schema: RowSchema) -> HuggingFaceRows:
     """Open a dataset of the Hub, or its copy in the cache of the library.
 
     Args:
-        path: `hf:OWNER/NAME`, or `hf:OWNER/NAME/CONFIG` for one of several configurations.
+        path: `hf:OWNER/NAME`, or `hf:OWNER/NAME/CONFIG` for one of several configurations. `@` and a branch,
+            tag or commit may follow.
         split: a split, which may be a part of one, as in `train[:10%]`.
         schema: the columns to read.
 
     Raises:
         DataError: if it cannot be loaded.
     """
-    name = path.removeprefix(HUB)
-    if not _NAME.fullmatch(name):
-        raise DataError(f"{path} names no dataset; write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIG")
+    name, revision = _parsed(path)
     library = _library(path)
     parts = name.split("/")
     try:
         with _quiet("huggingface_hub", "datasets"):
-            rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split)
+            rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split, revision=revision)
     except Exception as error:  # of the network, the Hub, the library or the files
         raise DataError(
             f"{path} cannot be loaded: {_reason(error)}; {_fix(error, path, schema.key)}"
         ) from error
-    return HuggingFaceRows(rows, schema, f"{path} ({split})")
+    found = HuggingFaceRows(rows, schema, f"{path} ({split})")
+    # Without a network the library takes the newest that it has.
+    others = {file.parent.name for file in found.files} - {revision}
+    if revision is not None and _COMMIT.fullmatch(revision) and any(map(_COMMIT.fullmatch, others)):
+        raise DataError(
+            f"{path} is not in the cache of datasets, which has commit {min(others)} of it; load it where "
+            f"there is a network, or set {schema.key}.path to that commit"
+        )
+    return found
+
+
+def pinned_path(path: str) -> str:
+    """Return the path of a dataset of the Hub with the commit that it means now.
+
+    Any other path is returned as it is, and so is that of a dataset that the Hub does not give: what is wrong
+    with it is found when it is opened, and without a network it may be in the cache.
+
+    Raises:
+        DataError: for a path that names no dataset.
+    """
+    if not path.startswith(HUB):
+        return path
+    name, revision = _parsed(path)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return path
+    from huggingface_hub import HfApi
+
+    try:
+        with _quiet("huggingface_hub"):
+            info = HfApi().dataset_info("/".join(name.split("/")[:2]), revision=revision, timeout=_SECONDS)
+    except Exception:  # noqa: BLE001 - of the network, the Hub or the HTTP library, which is not one for all versions
+        return path
+    return path if info.sha is None else f"{HUB}{name}@{info.sha}"
+
+
+def _parsed(path: str) -> tuple[str, str | None]:
+    """Return name and revision of a dataset of the Hub."""
+    match = _NAME.fullmatch(path.removeprefix(HUB))
+    if match is None:
+        raise DataError(f"{path} names no dataset; write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIG")
+    return match["name"], match["revision"]
 
 
 @contextmanager
@@ -140,7 +182,7 @@ def _library(path: str) -> Any:
     except ImportError as error:
         raise DataError(
             f"{path} needs the library datasets, which cannot be imported ({error}); pip install "
-            "'hflow[data]'"
+            "'hflow-rl[data]'"
         ) from error
     return datasets
 

@@ -23,7 +23,7 @@ from hflow.planner.plan.model_shape import ModelShape
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions of vLLM that hflow was tried with."""
-CUDA_INSTALL, CPU_INSTALL = "pip install 'hflow[vllm]'", "make env"
+CUDA_INSTALL, CPU_INSTALL = "pip install 'hflow-rl[vllm]'", "make env"
 
 
 def find_conflict(device: str) -> InstallProblem | None:

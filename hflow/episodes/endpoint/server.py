@@ -92,7 +92,7 @@ class EndpointServer:
             except ImportError as error:
                 listener.close()
                 raise ConfigError(
-                    f"an endpoint needs the package {error.name!r}; run `pip install 'hflow[serve]'`"
+                    f"an endpoint needs the package {error.name!r}; run `pip install 'hflow-rl[serve]'`"
                 ) from error
             self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.ready.wait()

@@ -19,6 +19,7 @@ from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.checkpoints.saved import is_language_model
 from hflow.launch.targets import resolve
 from hflow.models.dtypes import SAVED_DTYPES
+from hflow.models.hub import make_private_model, push_model
 from hflow.models.settings import SHARDS
 from hflow.models.weight_files import INDEX, weight_file_names
 from hflow.runtime.saving.checkpoint import MANIFEST, verify_checkpoint
@@ -39,10 +40,16 @@ class ExportedModel:
     dtype: str
     """The dtype of the weights, as config.json calls it."""
     has_chat_template: bool
+    page: str | None = None
+    """The model's page on the Hub, if it was uploaded."""
 
 
 def export(
-    target: str, directory: Path, model: str | None = None, dtype: Dtype | None = None
+    target: str,
+    directory: Path,
+    model: str | None = None,
+    dtype: Dtype | None = None,
+    push: str | None = None,
 ) -> ExportedModel:
     """Write a saved model without its optimizer state, for any program that reads Hugging Face files.
 
@@ -54,9 +61,10 @@ def export(
         directory: where to write; it must not exist.
         model: the model of a checkpoint; None: the only one.
         dtype: precision of the weights; None: that of the checkpoint.
+        push: the model of the Hub to upload it as, `OWNER/NAME`, which is made private if there is none.
 
     Raises:
-        ConfigError: if there is no such model, or the directory exists.
+        ConfigError: if there is no such model, the directory exists, or the Hub does not take it.
         RunError: if a file of the model is missing or damaged; names it.
         DataError: for a tokenizer that cannot be loaded.
         BackendError: for weights that cannot be read.
@@ -68,6 +76,8 @@ def export(
     name = source.name
     if saved.checkpoint is not None and (saved.checkpoint / MANIFEST).is_file():
         verify_checkpoint(saved.checkpoint, lambda file: _is_exported(file, name))
+    if push is not None:
+        make_private_model(push)
     unfinished = directory.with_name(f".{directory.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +87,8 @@ def export(
             _cast(unfinished, dtype)
         if is_language_model(source) and has_tokenizer(unfinished):
             TextTokenizer(TokenizerSettings(str(unfinished))).save_stop_ids(unfinished)
+        for file in unfinished.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -88,6 +100,7 @@ def export(
         num_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
         dtype=str(config.get("dtype", config.get("torch_dtype", "unknown"))),
         has_chat_template=_has_chat_template(directory),
+        page=None if push is None else push_model(directory, push),
     )
 
 

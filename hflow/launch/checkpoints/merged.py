@@ -50,7 +50,9 @@ def merge_adapter(directory: Path, out: Path) -> None:
         ConfigError: if peft is missing, or the base is not where it was, or not what it was.
     """
     if find_spec("peft") is None:
-        raise ConfigError(f"{directory} holds an adapter; install peft to read it: pip install 'hflow[lora]'")
+        raise ConfigError(
+            f"{directory} holds an adapter; install peft to read it: pip install 'hflow-rl[lora]'"
+        )
     base = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
         raise ConfigError(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hflow.base.errors import ConfigError
 from hflow.base.files import resolved
 from hflow.config import DataConfig, RunConfig, load_config
 from hflow.config.schema import SourceConfig, WeightedSourceConfig
-from hflow.data.rows.hf_datasets import HUB
+from hflow.data.rows.hf_datasets import HUB, pinned_path
 from hflow.graph.ir import DatasetSpec, Graph
 from hflow.launch.planning.request import is_library_node
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hflow.data.rows.datasets import DataSettings
     from hflow.data.rows.row_schema import Check
 
+AnySource = TypeVar("AnySource", bound=SourceConfig)
 _DATA_KEY = re.compile(r"[+~]*data[.@]")
 _PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
 """How overrides of a dataset, and of the length of prompts, begin."""
@@ -172,6 +173,29 @@ def _text(config: SourceConfig, name: str) -> str:
     """Return the value of a key as an override has it."""
     value = getattr(config, name)
     return "null" if value is None else str(value)
+
+
+def with_pinned_rows(config: RunConfig) -> RunConfig:
+    """Return the configuration with the commits of its datasets of the Hub, as far as the Hub gives them.
+
+    Raises:
+        DataError: for a path that names no dataset.
+    """
+    data = {
+        name: replace(
+            _pinned(dataset),
+            sources={source: _pinned(mixed) for source, mixed in dataset.sources.items()},
+        )
+        for name, dataset in config.data.items()
+    }
+    return replace(config, data=data)
+
+
+def _pinned(source: AnySource) -> AnySource:
+    path = source.path
+    if path is None:
+        return source
+    return replace(source, path=pinned_path(path) if isinstance(path, str) else tuple(map(pinned_path, path)))
 
 
 def _paths(source: SourceConfig) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.launch.checkpoints.saved import is_adapter
+from hflow.models.hub import local_directory
 from hflow.planner.models.architectures import ONLY_PLANNED, read_shape
 from hflow.planner.plan.model_shape import ModelShape
 from hflow.planner.plan.traits import first_with, traits
@@ -130,7 +131,7 @@ def check_is_whole(name: str, model: ModelConfig) -> None:
     Raises:
         ConfigError: if it is.
     """
-    if model.path is not None and is_adapter(Path(model.path)):
+    if model.path is not None and is_adapter(local_directory(model.path)):
         raise ConfigError(
             f"models.{name}.path is {model.path}, which holds an adapter; merge it by hflow export "
             f"{model.path} DIRECTORY, and set that"
@@ -140,7 +141,9 @@ def check_is_whole(name: str, model: ModelConfig) -> None:
 def missing_text(name: str, model: ModelConfig) -> str:
     """Return a clause about a path without a checkpoint."""
     assert model.path is not None, "only a path can be missing"
-    problem = "has no config.json" if Path(model.path).is_dir() else "does not exist on this machine"
+    problem = (
+        "has no config.json" if local_directory(model.path).is_dir() else "does not exist on this machine"
+    )
     return f"models.{name}.path is {model.path}, which {problem}"
 
 
@@ -173,13 +176,13 @@ def has_chat_template(config: RunConfig, spec: Model) -> bool:
     own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
     if own.chat_template is not None or model.chat_template is not None:
         return True
-    return model.path is not None and _own_template(Path(model.path)) is not None
+    return model.path is not None and _own_template(local_directory(model.path)) is not None
 
 
 def replaced_templates(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each model whose configuration replaces the chat template of its checkpoint."""
     for name, model in config.models.items():
-        own = None if model.path is None else _own_template(Path(model.path))
+        own = None if model.path is None else _own_template(local_directory(model.path))
         if own is not None and model.chat_template not in (None, own):
             yield (
                 f"models.{name}.chat_template replaces the chat template of {model.path}: the model sees "
@@ -197,8 +200,8 @@ def unopened_templates(config: RunConfig, graph: Graph) -> Iterator[str]:
         own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
         template = own.chat_template or model.chat_template
         if template is None and model.path is not None:
-            template = _own_template(Path(model.path))
-        token = opening_token(model.path, model.alphabet)
+            template = _own_template(local_directory(model.path))
+        token = opening_token(_local(model.path), model.alphabet)
         if not isinstance(template, str) or token is None or token in template or "bos_token" in template:
             continue
         yield (
@@ -215,7 +218,7 @@ def overruled_alphabets(config: RunConfig, graph: Graph) -> Iterator[str]:
         source = source_model(config, spec)
         if model.alphabet is None:
             continue
-        known = None if model.path is None else read_vocabulary(model.path, model.alphabet)
+        known = None if model.path is None else _vocabulary(model)
         if source != spec:
             used = f"the tokenizer of {source.name}, from which it starts,"
         elif known not in (None, read_vocabulary(None, model.alphabet)):
@@ -226,6 +229,15 @@ def overruled_alphabets(config: RunConfig, graph: Graph) -> Iterator[str]:
             f"models.{spec.name}.alphabet is not used, but {used} is. To silence this, set "
             f"models.{spec.name}.alphabet=null."
         )
+
+
+def _vocabulary(model: ModelConfig) -> Mapping[str, int] | None:
+    """Return the ids of the tokens of a model's tokenizer, as `read_vocabulary`."""
+    return read_vocabulary(_local(model.path), model.alphabet)
+
+
+def _local(path: str | None) -> str | None:
+    return None if path is None else str(local_directory(path))
 
 
 def _own_template(path: Path) -> Any:
@@ -252,7 +264,7 @@ def _architecture(config: RunConfig, graph: Graph, spec: Model) -> tuple[str, Ma
 
 
 def _checkpoint_config(model: ModelConfig) -> Path | None:
-    file = None if model.path is None else Path(model.path) / "config.json"
+    file = None if model.path is None else local_directory(model.path) / "config.json"
     return file if file is not None and file.is_file() else None
 
 
@@ -317,7 +329,7 @@ def _source(config: RunConfig, spec: Model) -> ModelConfig:
 
 def _check_head(config: RunConfig, spec: Model) -> None:
     path = _source(config, spec).path
-    file = None if path is None else Path(path) / "config.json"
+    file = None if path is None else local_directory(path) / "config.json"
     if path is None or file is None or not file.is_file():
         return
     saved = read_json_object(file)
@@ -340,8 +352,8 @@ def _check_head(config: RunConfig, spec: Model) -> None:
             f"{key}: {path} is a {name}, which has no score head; set it to a reward model (*{CLASSIFIER})"
         )
     if spec.head == "lm" and _is_tied(saved):
-        _check_output_matrix(key, Path(path))
-    if spec.head == "value" and not spec.trainable and not (Path(path) / "value_head.safetensors").is_file():
+        _check_output_matrix(key, file.parent)
+    if spec.head == "value" and not spec.trainable and not (file.parent / "value_head.safetensors").is_file():
         raise ConfigError(
             f"{key}: {path} is a {name} without a value head (value_head.safetensors); set it to the "
             "checkpoint of a critic"
@@ -448,12 +460,14 @@ def _same_tokens(one: ModelConfig, other: ModelConfig) -> bool:
     """Return whether two tokenizers have the same ids. True if it is not known."""
     if (one.path, one.alphabet) == (other.path, other.alphabet):
         return True
-    files = [Path(source.path) / "tokenizer.json" for source in (one, other) if source.path is not None]
+    files = [
+        local_directory(source.path) / "tokenizer.json" for source in (one, other) if source.path is not None
+    ]
     if (
         len(files) == 2
         and all(file.is_file() for file in files)
         and filecmp.cmp(files[0], files[1], shallow=False)
     ):
         return True
-    first, second = (read_vocabulary(source.path, source.alphabet) for source in (one, other))
+    first, second = (_vocabulary(source) for source in (one, other))
     return first is None or second is None or first == second

@@ -13,7 +13,7 @@ from hflow.config import ConfigLoader, RunConfig, validate_names
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
-from hflow.launch.planning.data_settings import check_data
+from hflow.launch.planning.data_settings import check_data, with_pinned_rows
 from hflow.launch.planning.models import (
     check_is_whole,
     check_model_fit,
@@ -23,6 +23,7 @@ from hflow.launch.planning.models import (
 )
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
+from hflow.models.hub import pinned_path
 from hflow.planner.plan.channels import transports
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.traits import BACKENDS, ENGINES
@@ -73,7 +74,11 @@ class RecipeReader:
         is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
         if config is None:
             config, set_keys = self._configs.load(overrides)
-            config, warnings = with_overridden_models(config, overrides)
+        config, unreached = with_pinned_models(config)
+        if not is_decided:
+            config = with_pinned_rows(config)
+            config, warnings = with_overridden_models(config, overrides, unreached)
+        warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()
         check_names(config, spec)
         graph = build_graph(apply_overrides(spec, config.nodes))
@@ -159,16 +164,46 @@ def _check_backends(config: RunConfig) -> None:
                 )
 
 
+_SIZES_KNOWN = "Its sizes are those of the architecture; a run needs the model."
 _PATH_KEY = re.compile(r"\+*models\.(\w+)\.path=")
 _ARCHITECTURE_KEY = re.compile(r"[+~]*(?:model@models\.(\w+)|models\.(\w+)\.architecture)\b")
 """How overrides of a checkpoint, and of an architecture, begin."""
 
 
-def with_overridden_models(config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, tuple[str, ...]]:
+def with_pinned_models(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Return the configuration with the commits of its models of the Hub, whose descriptions are fetched.
+
+    Returns:
+        The configuration, and model -> why it cannot be fetched, where an architecture says how large it is.
+
+    Raises:
+        ConfigError: for any other model that cannot be fetched.
+    """
+    models, unreached = dict(config.models), {}
+    for name, model in config.models.items():
+        if model.path is None:
+            continue
+        try:
+            models[name] = replace(model, path=pinned_path(model.path, f"models.{name}.path"))
+        except ConfigError as error:
+            if model.architecture is None:
+                raise
+            unreached[name] = str(error)
+    return replace(config, models=models), unreached
+
+
+def with_overridden_models(
+    config: RunConfig, overrides: Sequence[str], unreached: Mapping[str, str]
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the configuration without what overrides replace, and warnings.
 
     A path on the command line replaces the recipe's architecture, so there must be a checkpoint. An
     architecture on the command line replaces the recipe's checkpoint, unless they have the same sizes.
+
+    Args:
+        config: the recipe's configuration with the overrides.
+        overrides: configuration as `key=value`.
+        unreached: models of the Hub that cannot be fetched, of which is warned already.
 
     Raises:
         ConfigError: for a path on the command line without a checkpoint, if its sizes are not given as well.
@@ -183,12 +218,14 @@ def with_overridden_models(config: RunConfig, overrides: Sequence[str]) -> tuple
         check_is_whole(name, model)
         if not has_config(model):
             if name not in named:
+                if name in unreached:
+                    raise ConfigError(unreached[name])
                 raise ConfigError(
                     f"{missing_text(name, model)}, and its architecture is the recipe's. Correct the path, "
                     "or name the sizes of a model that only other machines have, as "
                     f"model@models.{name}=qwen2.5-0.5b."
                 )
-            if name in paths:
+            if name in paths and name not in unreached:
                 warnings.append(
                     f"{missing_text(name, model)}. Its sizes are those of the architecture; a run needs a "
                     "checkpoint there."

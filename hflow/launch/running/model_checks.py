@@ -12,6 +12,7 @@ from hflow.graph.ir import NodeSpec
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.request import is_library_node
 from hflow.models.hf_config import max_length, read_config, translate_errors
+from hflow.models.hub import has_weights
 from hflow.models.settings import SHARDS
 from hflow.planner.checks.unrunnable import head_size_reason
 from hflow.planner.models.descriptors import training_backend
@@ -19,6 +20,7 @@ from hflow.planner.plan.rows import Plan, Replica
 from hflow.training.sharded_checkpoint import check_shards
 from hflow.types.kernels import flash_attn_version
 from hflow.workers.interface import WorkerSetup
+from hflow.workers.local_models import with_local_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,13 +35,16 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
         ConfigError: for a vocabulary, a `max_tokens` or a system message that does not fit its model, or if
             it lacks a chat template that a node needs.
     """
+    is_here = {name: model.path is None or has_weights(model.path) for name, model in setup.models.items()}
+    setup = with_local_models(setup, {name for name, is_whole in is_here.items() if is_whole})
     configs = {name: read_config(settings) for name, settings in setup.models.items()}
     for name, settings in setup.models.items():
         if settings.resume:
             with translate_errors(name):
                 check_shards(Path(f"{settings.path}/{SHARDS}"))
     for replica in compiled.plan.replicas:
-        if replica.role != "gen" and (check := training_backend(replica.backend).check_model) is not None:
+        check = None if replica.role == "gen" else training_backend(replica.backend).check_model
+        if check is not None and is_here[replica.model]:  # else the workers that fetch the weights check them
             check(setup.models[replica.model], configs[replica.model])
         _check_head_size(replica, compiled.plan, configs[replica.model])
     sources = [node.spec for node in compiled.graph.nodes if node.spec.opens_stream]

@@ -45,7 +45,7 @@ def refuse_unrunnable(compiled: Compiled) -> None:
             key = f"models.{compiled.plan.replica(choice.replica).model}.kernels"
             raise BackendError(
                 f"{key} is {choice.kernels}, but {problem_of_te}. Run pip install "
-                f"'hflow[{TE_PACKAGE}]', or set {key}=torch"
+                f"'hflow-rl[{TE_PACKAGE}]', or set {key}=torch"
             )
     check_packages(compiled.graph)
 
@@ -82,7 +82,7 @@ def check_packages(graph: Graph) -> None:
         if asks and importlib.util.find_spec("tensordict") is None:
             raise BackendError(
                 f"{node.name} ({node.spec.where}) asks for a TensorDict, but the package tensordict is not "
-                "installed. Run pip install 'hflow[tensordict]'"
+                "installed. Run pip install 'hflow-rl[tensordict]'"
             )
 
 

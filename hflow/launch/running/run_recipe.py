@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,8 @@ from hflow.launch.running.resume import (
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.launch.running.stop_signals import StopSignals
 from hflow.launch.running.trackers import open_trackers
-from hflow.launch.running.worker_setup import make_processes, make_setup, open_rows
+from hflow.launch.running.worker_setup import make_processes, make_setup, open_rows, source_config
+from hflow.models.hub import fetch_model, has_weights
 from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
@@ -144,7 +146,23 @@ def _run(
     check_faults(compiled.config)
     check_determinism(compiled)
     refuse_unrunnable(compiled)
+    _fetch_models(compiled, SafeConsole(stderr=True, quiet=environment.is_quiet))
     return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
+
+
+def _fetch_models(compiled: Compiled, console: SafeConsole) -> None:
+    """Fetch models of the Hub whose workers are on this machine, before anything else starts.
+
+    Raises:
+        ConfigError: if one cannot be fetched.
+    """
+    if compiled.config.workers == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local":
+        return  # workers fetch what they need
+    for spec in compiled.graph.models:
+        path = source_config(compiled, spec).path
+        if path is not None and not has_weights(path):
+            console.print(f"fetching the weights of {path}")
+            fetch_model(path, f"models.{spec.name}.path")
 
 
 async def _run_in_loop(

@@ -23,6 +23,7 @@ from hflow.graph.queries import reported_field
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.data_settings import conversation_checks, data_settings
 from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
+from hflow.models.hub import is_fetched, local_directory
 from hflow.models.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.planner.models import descriptors
 from hflow.planner.plan.rows import Plan, Replica
@@ -213,7 +214,7 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
 
 
 def _saved_config(path: str) -> Mapping[str, Any]:
-    return read_json_object(Path(path) / "config.json")
+    return read_json_object(local_directory(path) / "config.json")
 
 
 def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:
@@ -237,7 +238,7 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
             f"or choose an architecture with model@models.{spec.name}=tiny-qwen2"
         )
     check_is_whole(spec.name, config)
-    if config.path is not None and not (Path(config.path) / "config.json").is_file():
+    if config.path is not None and not (local_directory(config.path) / "config.json").is_file():
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); "
             f"{_training_hint(config.path)}set another path"
@@ -263,7 +264,7 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
     is_resumed = _is_resumed(spec, config, _followers(compiled, spec))
     num_earlier = _saved_updates(Path(str(config.path)) / SHARDS) if is_resumed else 0
     resolved_values = {
-        "path": None if source.path is None else str(resolved(source.path)),
+        "path": None if source.path is None else _place(source.path),
         "architecture": None if source.path is not None else source.architecture or {},
         "dtype": model_dtype(compiled.config, spec, compiled.plan.cluster.device),
         "kernels": _kernels(compiled, spec),
@@ -278,6 +279,11 @@ def _model_settings(compiled: Compiled, spec: Model) -> ModelSettings:
         device=compiled.plan.cluster.device,
         num_updates=num_earlier + scheduled_updates(compiled.plan, compiled.config.steps).get(spec.name, 0),
     )
+
+
+def _place(path: str) -> str:
+    """Return a path that means the same in every worker: a model of the Hub, or an absolute path."""
+    return path if is_fetched(path) else str(resolved(path))
 
 
 def _kernels(compiled: Compiled, spec: Model) -> LayerKernels:

@@ -1,0 +1,31 @@
+"""Gives a worker's models and tokenizers their directories on its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from hflow.models.hub import fetch_description, fetch_model
+from hflow.workers.interface import WorkerSetup
+
+
+def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetup:
+    """Return a setup in which every path of a model is a directory here. Fetch models of the Hub.
+
+    Args:
+        setup: what a worker is built from.
+        hosted: the models whose weights are needed.
+
+    Raises:
+        ConfigError: if a model cannot be fetched.
+    """
+    models, tokenizers = dict(setup.models), dict(setup.tokenizers)
+    for name, settings in setup.models.items():
+        if settings.path is not None:
+            fetch = fetch_model if name in hosted else fetch_description
+            models[name] = replace(settings, path=str(fetch(settings.path, f"models.{name}.path")))
+    for name, tokenizer in setup.tokenizers.items():
+        if tokenizer.path is not None:
+            path = str(fetch_description(tokenizer.path, f"models.{name}.path"))
+            tokenizers[name] = replace(tokenizer, path=path)
+    return replace(setup, models=models, tokenizers=tokenizers)

@@ -1,0 +1,82 @@
+"""Rows of the package reasoning-gym: splits without a common question, arguments, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hflow.base.errors import DataError
+from hflow.data.rows.datasets import DataSettings, RowSource, open_dataset
+from hflow.types import Unit
+
+pytest.importorskip("reasoning_gym")
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
+
+
+def rows(task: str = "chain_sum", split: str = "train", **arguments: Any) -> RowSource:
+    settings = DataSettings(generator=f"reasoning-gym:{task}", split=split, arguments={**SUMS, **arguments})
+    return open_dataset(settings, COLUMNS)
+
+
+def test_a_row_has_a_question_and_its_answer() -> None:
+    source = rows(size=50)
+    assert len(source) == 50
+    for row in map(source.row, range(50)):
+        question, _, problem = row["prompt"].rpartition(": ")
+        assert question == "State the final answer to the following arithmetic problem"
+        assert eval(problem.removesuffix("=")) == int(row["answer"])
+
+
+def test_no_question_is_in_both_splits() -> None:
+    train, heldout = rows(size=1000), rows(split="heldout")
+    asked = {
+        split: [source.row(i)["prompt"] for i in range(len(source))]
+        for split, source in (("train", train), ("heldout", heldout))
+    }
+    assert set(asked["train"]).isdisjoint(asked["heldout"])
+    assert len(set(asked["heldout"])) == len(asked["heldout"])
+    assert 5 < len(asked["heldout"]) < 60  # a tenth of about 200 sums and differences of one digit
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    first, again, other = rows(size=20), rows(size=20), rows(size=20, seed=12345)
+    as_lists = [[source.row(i) for i in range(20)] for source in (first, again, other)]
+    assert as_lists[0] == as_lists[1] != as_lists[2]
+
+
+def test_an_entry_is_what_the_task_scores() -> None:
+    import reasoning_gym
+
+    settings = DataSettings(generator="reasoning-gym:chain_sum", arguments=SUMS)
+    row = open_dataset(settings, {"entry": Unit.JSON, "answer": Unit.TEXT}).row(3)
+    score = reasoning_gym.get_score_answer_fn(row["entry"]["metadata"]["source_dataset"])
+    assert score(row["answer"], row["entry"]) == 1.0
+    assert score("no number", row["entry"]) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "arguments", "message"),
+    [
+        ("chain_sums", "train", {}, "there is no such task; did you mean 'chain_sum'"),
+        ("", "train", {}, "there is no such task"),
+        ("chain_sum", "test", {}, "reasoning-gym has no split 'test'"),
+        ("chain_sum", "train", {"min_term": 2}, "unexpected keyword argument 'min_term'"),
+        ("chain_sum", "train", {"min_terms": 3}, "arguments do not fit reasoning-gym:chain_sum"),
+        ("chain_sum", "train", {"size": 0}, "size is 0; set it to a number of rows"),
+        ("chain_sum", "train", {"seed": "x", "size": "many"}, "size is 'many'"),
+    ],
+)
+def test_refusals(task: str, split: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        rows(task, split, **arguments)
+
+
+def test_a_generator_without_tasks_refuses_them() -> None:
+    for settings in (
+        DataSettings(generator="addition:three"),
+        DataSettings(generator="addition", arguments={"digits": 3}),
+    ):
+        with pytest.raises(DataError, match="takes neither a task nor arguments"):
+            open_dataset(settings, COLUMNS)
