@@ -213,7 +213,7 @@ async def _run_in_loop(
 async def _check_models_while_ray_starts(
     compiled: Compiled, setup: WorkerSetup, processes: RayActors | None, note: Callable[[str], None]
 ) -> None:
-    """Check models. Ray starts meanwhile, and workers import torch while this process does so for the checks."""
+    """Check models. Meanwhile Ray starts, and workers import torch as this process does for the checks."""
     model_checks = _in_background(partial(import_module, "hflow.launch.running.model_checks"))
     if processes is not None:
         with suppress(WorkerFailureError):  # `Attempts` starts them again
