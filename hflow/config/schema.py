@@ -136,6 +136,9 @@ class ModelConfig:
     """A Jinja chat template, or a file with one (Jinja, or `.json` with a key `chat_template`). A path in a
     YAML file is relative to that file. It replaces the template of the tokenizer, and that of the model it
     starts from."""
+    template_kwargs: FrozenMapping[str, Any] = Field(default_factory=FrozenDict)
+    """Variables of the chat template, as in `{enable_thinking: false}`, for every conversation. The template
+    must use them."""
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism)."""

@@ -179,7 +179,8 @@ def test_a_model_without_a_gradient_for_five_steps_is_warned_of_once(tmp_path: P
     assert "actor_gen/reward was 0 in all of them. Likely causes:" in note
     assert "answers are cut" not in note
     assert note.endswith("hflow samples grpo --text")
-    (note,) = warned_of_steps(tmp_path, [{**still, "actor_gen/truncated": 0.75}] * 5)
+    cut, note = warned_of_steps(tmp_path, [{**still, "actor_gen/truncated": 0.75}] * 5)
+    assert "75% of the samples of actor_gen" in cut
     assert "answers are cut (actor_gen/truncated is 0.75)" in note
     (note,) = warned_of_steps(tmp_path, [{**idle, "actor_train/num_tokens": 0.0}] * 5)
     assert note.endswith("No token of its batches is learned: actor_train/num_tokens is 0.")

@@ -351,3 +351,28 @@ def test_text_of_few_tokens_is_encoded_whatever_its_length(tmp_path: Path):
     assert tokenizer.prompt(("a" * 100 + " ") * 45) == [1] * 45
     with pytest.raises(BackendError, match="a text of 10,100 characters has more tokens than the 50"):
         tokenizer.prompt("a " * 5050)
+
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}"
+    "[nothink]{% endif %}{% endif %}"
+)
+
+
+def test_variables_of_a_template() -> None:
+    def prompt(**kwargs: object) -> str:
+        settings = TokenizerSettings(alphabet=ALPHABET, chat_template=THINKING, template_kwargs=kwargs)
+        tokenizer = TextTokenizer(settings)
+        assert tokenizer.chat_template is not None
+        return tokenizer.text(tokenizer.chat_template.prompt([{"role": "user", "content": "one"}]))
+
+    assert prompt() == prompt(enable_thinking=True) == "[user]one\n[assistant]"
+    assert prompt(enable_thinking=False) == "[user]one\n[assistant][nothink]"
+    message = "does not use the variable 'enable_thinkin' of template_kwargs; did you mean 'enable_thinking'"
+    with pytest.raises(DataError, match=message):
+        prompt(enable_thinkin=False)
+    with pytest.raises(DataError, match="does not use the variable 'messages'"):
+        prompt(messages=[])
+    with pytest.raises(DataError, match="but the tokenizer has none"):
+        TextTokenizer(TokenizerSettings(alphabet=ALPHABET, template_kwargs={"enable_thinking": False}))

@@ -93,7 +93,8 @@ class ReasoningGym:
     @cached_property
     def _questions(self) -> list[int]:
         """The questions of the split, by their numbers in the task. Those that are held out differ."""
-        found, seen = [], set()
+        found: list[int] = []
+        seen: set[str] = set()
         for number in range(len(self._made)):
             if len(found) == self._size:
                 break

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from hflow.base.errors import BackendError, DataError, shorten
+from hflow.base.errors import BackendError, DataError, nearest, shorten
 
 _CHARACTERS_PER_TOKEN = 16
 """Text with fewer characters per token that the model can read is encoded whatever it is."""
@@ -129,6 +129,41 @@ def written_template_problem(template: str) -> str | None:
     return template_problem(render)
 
 
+_OWN_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+    }
+)
+"""Variables of chat templates that are not settings."""
+
+
+def kwargs_problem(template: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the reason why variables have no effect on a chat template; None if they have."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if not kwargs:
+        return None
+    try:
+        environment = _compile_jinja_template(template).environment
+        used = meta.find_undeclared_variables(environment.parse(template)) - _OWN_VARIABLES
+    except TemplateError as error:
+        return f"is not a Jinja template: {error}"
+    for name in kwargs:
+        if name not in used:
+            known = ", ".join(sorted(used - set(environment.globals))) or "none"
+            hint = f"{nearest(name, used)} (it uses: {known})"
+            return f"does not use the variable {name!r} of template_kwargs{hint}"
+    return None
+
+
 class ChatTemplate:
     """A tokenizer's Jinja chat template.
 
@@ -136,21 +171,34 @@ class ChatTemplate:
     `DataError`.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        max_tokens: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """Check the template.
 
         Args:
             tokenizer: a tokenizer of Hugging Face, with the template.
             stop_ids: tokens that end a turn.
             max_tokens: tokens of the model's longest sequence; None: there is no bound.
+            kwargs: variables that the template uses.
 
         Raises:
-            DataError: if it is not a Jinja template, or renders the same text for all messages.
+            DataError: if it is not a Jinja template, renders the same text for all messages, or does not
+                use a variable.
         """
         self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
         self._stop_ids = frozenset(stop_ids)
         self._max_tokens = max_tokens
-        problem = template_problem(lambda talk: tokenizer.apply_chat_template(talk, tokenize=False))
+        problem = template_problem(
+            lambda talk: tokenizer.apply_chat_template(talk, tokenize=False, **self._kwargs)
+        )
+        if problem is None:
+            problem = kwargs_problem(str(tokenizer.chat_template), self._kwargs)
         if problem is not None:
             raise DataError(f"the chat template {problem}")
 
@@ -228,7 +276,7 @@ class ChatTemplate:
 
     def _encode_with_tags(self, messages: Messages) -> tuple[list[int], list[bool]]:
         encoded = self._tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, **self._kwargs
         )
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
@@ -250,7 +298,11 @@ class ChatTemplate:
     def _render(self, messages: Messages, opening: bool, tools: Schemas = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=opening,
+                **self._kwargs,
             )
         except Exception as error:  # a template may raise anything
             raise DataError(f"the chat template rejects the messages: {error}") from error

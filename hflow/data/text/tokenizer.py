@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class TokenizerSettings:
     """Characters of a character tokenizer, used if the path has no tokenizer."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
     eos_ids: tuple[int, ...] = ()
     """Stop tokens of a configured architecture, which has no files that name them."""
     max_tokens: int | None = None
@@ -77,8 +79,14 @@ class TextTokenizer:
         self.prefix_ids = _prefix_ids(self._hf)
         self.stop_ids = _stop_ids(self._hf.eos_token_id, settings)
         has_template = bool(self._hf.chat_template)
+        if settings.template_kwargs and not has_template:
+            raise DataError("template_kwargs are variables of a chat template, but the tokenizer has none")
         max_tokens = settings.max_tokens
-        self.chat_template = ChatTemplate(self._hf, self.stop_ids, max_tokens) if has_template else None
+        self.chat_template = (
+            ChatTemplate(self._hf, self.stop_ids, max_tokens, settings.template_kwargs)
+            if has_template
+            else None
+        )
         named = [getattr(self._hf, f"{name}_token_id") for name in _NAMED_TOKENS]
         self._ends = frozenset(i for i in (*self.stop_ids, *named) if i is not None)
         self._ids = lru_cache(NUM_CACHED_TEXTS)(self._encode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 import urllib.error
@@ -87,6 +88,10 @@ class VllmApiServer(ApiServer):
             if tokenizer.chat_template is not None:
                 parser = tool_format(None, has_template=True).vllm_parser
                 arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
+            if tokenizer.settings.template_kwargs:
+                arguments["default_chat_template_kwargs"] = json.dumps(
+                    dict(tokenizer.settings.template_kwargs)
+                )
         return command_line(arguments)
 
 

@@ -273,6 +273,7 @@ def _with_saved_models(
                 architecture=first.architecture,
                 alphabet=first.alphabet,
                 chat_template=own.chat_template or first.chat_template,
+                template_kwargs=own.template_kwargs or first.template_kwargs,
             )
         models[model.name] = own
     for name, path in saved.items():

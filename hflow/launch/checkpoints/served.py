@@ -19,7 +19,15 @@ from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.targets import resolve
 from hflow.runtime.saving.run_directory import RunDirectory
 
-KEYS = ("alphabet", "chat_template", "dtype", "gen.layout", "gen.max_model_len", "gen.max_running")
+KEYS = (
+    "alphabet",
+    "chat_template",
+    "template_kwargs",
+    "dtype",
+    "gen.layout",
+    "gen.max_model_len",
+    "gen.max_running",
+)
 """Keys of `models.NAME` that matter for serving."""
 
 
@@ -47,7 +55,11 @@ class ServedCheckpoint:
         """The settings of the tokenizer."""
         longest = max_positions(read_json_object(self.directory / "config.json"))
         return TokenizerSettings(
-            str(self.directory), self.config.alphabet, self.config.chat_template, max_tokens=longest
+            str(self.directory),
+            self.config.alphabet,
+            self.config.chat_template,
+            self.config.template_kwargs,
+            max_tokens=longest,
         )
 
 

@@ -10,7 +10,12 @@ from hflow.base.secrets import mask_secrets
 from hflow.config.schema import ReportConfig
 from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
-from hflow.launch.running.step_warnings import EngineGapWarning, EvaluationWarning, NoGradientWarning
+from hflow.launch.running.step_warnings import (
+    EngineGapWarning,
+    EvaluationWarning,
+    NoGradientWarning,
+    TruncationWarning,
+)
 from hflow.metrics import Metric, find_metric
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.staleness import staleness_bound
@@ -63,6 +68,7 @@ class RunObserver:
         self._step_warnings = (
             EngineGapWarning(plan.graph, report.max_engine_kl),
             NoGradientWarning(plan.graph, run),
+            TruncationWarning(),
         )
         self._evaluations = EvaluationWarning(plan.graph)
         self._num_steps = plan.schedule.num_steps

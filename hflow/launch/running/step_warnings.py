@@ -112,6 +112,30 @@ MANY_CUT = 0.5
 """Share of samples that ended at a limit of tokens from which this is named as a cause."""
 
 
+class TruncationWarning:
+    """Warns once of each stream most of whose samples ended at a limit of tokens."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def check(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
+        """Yield the warnings that a step's metrics deserve.
+
+        Args:
+            step: number of the step, from 1.
+            values: the step's metrics.
+        """
+        for name, share in values.items():
+            stream, _, kind = name.partition("/")
+            if kind == "truncated" and share > MANY_CUT and stream not in self._warned:
+                self._warned.add(stream)
+                yield (
+                    f"warning: {share:.0%} of the samples of {stream} in step {step} ended at a limit of "
+                    f"tokens, and not by a stop token ({name}). Raise nodes.{stream}.max_tokens, or ask for "
+                    "shorter answers."
+                )
+
+
 class NoGradientWarning:
     """Warns once of each train node without gradient and loss, or an update, in `NUM_IDLE_STEPS` steps.
 

@@ -200,12 +200,13 @@ def model_settings(compiled: Compiled) -> dict[str, ModelSettings]:
 def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     """Return the settings of every model's tokenizer."""
     sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
-    own = {name: compiled.config.models.get(name, ModelConfig()).chat_template for name in sources}
+    own = {name: compiled.config.models.get(name, ModelConfig()) for name in sources}
     return {
         name: TokenizerSettings(
             source.path,
             source.alphabet,
-            own[name] or source.chat_template,
+            own[name].chat_template or source.chat_template,
+            own[name].template_kwargs or source.template_kwargs,
             _architecture_eos(name, source),
             max_positions(source.architecture or {} if source.path is None else _saved_config(source.path)),
         )

