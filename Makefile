@@ -9,7 +9,7 @@ STAMP := .venv/installed
 # Some containers forbid Python to keep what it compiles; then every process would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
 .PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
 

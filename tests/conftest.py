@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 settings.register_profile("hflow", deadline=None)  # a busy machine is not a failure
 settings.load_profile("hflow")
 pytest.register_assert_rewrite("command_line")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small are slower on several threads
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # runs with deterministic=true share processes with others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a path that is no directory could name a model of the Hub
 os.environ.setdefault("RAY_worker_niceness", "0")  # another test must not starve the workers of this one

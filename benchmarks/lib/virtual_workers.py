@@ -27,10 +27,10 @@ from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
 from hflow.types.engine import EngineStats, SleepLevel
 from hflow.workers.interface import (
-    ComputeOrder,
     ComputeReady,
+    ComputeTask,
     Failed,
-    GroupOrder,
+    GroupTask,
     NodeResult,
     NodeTask,
     SampleReady,
@@ -179,45 +179,45 @@ class VirtualWorkers(Workers):
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.call_later(TICK, self._tick)
 
-    async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+    async def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Samples wait for slots, in the order in which they come."""
         self.traffic.messages += 1
         with self._own() as now:
             engine, box = self._engines[worker], self._boxes[worker]
-            for order in orders:
-                source = self._sources[order.stream]
-                box.num_due += len(order.samples)
-                for number in order.samples:
+            for task in tasks:
+                source = self._sources[task.stream]
+                box.num_due += len(task.samples)
+                for number in task.samples:
                     seconds = seconds_of(self._durations, source, number)
-                    moved: _Sample | None = order.journals[number] if order.journals else None
-                    engine.waiting.append(moved or _Sample(order.stream, number, seconds))
+                    moved: _Sample | None = task.journals[number] if task.journals else None
+                    engine.waiting.append(moved or _Sample(task.stream, number, seconds))
             self._fill(worker, now)
 
-    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupTask]:
         """Whole groups leave with what they have; on an engine that sleeps all wait."""
         self.traffic.messages += 1
         with self._own():
             engine, size = self._engines[worker], self._sizes[stream]
             held = {s.number: s for s in engine.waiting if s.stream == stream}
-            orders = []
+            tasks = []
             for group in groups:
                 numbers = tuple(range(group * size, (group + 1) * size))
                 if held.keys() >= set(numbers):
                     journals = {number: held[number] for number in numbers}
-                    orders.append(GroupOrder(stream, group, 0, numbers, journals))
-            gone = {id(sample) for order in orders for sample in order.journals.values()}
+                    tasks.append(GroupTask(stream, group, 0, numbers, journals))
+            gone = {id(sample) for task in tasks for sample in task.journals.values()}
             engine.waiting = deque(s for s in engine.waiting if id(s) not in gone)
             self._boxes[worker].num_due -= len(gone)
-        return orders
+        return tasks
 
-    async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+    async def compute(self, worker: int, tasks: Sequence[ComputeTask]) -> None:
         """Bodies take their seconds, all at once."""
         self.traffic.messages += 1
         with self._own() as now:
-            self._boxes[worker].num_due += len(orders)
-            for order in orders:
-                seconds = seconds_of(self._durations, order.node, order.key)
-                self._push(now + seconds, worker, ComputeReady(order.node, order.key, value=0.0))
+            self._boxes[worker].num_due += len(tasks)
+            for task in tasks:
+                seconds = seconds_of(self._durations, task.node, task.key)
+                self._push(now + seconds, worker, ComputeReady(task.node, task.key, value=0.0))
 
     async def poll(self, worker: int) -> WorkerReport:
         """Wait for events, and a little for others."""

@@ -31,8 +31,9 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from hflow.base.errors import ConfigError, nearest, secret_in, shorten
+from hflow.base.errors import ConfigError, nearest, shorten
 from hflow.base.files import LONG_NUMBER, is_of_long_number
+from hflow.base.secrets import secret_in
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import from_mapping, join, unknown_key
 from hflow.config.files import mark_paths, resolve_paths

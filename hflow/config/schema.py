@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
@@ -334,9 +335,21 @@ class ReportConfig:
     mlflow: str | None = None
     """Tracking URI of MLflow that the run is logged to, such as `http://HOST:5000` or `sqlite:///FILE.db`;
     null: none."""
+    trackers: FrozenMapping[str, str] = Field(default_factory=FrozenDict)
+    """Tracker that another installed package adds -> where it logs the run."""
     max_engine_kl: StrictFloat | None = Field(default=0.01, ge=0)
     """Warn when `NODE/engine_kl`, the KL between the engine's and the trainer's distribution with the same
     weights, is above this; null: never."""
+
+    @property
+    def targets(self) -> Mapping[str, str]:
+        """Tracker -> where it logs the run."""
+        own = {"wandb": self.wandb, "mlflow": self.mlflow}
+        return {name: target for name, target in {**own, **self.trackers}.items() if target is not None}
+
+    def without_trackers(self) -> ReportConfig:
+        """Return the configuration of a run that no tracker logs."""
+        return replace(self, wandb=None, mlflow=None, trackers=FrozenDict())
 
 
 @dataclass(frozen=True, config=CHECKED)

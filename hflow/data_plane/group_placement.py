@@ -18,12 +18,12 @@ class GroupPlacer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._heads = {
-            stream.name: tuple(sorted(stream_heads(plan, stream))) for stream in plan.schedule.streams
+        self._dp_heads = {
+            stream.name: tuple(sorted(stream_dp_heads(plan, stream))) for stream in plan.schedule.streams
         }
         self._is_deterministic = plan.deterministic
         self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
-        self._loads = _Loads(plan.cluster.num_devices, self._heads.values())
+        self._loads = _Loads(plan.cluster.num_devices, self._dp_heads.values())
         self._home: dict[tuple[str, int], int] = {}
         self._num_unfinished: dict[tuple[str, int], int] = {}
         self._num_waiting: dict[tuple[str, int], int] = {}
@@ -32,10 +32,10 @@ class GroupPlacer:
 
     def place(self, stream: str, group: int, num_samples: int) -> int:
         """Choose a worker for a group and remember it."""
-        heads = self._heads[stream]
+        dp_heads = self._dp_heads[stream]
         # Loads depend on timing. Where nothing is generated, there is none to balance.
         is_fixed = self._is_deterministic or stream in self._written
-        worker = heads[group % len(heads)] if is_fixed else self._loads.lightest(heads)
+        worker = dp_heads[group % len(dp_heads)] if is_fixed else self._loads.lightest(dp_heads)
         self._loads.add(worker, num_samples)
         self._home[stream, group] = worker
         self._num_unfinished[stream, group] = self._num_waiting[stream, group] = num_samples
@@ -54,7 +54,7 @@ class GroupPlacer:
         moves: dict[int, int] = {}
         if self._is_deterministic:
             return moves
-        by_load = [(load[head], head) for head in self._heads[stream]]
+        by_load = [(load[dp_head], dp_head) for dp_head in self._dp_heads[stream]]
         heapify(by_load)
         for group in groups:
             src, size = self._home[stream, group], self._num_unfinished[stream, group]
@@ -116,26 +116,26 @@ class _Loads:
 
     def __init__(self, num_workers: int, streams: Iterable[tuple[int, ...]]) -> None:
         self._load = [0] * num_workers
-        self._heaps = {heads: [(0, head) for head in heads] for heads in streams}
-        """Heads of a stream, ascending -> heap of (load, head), also with outdated entries."""
+        self._heaps = {dp_heads: [(0, dp_head) for dp_head in dp_heads] for dp_heads in streams}
+        """Dp-heads of a stream, ascending -> heap of (load, dp-head), also with outdated entries."""
         self._heaps_of: dict[int, list[tuple[int, ...]]] = {}
-        for heads in self._heaps:
-            for head in heads:
-                self._heaps_of.setdefault(head, []).append(heads)
+        for dp_heads in self._heaps:
+            for dp_head in dp_heads:
+                self._heaps_of.setdefault(dp_head, []).append(dp_heads)
 
     def add(self, worker: int, num_samples: int) -> None:
         """Add samples to a worker's load."""
         self._load[worker] += num_samples
-        for heads in self._heaps_of.get(worker, ()):
-            heap = self._heaps[heads]
+        for dp_heads in self._heaps_of.get(worker, ()):
+            heap = self._heaps[dp_heads]
             heappush(heap, (self._load[worker], worker))
-            if len(heap) > 4 * len(heads) + 64:  # mostly outdated
-                self._heaps[heads] = heap = [(self._load[head], head) for head in heads]
+            if len(heap) > 4 * len(dp_heads) + 64:  # mostly outdated
+                self._heaps[dp_heads] = heap = [(self._load[dp_head], dp_head) for dp_head in dp_heads]
                 heapify(heap)
 
-    def lightest(self, heads: tuple[int, ...]) -> int:
+    def lightest(self, dp_heads: tuple[int, ...]) -> int:
         """Return the first of a stream's workers with the smallest load."""
-        heap = self._heaps[heads]
+        heap = self._heaps[dp_heads]
         while heap[0][0] != self._load[heap[0][1]]:
             heappop(heap)
         return heap[0][1]
@@ -145,8 +145,8 @@ class _Loads:
         return list(self._load)
 
 
-def stream_heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
-    """Return the engines of a generated stream; for a written stream, the heads of its widest reader."""
+def stream_dp_heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:
+    """Return the engines of a generated stream; for a written stream, the dp-heads of its widest reader."""
     if stream.replicas:
         return plan.replica(stream.replicas[0]).heads
     readers = [rule.heads for rule in plan.rules if plan.graph.root_stream(rule.stream).name == stream.name]

@@ -37,7 +37,7 @@ def shards(
     """Split a batch over the dp ranks of a node, minibatch by minibatch.
 
     Args:
-        rule: heads, fields and policy of the node.
+        rule: dp-heads, fields and policy of the node.
         cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
         groups: group id -> its remaining samples.
         tokens: sample -> tokens.
@@ -157,8 +157,8 @@ def _split(
     loads = [AssignmentUnit(unit_id, sum(tokens[s] for s in unit)) for unit_id, unit in members.items()]
     field_groups = group_by_holders(rule.fields, holders)
     ranks_of: dict[int, list[int]] = defaultdict(list)
-    for dp, head in enumerate(rule.heads):
-        ranks_of[head].append(dp)
+    for dp, dp_head in enumerate(rule.heads):
+        ranks_of[dp_head].append(dp)
     best = _best_ranks_of_units(ranks_of, members.values(), tokens, field_groups)
     return tuple(
         tuple(sorted(sample for unit_id in ids for sample in members[unit_id]))

@@ -44,12 +44,12 @@ def redistribute(
 ) -> tuple[Move, ...]:
     """Plan the moves after which every dp-head holds what its rank reads.
 
-    Data that a head already holds does not move, and nothing moves twice. The source of a move is a holder
-    on the head's machine if there is one, and among these the holder that sends least so far. Fields with the
-    same source, destination and samples share one move.
+    Data that a dp-head already holds does not move, and nothing moves twice. The source of a move is a
+    holder on the dp-head's machine if there is one, and among these the one that sends least so far. Fields
+    with the same source, destination and samples share one move.
 
     Args:
-        rule: fields and heads of the consumer.
+        rule: fields and dp-heads of the consumer.
         assignment: the samples of each dp rank.
         holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
@@ -88,11 +88,11 @@ def group_by_holders(fields: Iterable[str], holders: Holders) -> list[FieldsByHo
 
 
 def _samples_by_head(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list[int]]]:
-    """Return each head with the samples assigned to it, ascending. Several ranks may share a head."""
+    """Return each dp-head with the samples assigned to it, ascending. Several ranks may share a dp-head."""
     samples_of: dict[int, set[int]] = defaultdict(set)
-    for head, minibatches in zip(rule.heads, assignment, strict=True):
-        samples_of[head].update(*minibatches)
-    return [(head, sorted(samples)) for head, samples in sorted(samples_of.items())]
+    for dp_head, minibatches in zip(rule.heads, assignment, strict=True):
+        samples_of[dp_head].update(*minibatches)
+    return [(dp_head, sorted(samples)) for dp_head, samples in sorted(samples_of.items())]
 
 
 def _choose_sources(

@@ -19,6 +19,7 @@ from hflow.doctor.gpus import check_cuda
 from hflow.planner.models.descriptors import Descriptor, engine_kind, training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.trackers.registry import TRACKERS, tracker_kind
 from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine
 
 PACKAGES = ("hflow-rl", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
@@ -44,8 +45,7 @@ def _transformer_engine_problem() -> str:
 OPTIONAL_PARTS = (
     OptionalPart("serve", "hflow serve and the endpoint of a running policy", ("starlette", "uvicorn")),
     OptionalPart("agents", "agents that use an HTTP client or the openai client", ("httpx", "openai")),
-    OptionalPart("wandb", "report.wandb", ("wandb",)),
-    OptionalPart("mlflow", "report.mlflow", ("mlflow", "sqlalchemy", "alembic")),
+    *(OptionalPart(name, f"report.{name}", tracker_kind(name).packages) for name in TRACKERS.own),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("reasoning-gym", "data.NAME.generator=reasoning-gym:TASK", ("reasoning_gym",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +17,6 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.loop.inputs import pack_tokens
 from hflow.training.megatron.device import prepare
 from hflow.types import Unit
-from hflow.types.kernels import LayerKernels
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.tensor_slices import Block, box_slices
 
@@ -60,7 +59,7 @@ class LayerError(NamedTuple):
     """The difference of the weight whose gradients differ most."""
 
 
-def layer_error(device: str, dtype: str, architecture: Mapping[str, Any]) -> LayerError:
+def layer_error(device: str, dtype: Literal["fp32", "bf16"], architecture: Mapping[str, Any]) -> LayerError:
     """Compute a tiny model with random weights by both kernels.
 
     Its experts are given, as two that are nearly equal could be chosen differently.
@@ -79,13 +78,13 @@ def layer_error(device: str, dtype: str, architecture: Mapping[str, Any]) -> Lay
         name="model", trainable=True, architecture=dict(architecture), device=device, dtype=dtype
     )
     (logits, gradients), (wanted, wanted_gradients) = (
-        _results(settings, kernels) for kernels in (LayerKernels.TRANSFORMER_ENGINE, LayerKernels.TORCH)
+        _results(chosen) for chosen in (replace(settings, kernels="transformer_engine"), settings)
     )
     errors = [_error(gradients[name], exact) for name, exact in wanted_gradients.items()]
     return LayerError(_error(logits, wanted), max(errors))
 
 
-def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, dict[str, Tensor]]:
+def _results(settings: ModelSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits, and gradients of whole weights by HF name, in float64 on the host."""
     # They import megatron, which has been prepared for the device.
     from hflow.training.megatron.model import build_stage
@@ -94,7 +93,7 @@ def _results(settings: ModelSettings, kernels: LayerKernels) -> tuple[Tensor, di
     from hflow.training.megatron.schedule import PipelineSchedule, StageTokens
     from hflow.training.megatron.weight_export import held_blocks, named_weights
 
-    stage = build_stage(replace(settings, kernels=kernels), ParallelState.of(RankPosition()))
+    stage = build_stage(settings, ParallelState.of(RankPosition()))
     with torch.no_grad():
         for block in held_blocks(stage):
             if len(block.shape) == 1:

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.graph.ir import Graph
     from hflow.launch.checkpoints.evaluate import EvaluationOptions, EvaluationReport, evaluate
     from hflow.launch.checkpoints.export import ExportedModel, export
@@ -72,57 +72,7 @@ _NAMES = {
 """Module -> the names of this package that it defines."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "SAMPLE_COLUMNS",
-    "CatalogNode",
-    "Comparison",
-    "Compiled",
-    "EvaluationOptions",
-    "EvaluationReport",
-    "ExportedModel",
-    "Graph",
-    "HardwareProfile",
-    "NewRecipe",
-    "Plan",
-    "RunReport",
-    "RunSummary",
-    "ServedEndpoint",
-    "Simulation",
-    "Sizes",
-    "Target",
-    "TwinReport",
-    "check",
-    "compare",
-    "compare_plans",
-    "compile_plan_file",
-    "compile_recipe",
-    "compose_plan_file",
-    "compose_recipe",
-    "count_samples",
-    "evaluate",
-    "exit_without_ray",
-    "export",
-    "measure_hardware",
-    "new_recipe",
-    "plan",
-    "plan_file_text",
-    "read_report",
-    "ready_node",
-    "ready_nodes",
-    "recipe_nodes",
-    "resume",
-    "run",
-    "run_plan",
-    "samples",
-    "samples_with_text",
-    "serve",
-    "simulate",
-    "size",
-    "twin",
-    "what_if",
-    "why",
-    "why_texts",
-]
+__all__ = [*_MODULES, "exit_without_ray"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hflow.base.validation import CHECKED
 from hflow.config.schema import ModelConfig
 from hflow.shapes.layout import Layout
-from hflow.types.kernels import LayerKernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,10 +35,10 @@ class ModelSettings(ModelConfig):
     trainable: bool = False
     seed: int = 0
     """Seed of the random weights."""
-    dtype: str = "fp32"  # type: ignore[assignment]
+    dtype: Literal["fp32", "bf16"] = "fp32"
     device: str = "cpu"
     """`cpu` or `cuda`."""
-    kernels: LayerKernels = LayerKernels.TORCH  # type: ignore[assignment]
+    kernels: Literal["torch", "transformer_engine"] = "torch"
     num_updates: int = 0
     """Optimizer steps of the model until the end of the run, over which its learning rate decays. Those that
     a resumed optimizer had made before the run count too."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from hflow.dsl import checked_by
 from hflow.dsl.bodies import BodyCheck
@@ -180,19 +180,10 @@ def _over_cap(prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tenso
 
 def _with_shared(shared: Body, check: BodyCheck | None, surrogate: Surrogate) -> Body:
     """Return a body that passes its inputs and knobs to a surrogate and to the correction around it."""
-    own, common = (
-        list(inspect.signature(function).parameters.values())[1:] for function in (surrogate, shared)
-    )
-    own_names, common_names = ({p.name for p in parameters} for parameters in (own, common))
-    hints = {**get_type_hints(surrogate, include_extras=True), **get_type_hints(shared, include_extras=True)}
-    required = [p for p in common if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
-    parameters = (
-        *required,
-        *(p for p in own if p.kind is not p.KEYWORD_ONLY and p.name not in common_names),
-        *(p for p in common if p.kind is not p.KEYWORD_ONLY and p not in required),
-        *(p for p in (*own, *common) if p.kind is p.KEYWORD_ONLY),
-    )
-    signature = inspect.Signature([p.replace(annotation=hints[p.name]) for p in parameters])
+    own, common = _parameters(surrogate), _parameters(shared)
+    own_names, common_names = {p.name for p in own}, {p.name for p in common}
+    returns = inspect.signature(shared, eval_str=True).return_annotation
+    signature = inspect.Signature(_joined(own, common))
 
     @functools.wraps(surrogate)
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -201,10 +192,30 @@ def _with_shared(shared: Body, check: BodyCheck | None, surrogate: Surrogate) ->
         return shared(loss, **{name: given[name] for name in given if name in common_names})
 
     setattr(body, "__signature__", signature)  # noqa: B010 - mypy does not know it
-    body.__annotations__ = {p.name: hints[p.name] for p in parameters} | {"return": hints["return"]}
-    body.__doc__ = _joined_doc(surrogate, shared, [p.name for p in parameters])
+    body.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": returns}
+    body.__doc__ = _joined_doc(surrogate, shared, signature.parameters)
     defaults = {p.name: p.default for p in common}
     return checked_by(functools.partial(_problem, defaults, check))(body)
+
+
+def _parameters(function: Body) -> list[inspect.Parameter]:
+    """Return the parameters of a surrogate or a correction, without the first one."""
+    return list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+
+def _joined(own: Sequence[inspect.Parameter], common: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters of a surrogate and of the correction around it, each name once."""
+    names = {p.name for p in common}
+    return [
+        *(p for p in common if not _is_knob(p) and p.default is p.empty),  # inputs that every loss needs
+        *(p for p in own if not _is_knob(p) and p.name not in names),
+        *(p for p in common if not _is_knob(p) and p.default is not p.empty),
+        *(p for p in (*own, *common) if _is_knob(p)),
+    ]
+
+
+def _is_knob(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _problem(

@@ -122,10 +122,10 @@ def _with_caches(plan: Plan, request: PlanRequest) -> Plan:
 
 def _with_rows(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan with its routing table and weight routes."""
-    heads = plan.placement(plan.schedule.streams[0].source).heads
+    dp_heads = plan.placement(plan.schedule.streams[0].source).heads
     return dataclasses.replace(
         plan,
-        routing=routing_table(plan.replicas, heads, range(request.cluster.num_devices)),
+        routing=routing_table(plan.replicas, dp_heads, range(request.cluster.num_devices)),
         weights=weight_routes(plan.graph, plan.groups, plan.replicas, request),
     )
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hflow.base.errors import mask_secrets
+from hflow.base.secrets import mask_secrets
 
 
 def error_with_location(error: BaseException, body: Callable[..., Any]) -> str:

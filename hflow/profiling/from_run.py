@@ -34,7 +34,7 @@ from hflow.graph.ir import Level
 from hflow.launch.planning.plan_file import read_plan_file
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.launch.planning.request import LearnedFromRun, calibration_of, plan_request
-from hflow.launch.results.runs import find_run
+from hflow.launch.targets import resolve
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost import node_times
 from hflow.planner.forecast.period import steady_period
@@ -186,7 +186,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
             devices.
         PlanError: if it ran on other devices.
     """
-    directory = find_run(run, "plan.json")
+    directory = resolve(run).require_run()
     if not directory.trace.is_file():
         raise ConfigError(f"{directory.path} has no {directory.trace.name}, as it has not ended; wait for it")
     file = read_plan_file(directory.path)

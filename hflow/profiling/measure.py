@@ -310,7 +310,7 @@ class SmallModel:
         return {"model_type": "qwen2", "vocab_size": VOCABULARY, **sizes, **heads, **more}
 
 
-def decode_steps(device: str, dtype: str) -> Iterator[tuple[SmallModel, int, int, float]]:
+def decode_steps(device: str, dtype: Literal["fp32", "bf16"]) -> Iterator[tuple[SmallModel, int, int, float]]:
     """Yield (model, sequences, tokens of all sequences, seconds) of decode steps of the embedded engine."""
     for model, num_sequences, prompt in product(MODELS, SEQUENCES, LENGTHS):
         settings = ModelSettings(name="actor", architecture=model.architecture, device=device, dtype=dtype)

@@ -160,16 +160,16 @@ class Layout:
         """Return a rank's part of each layer's experts."""
         return self.copy_index(d, c) % self.expert
 
-    def head(self, order: RankOrder, d: int) -> int:
+    def dp_head(self, order: RankOrder, d: int) -> int:
         """Return the dp-head of data index `d`: tensor rank 0 and context rank 0 of the last stage.
 
         It receives the shard's inputs and returns its outputs.
         """
         return self.rank(order, d, 0, self.pipe - 1)
 
-    def heads(self, order: RankOrder) -> tuple[int, ...]:
+    def dp_heads(self, order: RankOrder) -> tuple[int, ...]:
         """Return the dp-heads, by data index."""
-        first, inner = self.head(order, 0), self.context * self.tensor
+        first, inner = self.dp_head(order, 0), self.context * self.tensor
         stride = inner if order is RankOrder.TRAIN else self.pipe * inner
         return tuple(range(first, first + self.data * stride, stride))
 

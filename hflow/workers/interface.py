@@ -49,22 +49,22 @@ class Workers(abc.ABC):
             report_progress: called with a line when a phase begins.
         """
 
-    async def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+    async def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Start the source of each group; results come by `poll`."""
-        await self._call(worker, "open_groups", worker, orders)
+        await self._call(worker, "open_groups", worker, tasks)
 
-    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop groups and return orders, with journals, by which any worker can continue them.
+    async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupTask]:
+        """Stop groups and return tasks, with journals, by which any worker can continue them.
 
         Their engines must be asleep. Groups with a finished sample are left alone. Nothing more is reported
         about the samples of the others.
         """
-        orders: list[GroupOrder] = await self._call(worker, "detach_groups", worker, stream, groups)
-        return orders
+        tasks: list[GroupTask] = await self._call(worker, "detach_groups", worker, stream, groups)
+        return tasks
 
-    async def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+    async def compute(self, worker: int, tasks: Sequence[ComputeTask]) -> None:
         """Queue sample- and group-level bodies; results come by `poll`."""
-        await self._call(worker, "compute", worker, orders)
+        await self._call(worker, "compute", worker, tasks)
 
     async def poll(self, worker: int) -> WorkerReport:
         """Wait until something happens on the worker, and return all of it."""
@@ -274,12 +274,9 @@ class NodeProgram:
     returns: tuple[tuple[str, str], ...]
     """(field, unit) of each returned field."""
     metrics: bool
-    opens_stream: bool
     models: tuple[str, ...]
     knobs: Mapping[str, Any]
     options: Mapping[str, Any]
-    dataset: str | None = None
-    group: int = 1
     reported: str | None = None
     """The returned field whose value of each sample is reported to the controller."""
     scalars: Mapping[str, str] = field(default_factory=dict)
@@ -330,7 +327,7 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True)
-class GroupOrder:
+class GroupTask:
     """Start one group of a stream on this worker."""
 
     stream: str
@@ -354,7 +351,7 @@ class SavedJournals:
 
 
 @dataclass(frozen=True)
-class ComputeOrder:
+class ComputeTask:
     """Run a sample-level node on one sample, or a group-level node on a group's samples."""
 
     node: str

@@ -50,9 +50,9 @@ from hflow.workers.generation.engine_manager import EngineManager
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import (
     BodyRetry,
-    ComputeOrder,
     ComputeReady,
-    GroupOrder,
+    ComputeTask,
+    GroupTask,
     NodeProgram,
     NodeResult,
     NodeTask,
@@ -226,30 +226,30 @@ class Worker:
 
     # Messages that may come at any time
 
-    def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+    def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Start the sources of groups."""
         sink = self._mailboxes[worker].put
-        self._mailboxes[worker].expect(sum(len(order.samples) for order in orders))
-        by_verb: dict[str, list[tuple[GroupOrder, DatasetRow]]] = {"encode": [], "generate": []}
-        for order in orders:
-            row = self._rows.row(order.stream, order.row)
-            by_verb[self._verb(self._plan.graph.stream(order.stream).source)].append((order, row))
+        self._mailboxes[worker].expect(sum(len(task.samples) for task in tasks))
+        by_verb: dict[str, list[tuple[GroupTask, DatasetRow]]] = {"encode": [], "generate": []}
+        for task in tasks:
+            row = self._rows.row(task.stream, task.row)
+            by_verb[self._verb(self._plan.graph.stream(task.stream).source)].append((task, row))
         self._encoder.open_groups(by_verb["encode"], sink)
-        self._episodes.open_groups(by_verb["generate"], sink, self._journals_of(orders))
+        self._episodes.open_groups(by_verb["generate"], sink, self._journals_of(tasks))
 
-    def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
-        """Stop groups of unfinished samples; returns orders by which other workers continue them."""
-        orders = self._episodes.detach_groups(self._plan.graph.stream(stream).source, groups)
-        self._mailboxes[worker].expect(-sum(len(order.samples) for order in orders))
-        return orders
+    def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupTask]:
+        """Stop groups of unfinished samples; returns tasks by which other workers continue them."""
+        tasks = self._episodes.detach_groups(self._plan.graph.stream(stream).source, groups)
+        self._mailboxes[worker].expect(-sum(len(task.samples) for task in tasks))
+        return tasks
 
-    def compute(self, worker: int, orders: Sequence[ComputeOrder]) -> None:
+    def compute(self, worker: int, tasks: Sequence[ComputeTask]) -> None:
         """Queue sample- and group-level bodies."""
         sink = self._mailboxes[worker].put
-        self._mailboxes[worker].expect(len(orders))
-        by_verb: dict[str, list[ComputeOrder]] = {"encode": [], "generate": [], "compute": []}
-        for order in orders:
-            by_verb[self._verb(order.node)].append(order)
+        self._mailboxes[worker].expect(len(tasks))
+        by_verb: dict[str, list[ComputeTask]] = {"encode": [], "generate": [], "compute": []}
+        for task in tasks:
+            by_verb[self._verb(task.node)].append(task)
         self._encoder.derive(by_verb["encode"], sink)
         self._episodes.derive(by_verb["generate"], sink)
         self._computes.submit(by_verb["compute"], sink)
@@ -480,16 +480,16 @@ class Worker:
             self._restore()
             self._restore = None
 
-    def _journals_of(self, orders: Sequence[GroupOrder]) -> dict[int, Journal]:
+    def _journals_of(self, tasks: Sequence[GroupTask]) -> dict[int, Journal]:
         """Return the journals with which samples of these groups continue."""
         readers: dict[tuple[str, str], SampleFilesReader] = {}
         journals: dict[int, Journal] = {}
-        for order in orders:
-            if not isinstance(order.journals, SavedJournals):
-                journals |= order.journals or {}
+        for task in tasks:
+            if not isinstance(task.journals, SavedJournals):
+                journals |= task.journals or {}
                 continue
-            directory, source = order.journals.directory, self._plan.graph.stream(order.stream).source
-            for sample, name in order.journals.files.items():
+            directory, source = task.journals.directory, self._plan.graph.stream(task.stream).source
+            for sample, name in task.journals.files.items():
                 if (directory, name) not in readers:
                     readers[directory, name] = SampleFilesReader(Path(directory), name)
                 journal = readers[directory, name].journal(source, sample)
@@ -614,7 +614,7 @@ def build_engines(
     backends: Mapping[str, ModelBackend],
     tokenizers: Mapping[str, TextTokenizer],
 ) -> tuple[dict[str, EngineDriver], frozenset[str]]:
-    """Build one engine for each generation replica that has a head here.
+    """Build one engine for each generation replica that has a dp-head here.
 
     Returns:
         The engines, and the names of those that share storage with a trainer here.
@@ -628,13 +628,13 @@ def build_engines(
     drivers: dict[str, EngineDriver] = {}
     sharing = set()
     for replica in replicas:
-        heads = [head for head in replica.heads if head in hosted]
-        if replica.role != "gen" or not heads:
+        dp_heads = [dp_head for dp_head in replica.heads if dp_head in hosted]
+        if replica.role != "gen" or not dp_heads:
             continue
         module = backends[source[replica.name]].shared_module() if replica.name in source else None
         if module is not None:
             sharing.add(replica.name)
-        ranks = tensor_ranks(replica, heads[0])
+        ranks = tensor_ranks(replica, dp_heads[0])
         cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
         engine = setup.factories[replica.backend](
             EngineSetup(

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from hflow.launch.planning.compile import compile_recipe
-from hflow.launch.running import run_recipe
+from hflow.launch.running import attempts, run_recipe
 from hflow.launch.running.worker_setup import make_workers
 from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
@@ -106,7 +106,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         *(f"steps={STEPS}", f"batch={BATCH}", f"out={out}"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_recipe, "make_workers", make)
+        patch.setattr(attempts, "make_workers", make)
         threading.Thread(target=strike, daemon=True).start()
         found.summary = run_recipe.run_compiled(compile_recipe(RECIPE, overrides), False)
     assert len(started) == 1, "all workers were started again"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from runs import ROOT, TINY
 
-from hflow.launch.running.run_recipe import stop_signals
+from hflow.launch.running.stop_signals import stop_signals
 from hflow.runtime.saving.checkpoint import verify_checkpoint
 
 SECONDS = 240.0

@@ -30,7 +30,6 @@ from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.weights.incoming import IncomingWeights
 
-one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
 chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
 shared_driver = pytest.fixture(episode_kit.heard_driver, scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from command_line import CommandLine
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,7 +97,6 @@ Cli = Callable[..., str]
 def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hflow: CommandLine) -> Cli:
     """Run a recipe's text through the command line in this process; return its one line of complaint."""
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
 
     def attempt(text: str, *overrides: str, command: str = "run") -> str:
         (tmp_path / "r.py").write_text(text)

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from runs import ROOT, run, steps_of, weights_of
 
 from hflow.base.errors import NotYetError
@@ -22,11 +21,6 @@ BASE = ["workers=inproc", "cluster=cpu-1x2", "steps=2", "batch=8", "+model@model
 BASE += ["models.actor.optim.lr=1e-3"]
 CRITIC = ["+model@models.critic=tiny-qwen2", "models.critic.optim.lr=1e-3"]
 SHORT = ["nodes.actor_gen.max_tokens=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def tasks(node: str) -> dict[int, NodeTask]:
 async def encoded(workers: RayWorkers) -> None:
     """Give each worker two samples."""
     for worker, groups in ((0, range(2)), (1, range(2, 4))):
-        await workers.open_groups(worker, kit.group_orders("sft_view", groups, size=1))
+        await workers.open_groups(worker, kit.group_tasks("sft_view", groups, size=1))
         await kit.collect(workers, worker, 2)
 
 

@@ -11,7 +11,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
 from hflow.report.text.summary import RunSummary
@@ -45,7 +44,6 @@ Alone = dict[str, RunSummary]
 @pytest.fixture(scope="module")
 def alone(rows: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """Each recipe of the commands in one process, on one device."""
-    torch.set_num_threads(1)
     found: Alone = {}
     for command in COMMANDS.values():
         recipe, *overrides = shlex.split(command)

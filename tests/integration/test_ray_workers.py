@@ -88,8 +88,8 @@ async def generate(workers: RayWorkers, version: int = 0, groups: range = range(
     """Generate groups, half of them on each worker."""
     half = len(groups) // 2
     await workers.wake("actor@gen", version)
-    await workers.open_groups(0, kit.group_orders(GEN, groups[:half]))
-    await workers.open_groups(1, kit.group_orders(GEN, groups[half:]))
+    await workers.open_groups(0, kit.group_tasks(GEN, groups[:half]))
+    await workers.open_groups(1, kit.group_tasks(GEN, groups[half:]))
     events = await kit.collect(workers, 0, 2 * half) + await kit.collect(workers, 1, 2 * half)
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     return events
@@ -98,7 +98,7 @@ async def generate(workers: RayWorkers, version: int = 0, groups: range = range(
 async def score(workers: RayWorkers, samples: dict[int, range]) -> None:
     for worker, held in samples.items():
         for node in ("score", "judged"):
-            await workers.compute(worker, kit.sample_orders(node, held))
+            await workers.compute(worker, kit.sample_tasks(node, held))
             for event in await kit.collect(workers, worker, len(held)):
                 assert not isinstance(event, Failed), event
 
@@ -135,7 +135,7 @@ async def train_and_compare(workers: MeasuredWorkers) -> None:
     tokens = ("actor_gen/input_ids", "actor_gen/loss_mask")
     for version, samples in ((0, tuple(range(8))), (1, tuple(range(8, 16)))):
         await workers.wake("actor@gen", version)
-        await workers.open_groups(1, kit.group_orders(GEN, range(samples[0] // 2, samples[0] // 2 + 4)))
+        await workers.open_groups(1, kit.group_tasks(GEN, range(samples[0] // 2, samples[0] // 2 + 4)))
         events = await kit.collect(workers, 1, 8)
         assert {(event.oldest, event.newest) for event in events} == {(version, version)}
         await workers.transfer([Move(1, 0, samples, (*tokens, logprobs[0]))])
@@ -219,14 +219,14 @@ def test_payload_does_not_pass_the_driver(pair: MeasuredWorkers) -> None:
 def test_a_hanging_body_is_killed_within_its_actor(pair: MeasuredWorkers) -> None:
     async def work() -> None:
         await pair.wake("actor@gen", 1)
-        await pair.open_groups(0, kit.group_orders(GEN, range(100, 102)))
+        await pair.open_groups(0, kit.group_tasks(GEN, range(100, 102)))
         await kit.collect(pair, 0, 4)
         await pair.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
         samples = (200, 201, 202, 203)
         (parcel,) = await pair._actors[0].export.remote([(samples, ("actor_gen/answer",))])
         answers = parcel[GEN].columns["answer"].values
         await put(pair, 0, {GEN: _renamed(parcel[GEN], answers)})
-        await pair.compute(0, kit.sample_orders("score", list(samples)))
+        await pair.compute(0, kit.sample_tasks("score", list(samples)))
         events = {event.key: event for event in await kit.collect(pair, 0, 4)}
         assert [(key, event.reason) for key, event in events.items() if isinstance(event, Failed)] == [
             (201, "timeout")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
@@ -20,7 +19,7 @@ from hflow.launch.running.worker_setup import make_setup, model_settings
 from hflow.models.settings import RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.interface import GroupOrder, SampleReady
+from hflow.workers.interface import GroupTask, SampleReady
 from hflow.workers.ray.ray_actors import RayActors
 
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
@@ -30,11 +29,6 @@ DUEL = [*SMALL, "models.alice.path=null", "models.bob.path=null"]
 DUEL += [
     f"models.{name}.optim.{change}" for name in ("alice", "bob") for change in ("lr=1e-3", "warmup_steps=0")
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_both_policies_learn_from_their_duels(tmp_path: Path) -> None:
@@ -149,8 +143,8 @@ def test_stored_tokens_are_the_generated_ones(name: str, monkeypatch: pytest.Mon
         workers = InprocWorkers()
         try:
             await workers.start(setup)
-            orders = [GroupOrder("agent", g, g, tuple(range(8 * g, 8 * g + 8))) for g in range(8)]
-            await workers.open_groups(0, orders)
+            tasks = [GroupTask("agent", g, g, tuple(range(8 * g, 8 * g + 8))) for g in range(8)]
+            await workers.open_groups(0, tasks)
             await workers.wake("actor@gen", 0)
             events: list[Any] = []
             while len(events) < 64:

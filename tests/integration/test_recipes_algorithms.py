@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
@@ -17,11 +16,6 @@ ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 HERE = ROOT / "tests" / "integration" / "recipes"
 ACTOR = ["models.actor.path=null", "models.actor.optim.warmup_steps=0", "models.actor.optim.lr=1e-3"]
 SMALL = ["steps=2", "batch=8", "data.heldout.limit=6", "save_every=1", "keep_checkpoints=null"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

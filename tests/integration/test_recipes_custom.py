@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from runs import run, steps_of
 
 REPLAY = "recipes/custom/replay.py"
@@ -13,7 +12,6 @@ SMALL += ["data.train.limit=8", "nodes.eval_gen.after=1000", "nodes.answer_gen.g
 
 
 def test_kept_samples_come_again_and_are_trained_with_new_ones(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     steps = steps_of(run(REPLAY, tmp_path, *SMALL, "nodes.answer_gen.share=0.5"))
     assert len(steps) == 3
     assert 0 < steps[-1]["answer_gen/is_replayed"] < 1

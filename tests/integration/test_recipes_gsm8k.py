@@ -45,7 +45,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Its attention adds nothing, so what it has learned from answers alone holds after any question.
     """
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("model")
     tokenizer = byte_tokenizer()

@@ -31,11 +31,6 @@ PPO_OPTIONS += ["nodes.kl_reward.beta=0.5", "nodes.kl_reward.target=0.05", "node
 ALONE = ["workers=inproc", "cluster=cpu-1x1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def ema(tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
     return run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
 from hflow.report.text.summary import RunSummary
@@ -18,11 +17,6 @@ RECIPE = ROOT / "tests/integration/recipes/rewarded.py"
 ASKED = [*TINY, "+model@models.rm=tiny-qwen2", "models.rm.path=null", "batch=4", "steps=3"]
 ASKED += [f"models.{model}.architecture.hidden_size=32" for model in ("actor", "rm")]
 APART = ["workers=inproc", "cluster=cpu-1x2", "placement=actor=0 rm=1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def check(summary: RunSummary, least: float = 0.3) -> None:

@@ -280,6 +280,7 @@ def test_the_model_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     actor = saved_model(step / "actor", "Qwen2ForCausalLM", dtype="bfloat16")
     saved_model(step / "critic", "Qwen2Model")
     (step.parent / "latest").symlink_to("step-2")
+    (step.parent.parent / "plan.json").write_text("{}")
     (tmp_path / "runs" / "ppo" / "latest").symlink_to("20260101-000000")
     for name in ("ppo", "runs/ppo", "runs/ppo/latest", str(step), str(actor)):
         assert find_checkpoint(name, [], None).directory == actor

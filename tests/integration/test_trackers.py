@@ -12,13 +12,15 @@ import pytest
 from mlflow import MlflowClient
 from runs import TINY, run, steps_of
 
-from hflow.base.errors import ConfigError, RecipeError
+from hflow.base.errors import ConfigError, PlanError, RecipeError
 from hflow.config.schema import ReportConfig
 from hflow.launch.planning.read_recipe import read_recipe
+from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.run_recipe import resume
-from hflow.launch.running.trackers import MlflowTracker, ObserverThread, check_trackers
+from hflow.launch.running.trackers import check_trackers
 from hflow.observer import RunInfo
 from hflow.report.text.summary import RunSummary
+from hflow.trackers.mlflow import MlflowTracker
 
 RECIPE = '''"""SFT with an observer of one's own."""
 
@@ -168,6 +170,13 @@ def test_a_missing_database_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
     check_trackers(ReportConfig(mlflow="http://host:5000"))
     with pytest.raises(ConfigError, match=r"needs sqlalchemy, alembic: pip install 'hflow-rl\[mlflow\]'"):
         check_trackers(ReportConfig(mlflow="sqlite:///mlflow.db"))
+
+
+def test_a_tracker_is_named_once() -> None:
+    with pytest.raises(ConfigError, match=r"report.trackers.wandb has no effect. Set report.wandb"):
+        check_trackers(ReportConfig(trackers={"wandb": "project"}))
+    with pytest.raises(PlanError, match=r"unknown tracker 'wandbb'; did you mean 'wandb'"):
+        check_trackers(ReportConfig(trackers={"wandbb": "project"}))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_engines_in_another_order_of_devices_draw_the_same(
             sums += loaded.engine_checksums
             for d, head in enumerate(setup.plan.replica("actor@gen").heads):
                 samples = range(2 * d, 2 * d + 2)
-                await workers.open_groups(head, kit.group_orders(GEN, range(d, d + 1)))
+                await workers.open_groups(head, kit.group_tasks(GEN, range(d, d + 1)))
                 await kit.collect(workers, head, 2)
                 (parcel,) = await workers._actors[head].export.remote([(tuple(samples), fields)])
                 columns = parcel[GEN].columns

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -105,11 +104,6 @@ def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     """Fixture: `merging_tokenizer` with a chat template."""
     return merging_tokenizer(tmp_path_factory.mktemp("chat"), TEMPLATE)
-
-
-def one_thread() -> None:
-    """Fixture: use one thread, as models this small are slower on two."""
-    torch.set_num_threads(1)
 
 
 def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) -> ModelSettings:

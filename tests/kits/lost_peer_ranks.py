@@ -25,7 +25,6 @@ ACTIVITY = "running node 'learn', step 2"
 
 def run(rank: int, directory: str) -> None:
     """Run a spawned rank. Rank 1 ends after every wait was done once; rank 0 writes how each fails then."""
-    torch.set_num_threads(1)
     fsdp.MIN_UNIT_BYTES = 0
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

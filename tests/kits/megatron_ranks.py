@@ -37,7 +37,6 @@ from hflow.training.megatron.weight_export import held_blocks, named_weights  # 
 
 def run(rank: int, path: Path) -> None:
     """Run one of four ranks; it writes a file for each case."""
-    torch.set_num_threads(1)
     weights.BUCKET_BYTES = 10_000  # several buckets for a model, and several pieces for its embedding
     store = dist.FileStore(str(path / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))

@@ -39,7 +39,6 @@ Groups = dict[tuple[int, ...], Any]
 
 def run(rank: int, path: Path, act: Callable[[int, Path, Groups], None]) -> None:
     """Join the world, run the rank's part, and leave the world."""
-    torch.set_num_threads(1)
     store = dist.FileStore(str(path / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
     groups = {ranks: dist.new_group(ranks) for ranks in (twins.FIRST, twins.SECOND)}

@@ -75,7 +75,6 @@ class Measured:
 
 def run(rank: int, directory: str) -> None:
     """Write `Measured` of each case on this rank."""
-    torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
     groups = {1: None, 2: dist.new_group([0, 1]), 4: dist.group.WORLD}

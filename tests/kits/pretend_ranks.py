@@ -40,7 +40,6 @@ def move_to_device(parameters: list[nn.Parameter], buffers: list[Tensor], device
 
 def run(rank: int, directory: str) -> None:
     """Train each case with FSDP2, infer and save; rank 0 writes metrics, weights, log-probs and waits."""
-    torch.set_num_threads(1)
     fsdp.MIN_UNIT_BYTES = 0  # each layer is sharded by itself
     _fsdp_init._move_states_to_device = move_to_device
     with pretend_device.installed() as device:
@@ -63,7 +62,6 @@ TWINS = (
 
 def run_megatron(rank: int, directory: str) -> None:
     """Train each twin with megatron, and write metrics and weights of every rank."""
-    torch.set_num_threads(1)
     with pretend_device.installed() as device:
         from hflow.training.megatron.device import prepare
 

@@ -31,7 +31,6 @@ from hflow.training.megatron.te_layers import SeparateExperts  # noqa: E402
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     print("installed", installed_transformer_engine())
     state = torch.get_rng_state()
     settings = ModelSettings(name="actor", architecture=kit.MIXED, kernels="transformer_engine")

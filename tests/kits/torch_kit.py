@@ -131,7 +131,6 @@ def two_pass_call(node: Any, reads: list[Read], knobs: dict[str, Any], **options
         provided=signature.provided,
         returns=(("loss", "token"),),
         metrics=True,
-        opens_stream=False,
         models=("actor",),
         knobs={knob.name: knob.value for knob in signature.knobs} | knobs,
         options=options,

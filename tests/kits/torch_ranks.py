@@ -23,7 +23,6 @@ from hflow.training.fsdp.backend import TorchModel
 
 def run(rank: int, directory: str) -> None:
     """Run a spawned rank; rank 0 writes the results to `ranks.pt`."""
-    torch.set_num_threads(1)
     hf_files.MIN_FILE_BYTES = 4096  # so that both ranks write files of a tiny model
     weight_export.BUCKET_BYTES = 512  # and tensors are sent in pieces
     store = dist.FileStore(f"{directory}/store", 2)
@@ -37,7 +36,6 @@ def run(rank: int, directory: str) -> None:
 
 def run_compiled(rank: int, directory: str) -> None:
     """Run a spawned rank that trains compiled layers, each sharded by itself, and write rank 0's results."""
-    torch.set_num_threads(1)
     fsdp.MIN_UNIT_BYTES = 0
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))

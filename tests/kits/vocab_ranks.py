@@ -48,7 +48,6 @@ def measures(logits: Any, drawn: Tensor, others: Tensor) -> tuple[dict[str, Tens
 
 def run(rank: int, directory: str) -> None:
     """Run a spawned rank, which writes its results to `<rank>.pt`."""
-    torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     results = {(t, size): compute(rank, t, size) for t in TEMPERATURES for size in CHUNKS}

@@ -1,4 +1,4 @@
-"""Plans, setups and orders for tests of workers."""
+"""Plans, setups and tasks for tests of workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.workers.inproc import InprocWorkers
 from hflow.workers.interface import (
-    ComputeOrder,
-    GroupOrder,
+    ComputeTask,
+    GroupTask,
     NodeTask,
     ShardInput,
     WorkerEvent,
@@ -68,16 +68,16 @@ def engine_module_of(workers: InprocWorkers) -> nn.Module:
     return engine._module
 
 
-def group_orders(stream: str, groups: range, size: int = 2) -> list[GroupOrder]:
-    return [GroupOrder(stream, g, g, tuple(range(g * size, (g + 1) * size))) for g in groups]
+def group_tasks(stream: str, groups: range, size: int = 2) -> list[GroupTask]:
+    return [GroupTask(stream, g, g, tuple(range(g * size, (g + 1) * size))) for g in groups]
 
 
-def sample_orders(node: str, samples: list[int] | range) -> list[ComputeOrder]:
-    return [ComputeOrder(node, sample, (sample,)) for sample in samples]
+def sample_tasks(node: str, samples: list[int] | range) -> list[ComputeTask]:
+    return [ComputeTask(node, sample, (sample,)) for sample in samples]
 
 
-def group_of(node: str, groups: range, size: int = 2) -> list[ComputeOrder]:
-    return [ComputeOrder(node, g, tuple(range(g * size, (g + 1) * size))) for g in groups]
+def group_of(node: str, groups: range, size: int = 2) -> list[ComputeTask]:
+    return [ComputeTask(node, g, tuple(range(g * size, (g + 1) * size))) for g in groups]
 
 
 def task(node: str, *shards: tuple[int, ...], step: int = 0, dp: int = 0) -> NodeTask:

@@ -89,12 +89,8 @@ BORDERS = {
     ),
     "tracker": (
         "(?i)wandb",
-        "launch/running/trackers.py",
-        {
-            "config/schema.py": "its key",
-            "doctor/__init__.py": "the list of optional packages",
-            "launch/checkpoints/evaluate.py": "an evaluation reports to none",
-        },
+        "trackers/wandb.py",
+        {"trackers/registry.py": "the registry", "config/schema.py": "its key"},
     ),
 }
 """Kind -> (one of it, its folder or file, the other places that name it: file -> why)."""

@@ -161,7 +161,7 @@ def test_runs_that_cannot_teach_are_refused(compiled: Compiled, tmp_path: Path, 
         hardware_of(run, cluster="h100-1x8")
     with pytest.raises(ConfigError, match="calibration and calibrate are both set; remove one of them"):
         hardware_of(run, calibration="here.yaml")
-    with pytest.raises(ConfigError, match=r"there is no run 'gone' with a plan; give a run's directory"):
+    with pytest.raises(ConfigError, match=r"there is no run 'gone'; give a run's directory"):
         hardware_of(Path("gone"))
 
     write_run(compiled, tmp_path / "short", truth, num_steps=WARM_STEPS + MIN_STEPS - 1)

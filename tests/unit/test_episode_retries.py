@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.types import Engine, Trajectory
@@ -15,11 +14,6 @@ from hflow.workers.interface import Failed, SampleReady, WorkerEvent, WorkerSetu
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "behav_logprobs", "versions", "completion")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ async def whimsical(engine: Engine, prompt: str) -> Trajectory:
 
 async def played(workers: InprocWorkers) -> tuple[list[WorkerEvent], list[list[Any]], int]:
     """Return the events of four samples, their fields, and the number of tokens generated for them."""
-    await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+    await workers.open_groups(0, kit.group_tasks(GEN, range(2)))
     await workers.wake("actor@gen", 0)
     events = await kit.collect(workers, 0, 4)
     is_whole = all(isinstance(event, SampleReady) for event in events)

@@ -19,7 +19,6 @@ from hflow.engines.interface import SamplingParams
 from hflow.engines.request import new_request, stop_reason
 from hflow.types import ToolCall, Trajectory
 
-one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
 chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
 driver = pytest.fixture(episode_kit.heard_driver, scope="module")

@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Engine, EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.workers.inproc import InprocWorkers
-from hflow.workers.interface import Failed, GroupOrder, SampleReady, SavedJournals, WorkerSetup
+from hflow.workers.interface import Failed, GroupTask, SampleReady, SavedJournals, WorkerSetup
 
 GEN = "actor_gen"
 FIELDS = ("input_ids", "loss_mask", "behav_logprobs", "versions", "completion")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=["function", "environment"])
@@ -70,15 +64,15 @@ async def exploring(engine: Engine, prompt: str) -> Trajectory:
     return await engine.complete(talk.add("tool", await engine.call(room.ask, question=prompt)))
 
 
-def orders(workers: InprocWorkers) -> list[tuple[GroupOrder, Any]]:
+def tasks(workers: InprocWorkers) -> list[tuple[GroupTask, Any]]:
     rows = workers._worker._rows
-    return [(order, rows.row(order.stream, order.row)) for order in kit.group_orders(GEN, range(2))]
+    return [(task, rows.row(task.stream, task.row)) for task in kit.group_tasks(GEN, range(2))]
 
 
 async def started(workers: InprocWorkers, journals: dict[int, Journal]) -> None:
     """Open groups with journals."""
     sink = workers._worker._mailboxes[0].put
-    workers._worker._episodes.open_groups(orders(workers), sink, journals)
+    workers._worker._episodes.open_groups(tasks(workers), sink, journals)
     await workers.wake("actor@gen", 0)
 
 
@@ -124,7 +118,7 @@ def test_an_episode_that_continues_from_a_file_makes_the_same_sample(
 
     async def resume(workers: InprocWorkers) -> tuple[list[list[Any]], int]:
         given = SavedJournals(str(tmp_path), dict.fromkeys(range(4), "worker-0"))
-        groups = [dataclasses.replace(order, journals=given) for order in kit.group_orders(GEN, range(2))]
+        groups = [dataclasses.replace(task, journals=given) for task in kit.group_tasks(GEN, range(2))]
         await workers.open_groups(0, groups)
         await workers.wake("actor@gen", 0)
         await kit.collect(workers, 0, 4)
@@ -149,7 +143,7 @@ def test_detached_groups_continue_on_another_worker(
         await left(workers)
         assert await workers.detach_groups(0, GEN, [7]) == []
         given = await workers.detach_groups(0, GEN, [0, 1])
-        assert [(order.group, order.samples) for order in given] == [(0, (0, 1)), (1, (2, 3))]
+        assert [(task.group, task.samples) for task in given] == [(0, (0, 1)), (1, (2, 3))]
         assert await workers.detach_groups(0, GEN, [0, 1]) == []
         monkeypatch.setitem(globals(), "_open", True)
         await workers.open_groups(0, given)
@@ -181,7 +175,7 @@ def test_a_journal_of_another_body_refuses_its_sample(setup: WorkerSetup) -> Non
 
 def test_polls_report_the_states_of_episodes(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> dict[str, int]:
-        await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(2)))
         await workers.wake("actor@gen", 0)
         seen: dict[str, int] = {}
         num_events = 0
@@ -209,7 +203,7 @@ def test_tool_calls_are_counted_as_metrics_of_the_sample(setup: WorkerSetup) -> 
     changed = kit.with_program(setup, GEN, body=offering)
 
     async def work(workers: InprocWorkers) -> dict[str, tuple[float, int]]:
-        await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(2)))
         await workers.wake("actor@gen", 0)
         await kit.collect(workers, 0, 4)
         return await workers.summarize(0, GEN, range(4))

@@ -15,7 +15,7 @@ from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.records.step_metrics import StepMetrics
 from hflow.types.engine import SleepLevel
-from hflow.workers.interface import GroupOrder, WeightsLoaded
+from hflow.workers.interface import GroupTask, WeightsLoaded
 
 STREAM, SIZE, NUM_ENGINES = "actor_gen", 3, 4
 PLAN, _ = planned(graphs.grpo(group=SIZE), "cpu-1x4", batch=4)
@@ -86,10 +86,10 @@ class RecordingWorkers:
 
     async def detach_groups(self, worker, stream, groups):
         self.received.append(f"detach {groups} from {worker}")
-        return [GroupOrder(stream, g, g, tuple(range(g * SIZE, (g + 1) * SIZE))) for g in groups]
+        return [GroupTask(stream, g, g, tuple(range(g * SIZE, (g + 1) * SIZE))) for g in groups]
 
-    async def open_groups(self, worker, orders):
-        self.received.append(f"open {[order.group for order in orders]} on {worker}")
+    async def open_groups(self, worker, tasks):
+        self.received.append(f"open {[task.group for task in tasks]} on {worker}")
 
     async def wake(self, replica, version):
         self.received.append(f"wake {version}")

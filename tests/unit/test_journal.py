@@ -40,7 +40,6 @@ from hflow.types import EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 
-one_thread = pytest.fixture(episode_kit.one_thread, scope="module", autouse=True)
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
 driver = pytest.fixture(episode_kit.heard_driver, scope="module")
 calls = Counter[str]()

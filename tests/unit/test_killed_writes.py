@@ -10,7 +10,7 @@ import pytest
 
 from hflow.base.errors import ConfigError
 from hflow.base.files import replace_text
-from hflow.launch.results.runs import find_run
+from hflow.launch.targets import resolve
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.saving.checkpoint import BEST, LATEST, Checkpoints, replace_link
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
@@ -68,10 +68,10 @@ def test_a_run_has_a_plan_or_no_directory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_that_was_never_ready_is_named(tmp_path: Path):
     run = RunDirectory.create(tmp_path, "grpo", "steps: 2\n", "{}\n")
     with pytest.raises(ConfigError, match=f"has no latest run.*name a run, such as {run.path}"):
-        find_run(str(tmp_path / "grpo"), "plan.json")
+        resolve(str(tmp_path / "grpo"))
     run.plan.unlink()
     with pytest.raises(ConfigError, match=r"has no plan\.json, so it is not a run's directory"):
-        find_run(str(run.path), "plan.json")
+        resolve(str(run.path)).require_run()
 
 
 def _killed(self: Path, target: Path) -> Path:

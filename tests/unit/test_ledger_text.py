@@ -22,6 +22,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "runs" / "small" / "20260131-142500"
     directory.mkdir(parents=True)
     (directory.parent / "latest").symlink_to(directory.name)
+    (directory / "plan.json").write_text("{}")
     with recorded(directory / "ledger.sqlite", max_staleness=2) as run:
         run.ledger.record_weights("actor@gen", 1, "00ab")
         run.issue(1)
@@ -100,7 +101,7 @@ def test_a_run_is_named_or_is_a_directory(runs: Path, hflow: CommandLine, run: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("why", "smal", "2"), "there is no run 'smal' with a ledger; .* did you mean 'small'"),
+        (("why", "smal", "2"), "there is no run 'smal'; .*did you mean 'small'"),
         (("why", "small", "12"), "gen has no sample 12.* 0 to 9"),
         (("samples", "small", "--where", "lagg > 2"), "no such column: lagg"),
         (("samples", "small", "--json", "--csv"), "use one of them"),

@@ -380,7 +380,7 @@ def test_machines_of_the_ranks_of_each_axis():
 
     def axes(role, text):
         layout = Layout.parse(text)
-        heads = tuple(layout.heads(rank_order(role)))
+        heads = tuple(layout.dp_heads(rank_order(role)))
         replica = Replica("m", "m", role, "torch", layout, ("all",), eight, heads)
         return [axis_ranks(replica, axis, cluster, TOY) for axis in ("data", "tensor", "pipe")]
 

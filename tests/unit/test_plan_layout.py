@@ -29,7 +29,7 @@ def replica(model: str, layout: str) -> Replica:
     shape = Layout.parse(layout)
     workers = tuple(range(shape.world))
     return Replica(
-        f"{model}@train", model, "train", "torch", shape, "all", workers, shape.heads(RankOrder.TRAIN)
+        f"{model}@train", model, "train", "torch", shape, "all", workers, shape.dp_heads(RankOrder.TRAIN)
     )
 
 
@@ -110,17 +110,17 @@ def test_each_copy_of_the_experts_is_on_neighbours(layout):
 
 @given(layouts, st.sampled_from(RankOrder))
 def test_heads_are_the_first_context_and_tensor_rank_of_the_last_stage(layout, order):
-    coords = [layout.coords(order, head) for head in layout.heads(order)]
+    coords = [layout.coords(order, head) for head in layout.dp_heads(order)]
     assert coords == [(d, 0, layout.pipe - 1, 0) for d in range(layout.data)]
 
 
 @pytest.mark.parametrize(("text", "heads"), [("d2", (0, 1)), ("d2t2", (0, 2)), ("d2t2p2", (4, 6))])
 def test_heads_of_training(text, heads):
-    assert Layout.parse(text).heads(RankOrder.TRAIN) == heads
+    assert Layout.parse(text).dp_heads(RankOrder.TRAIN) == heads
 
 
 def test_heads_of_generation():
-    assert Layout.parse("d2t2p2").heads(RankOrder.GENERATE) == (2, 6)
+    assert Layout.parse("d2t2p2").dp_heads(RankOrder.GENERATE) == (2, 6)
 
 
 @pytest.mark.parametrize(("text", "heads"), [("d2", (0, 1)), ("d2t2", (0, 2)), ("d2t2p2", (4, 6))])

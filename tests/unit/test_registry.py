@@ -10,6 +10,7 @@ from runs import run
 from hflow.base.errors import PlanError
 from hflow.base.registry import Registry
 from hflow.planner.plan.channels import CHANNELS, ChannelKind, channel_kind
+from hflow.trackers.registry import TRACKERS
 
 EXTENSION = Path(__file__).parents[1] / "kits" / "extension"
 OWN = {"store": "hflow.weights.channels.store.descriptor:CHANNEL"}
@@ -18,9 +19,11 @@ OWN = {"store": "hflow.weights.channels.store.descriptor:CHANNEL"}
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(EXTENSION))
-    CHANNELS.__dict__.pop("_added", None)
+    for registry in (CHANNELS, TRACKERS):
+        registry.__dict__.pop("_added", None)
     yield
-    CHANNELS.__dict__.pop("_added", None)
+    for registry in (CHANNELS, TRACKERS):
+        registry.__dict__.pop("_added", None)
     channel_kind.cache_clear()
 
 
@@ -28,7 +31,7 @@ def channels(own: dict[str, str] = OWN) -> Registry:
     return Registry("weight channel", "hflow.channels", own)
 
 
-def test_a_package_adds_a_channel_that_a_run_uses(extension: None, tmp_path: Path):
+def test_a_package_adds_a_channel_and_a_tracker_that_a_run_uses(extension: None, tmp_path: Path):
     options = ["cluster=cpu-1x2", "workers=inproc", "placement=actor=0 actor.gen=1", "steps=2", "batch=4"]
     summary = run(
         "recipes/grpo.py",
@@ -36,11 +39,13 @@ def test_a_package_adds_a_channel_that_a_run_uses(extension: None, tmp_path: Pat
         *options,
         "models.actor.path=null",
         "models.actor.gen.transport=mailbox",
+        f"report.trackers.file={tmp_path / 'steps'}",
     )
     from hflow_extension import SENT
 
     assert summary.steps == 2
     assert SENT
+    assert (tmp_path / "steps").read_text() == "1\n2\n"
 
 
 def test_all_names_are_listed_with_those_of_other_packages_last(extension: None):

@@ -15,7 +15,8 @@ from typing import Any
 import episode_kit
 import pytest
 
-from hflow.base.errors import BackendError, ConfigError, DataError, RunError, mask_secrets
+from hflow.base.errors import BackendError, ConfigError, DataError, RunError
+from hflow.base.secrets import mask_secrets
 from hflow.base.terminal import print_data, print_note, print_text, safe_text, show
 from hflow.config.compose import load_config
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings

@@ -185,7 +185,7 @@ def test_a_worker_does_not_wake_an_engine_without_weights():
         with pytest.raises(RunError, match="dropped its weights of version 0"):
             await workers.wake("actor@gen", 0)
         await workers.wake("actor@gen", 1)
-        await workers.open_groups(0, kit.group_orders("actor_gen", range(1)))
+        await workers.open_groups(0, kit.group_tasks("actor_gen", range(1)))
         await kit.collect(workers, 0, 2)
 
     kit.with_workers(kit.setup_of(), work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import worker_kit as kit
 
 from hflow.launch.planning.compile import compile_recipe
@@ -21,11 +20,6 @@ TINY += ["+data@data.train=addition", "cluster=cpu-1x1", "nodes.game.max_tokens=
 FIRST = range(8)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def setup() -> WorkerSetup:
     return make_setup(compile_recipe(GAME, TINY))
@@ -33,7 +27,7 @@ def setup() -> WorkerSetup:
 
 def test_a_sample_is_in_both_streams(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
-        await workers.open_groups(0, kit.group_orders("alice_play", range(1), 8))
+        await workers.open_groups(0, kit.group_tasks("alice_play", range(1), 8))
         await workers.wake("alice@gen", 4)
         await workers.wake("bob@gen", 2)
         events = {
@@ -64,7 +58,7 @@ async def failing(alice: Engine, bob: Engine, prompt: str) -> tuple[Trajectory, 
 
 def test_a_failure_names_the_node(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
-        await workers.open_groups(0, kit.group_orders("alice_play", range(1), 8))
+        await workers.open_groups(0, kit.group_tasks("alice_play", range(1), 8))
         events = await kit.collect(workers, 0, 8)
         assert {event.node for event in events if isinstance(event, Failed)} == {"game"}
         assert len(events) == 8

@@ -24,7 +24,6 @@ def program(body: Callable[..., Any], **knobs: Any) -> NodeProgram:
         provided=(("teacher", "target"), ("student", "source")),
         returns=(),
         metrics=False,
-        opens_stream=False,
         models=("teacher", "student"),
         knobs=knobs,
         options={},

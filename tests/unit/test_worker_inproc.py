@@ -26,11 +26,6 @@ from hflow.workers.interface import ComputeReady, Failed, SampleReady, SavedSamp
 GEN = "actor_gen"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def setup() -> WorkerSetup:
     return kit.setup_of("cluster=cpu-1x2")
@@ -40,8 +35,8 @@ async def generate(workers: Workers, groups: int = 4) -> list[Any]:
     """Generate groups, half of them for each worker, with weights of version 0."""
     await workers.wake("actor@gen", 0)
     half = groups // 2
-    await workers.open_groups(0, kit.group_orders(GEN, range(half)))
-    await workers.open_groups(1, kit.group_orders(GEN, range(half, groups)))
+    await workers.open_groups(0, kit.group_tasks(GEN, range(half)))
+    await workers.open_groups(1, kit.group_tasks(GEN, range(half, groups)))
     events = await kit.collect(workers, 0, 2 * half) + await kit.collect(workers, 1, 2 * (groups - half))
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     return events
@@ -67,11 +62,11 @@ def test_an_engine_knows_that_a_route_brings_its_weights(cluster: str, receives:
 async def prepare(workers: Workers) -> tuple[int, ...]:
     """Generate, score, and view eight samples; all on worker 0."""
     await workers.wake("actor@gen", 0)
-    await workers.open_groups(0, kit.group_orders(GEN, range(4)))
+    await workers.open_groups(0, kit.group_tasks(GEN, range(4)))
     await kit.collect(workers, 0, 8)
     await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
     for node in ("score", "judged", "view"):
-        await workers.compute(0, kit.sample_orders(node, range(8)))
+        await workers.compute(0, kit.sample_tasks(node, range(8)))
         await kit.collect(workers, 0, 8)
     return tuple(range(8))
 
@@ -99,7 +94,7 @@ def test_generated_samples_are_reported_where_they_were_ordered(setup: WorkerSet
 
 def test_generated_tokens_are_counted(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
-        await workers.open_groups(0, kit.group_orders(GEN, range(4)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(4)))
         await workers.wake("actor@gen", 0)
         num_learned = num_generated = num_events = 0
         while num_events < 8:
@@ -119,9 +114,9 @@ def test_samples_do_not_depend_on_time_or_worker(setup: WorkerSetup) -> None:
 
     async def one_by_one(workers: InprocWorkers) -> list[Any]:
         await workers.wake("actor@gen", 0)
-        for order in kit.group_orders(GEN, range(4)):
-            await workers.open_groups(order.group % 2, [order])
-            await kit.collect(workers, order.group % 2, 2)
+        for task in kit.group_tasks(GEN, range(4)):
+            await workers.open_groups(task.group % 2, [task])
+            await kit.collect(workers, task.group % 2, 2)
         return read(workers, GEN, "input_ids", tuple(range(8)))
 
     assert with_workers(setup, together) == with_workers(setup, one_by_one)
@@ -129,7 +124,7 @@ def test_samples_do_not_depend_on_time_or_worker(setup: WorkerSetup) -> None:
 
 def test_an_engine_that_sleeps_keeps_unfinished_samples() -> None:
     async def work(workers: InprocWorkers) -> list[Any]:
-        await workers.open_groups(0, kit.group_orders(GEN, range(4)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(4)))
         await workers.wake("actor@gen", 0)
         await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
         await workers.wake("actor@gen", 1)
@@ -201,7 +196,7 @@ def test_a_body_refuses_only_its_own_sample(setup: WorkerSetup) -> None:
         answers = read(workers, GEN, "answer", tuple(range(8)))
         failing, hanging = answers[0], answers[4]
         assert failing != hanging
-        await workers.compute(0, kit.sample_orders("score", range(8)))
+        await workers.compute(0, kit.sample_tasks("score", range(8)))
         events = {event.key: event for event in await kit.collect(workers, 0, 8)}
         told = {key: event for key, event in events.items() if isinstance(event, Failed)}
         assert {key for key, event in told.items() if event.reason == "failed"} == {
@@ -259,7 +254,7 @@ def test_the_engine_generates_with_trained_weights(setup: WorkerSetup) -> None:
         await workers.release(0, samples, GEN, None)
         assert workers._worker._store.num_values() == 0
         await workers.wake("actor@gen", 1)
-        await workers.open_groups(0, kit.group_orders(GEN, range(4)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(4)))
         events = await kit.collect(workers, 0, 8)
         assert {(event.oldest, event.newest) for event in events} == {(1, 1)}
         after = read(workers, GEN, "behav_logprobs", samples)
@@ -320,14 +315,14 @@ def test_the_state_of_a_node_is_kept_between_calls(setup: WorkerSetup) -> None:
 
 def test_released_samples_are_reported_and_freed(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> None:
-        await workers.open_groups(0, kit.group_orders(GEN, range(2)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(2)))
         await workers.release(0, (0, 1), GEN, None)
         events = await kit.collect(workers, 0, 2)
         assert {(type(event), event.key) for event in events} == {(Failed, 0), (Failed, 1)}
         await workers.wake("actor@gen", 0)
         assert {event.sample for event in await kit.collect(workers, 0, 2)} == {2, 3}
         await workers.release(0, (2, 3), GEN, None)
-        await workers.compute(0, kit.sample_orders("score", [2]) + kit.sample_orders("view", [3]))
+        await workers.compute(0, kit.sample_tasks("score", [2]) + kit.sample_tasks("view", [3]))
         events = await kit.collect(workers, 0, 2)
         assert {(type(event), event.key) for event in events} == {(Failed, 2), (Failed, 3)}
         assert workers._worker._store.num_values() == 0
@@ -339,7 +334,7 @@ def test_orders_sent_with_one_for_a_released_sample_are_run(setup: WorkerSetup) 
     async def work(workers: InprocWorkers) -> None:
         await generate(workers)
         await workers.release(0, (2,), GEN, None)
-        await workers.compute(0, kit.sample_orders("score", range(4)))
+        await workers.compute(0, kit.sample_tasks("score", range(4)))
         events = {event.key: type(event) for event in await kit.collect(workers, 0, 4)}
         assert events == {0: ComputeReady, 1: ComputeReady, 2: Failed, 3: ComputeReady}
         assert len(read(workers, GEN, "reward", (0, 1, 3))) == 3
@@ -403,7 +398,7 @@ def test_nothing_moves_within_one_process(setup: WorkerSetup) -> None:
 def test_spans_show_what_the_device_did(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> list[str]:
         await generate(workers)
-        await workers.compute(0, kit.sample_orders("score", [0]))
+        await workers.compute(0, kit.sample_tasks("score", [0]))
         report = await workers.poll(0)
         assert report.engine_stats.num_tokens == 0
         return [span.name for span in report.spans]
@@ -439,7 +434,7 @@ def test_one_device_shares_the_trainers_storage() -> None:
         (result,) = await workers.run({0: kit.task("learn", samples)})
         assert result.metrics["grad_norm"] > 0
         await workers.wake("actor@gen", 1)
-        await workers.open_groups(0, kit.group_orders(GEN, range(4, 8)))
+        await workers.open_groups(0, kit.group_tasks(GEN, range(4, 8)))
         events = await kit.collect(workers, 0, 8)
         assert {(event.oldest, event.newest) for event in events} == {(1, 1)}
 

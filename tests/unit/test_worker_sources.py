@@ -25,11 +25,6 @@ GEN = "actor_gen"
 SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def setup() -> WorkerSetup:
     return kit.setup_of("cluster=cpu-1x1")
@@ -48,7 +43,7 @@ FIRST, SECOND = "", ""
 
 
 async def generated(workers: InprocWorkers, groups: int) -> dict[int, Any]:
-    await workers.open_groups(0, kit.group_orders(GEN, range(groups)))
+    await workers.open_groups(0, kit.group_tasks(GEN, range(groups)))
     await workers.wake("actor@gen", 0)
     events = await kit.collect(workers, 0, 2 * groups)
     return {event.sample if isinstance(event, SampleReady) else event.key: event for event in events}
@@ -144,7 +139,7 @@ def pair(tokenizer: Tokenizer, prompt: str, answer: str) -> list[Trajectory]:
 
 
 async def written(workers: InprocWorkers, groups: range, size: int) -> dict[int, Any]:
-    await workers.open_groups(0, kit.group_orders("sft_view", groups, size))
+    await workers.open_groups(0, kit.group_tasks("sft_view", groups, size))
     events = await kit.collect(workers, 0, len(groups) * size)
     return {event.sample if isinstance(event, SampleReady) else event.key: event for event in events}
 
@@ -280,9 +275,9 @@ def check_ends(ended: dict[int, Any], cases: list[int], words: str = "must ") ->
             assert "\n" not in event.message
 
 
-async def computed(workers: InprocWorkers, orders: list[Any]) -> dict[int, Any]:
-    await workers.compute(0, orders)
-    return {event.key: event for event in await kit.collect(workers, 0, len(orders))}
+async def computed(workers: InprocWorkers, tasks: list[Any]) -> dict[int, Any]:
+    await workers.compute(0, tasks)
+    return {event.key: event for event in await kit.collect(workers, 0, len(tasks))}
 
 
 def test_a_wrong_result_refuses_what_an_exception_would(setup: WorkerSetup) -> None:
@@ -292,7 +287,7 @@ def test_a_wrong_result_refuses_what_an_exception_would(setup: WorkerSetup) -> N
     async def rewards(workers: InprocWorkers) -> None:
         await generated(workers, GROUPS)
         cases = [case_of(answer) for answer in read(workers, GEN, "answer", samples)]
-        ended = await computed(workers, kit.sample_orders("score", samples))
+        ended = await computed(workers, kit.sample_tasks("score", samples))
         check_ends(ended, cases, "'reward' must be a number, the body returned ")
         assert {event.value for event in ended.values() if not isinstance(event, Failed)} == {0.7}
         right = [sample for sample in samples if not cases[sample]]
@@ -302,11 +297,11 @@ def test_a_wrong_result_refuses_what_an_exception_would(setup: WorkerSetup) -> N
     async def others(workers: InprocWorkers) -> None:
         await generated(workers, GROUPS)
         cases = [case_of(answer) for answer in read(workers, GEN, "answer", samples)]
-        ended = await computed(workers, kit.sample_orders("score", samples))
+        ended = await computed(workers, kit.sample_tasks("score", samples))
         assert [ended[sample].value for sample in samples] == cases, "a tensor with a gradient is its number"
-        check_ends(await computed(workers, kit.sample_orders("judged", samples)), cases)
+        check_ends(await computed(workers, kit.sample_tasks("judged", samples)), cases)
         check_ends(await computed(workers, kit.group_of("long_enough", range(GROUPS))), cases[::2])
-        ended = await computed(workers, kit.sample_orders("view", samples))
+        ended = await computed(workers, kit.sample_tasks("view", samples))
         check_ends(ended, cases, "must return a trajectory with tokens, not ")
 
     with_workers(kit.with_program(setup, "score", body=scored), rewards)
@@ -369,7 +364,7 @@ def test_a_wrong_result_of_a_whole_batch_ends_the_run_in_one_line(setup: WorkerS
     async def work(workers: InprocWorkers) -> None:
         await generated(workers, 4)
         for node in ("score", "judged", "view"):
-            await computed(workers, kit.sample_orders(node, range(8)))
+            await computed(workers, kit.sample_tasks(node, range(8)))
         await workers.sleep("actor@gen", SleepLevel.KEEP_WEIGHTS)
         for node in nodes:
             for result in (*(result_of(case, 0.5) for case in range(8)), torch.ones(3), "text", (1, 2, 3, 4)):

@@ -22,7 +22,6 @@ from hflow.graph.evaluation import Sampling, evaluation_spec
 from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.queries import reported_field
 from hflow.launch.checkpoints.merged import model_directory
-from hflow.launch.checkpoints.saved import find_saved_models
 from hflow.launch.planning.compile import Compiled, learn_from_run
 from hflow.launch.planning.data_settings import check_data
 from hflow.launch.planning.models import check_model_fit
@@ -30,6 +29,7 @@ from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_fil
 from hflow.launch.planning.read_recipe import check_names
 from hflow.launch.planning.request import plan_request
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
+from hflow.launch.targets import resolve
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan
 from hflow.runtime.ledger.scores import StreamScores, read_scores
@@ -107,9 +107,10 @@ def evaluate(
         HflowError: if there is no checkpoint or recipe, or nothing scores samples; and as `hflow.run`.
     """
     options = options or EvaluationOptions()
-    saved = find_saved_models(target)
+    saved = resolve(target)
+    directories = saved.require_models()
     file = read_plan_file(saved.run.plan) if saved.run is not None and options.recipe is None else None
-    models = {name: model_directory(path) for name, path in saved.models.items()}
+    models = {name: model_directory(path) for name, path in directories.items()}
     compiled = compile_evaluation(models, file, overrides, options)
     summary = run_compiled(compiled, live, RunEnvironment(is_quiet=is_quiet))
     directory = RunDirectory(summary.directory)
@@ -123,7 +124,7 @@ def evaluate(
         recipe=str(compiled.recipe),
         models={
             name: str(path)
-            for name, path in saved.models.items()
+            for name, path in directories.items()
             if name in {model.name for model in compiled.graph.models}
         },
         steps=saved.steps,
@@ -204,7 +205,7 @@ def _without_placement(config: RunConfig) -> RunConfig:
         groups={},
         keep_best=None,
         calibrate=None,
-        report=replace(config.report, show=None, wandb=None, mlflow=None),
+        report=replace(config.report.without_trackers(), show=None),
         models=models,
     )
 

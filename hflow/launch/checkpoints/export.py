@@ -12,12 +12,12 @@ from typing import Any, Literal
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hflow.base.errors import ConfigError, nearest
+from hflow.base.errors import ConfigError
 from hflow.base.files import read_json_object
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings, has_tokenizer
 from hflow.launch.checkpoints.merged import model_directory
-from hflow.launch.checkpoints.saved import SavedModels, find_saved_models
-from hflow.launch.checkpoints.served import generates
+from hflow.launch.checkpoints.saved import is_language_model
+from hflow.launch.targets import resolve
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.models.hub import make_private_model, push_model
 from hflow.models.settings import SHARDS
@@ -71,9 +71,9 @@ def export(
     """
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists; name a new directory, or remove it")
-    saved = find_saved_models(target)
-    name = _choose(saved, target, model)
-    source = saved.models[name]
+    saved = resolve(target)
+    source = saved.choose_model(model)
+    name = source.name
     if saved.checkpoint is not None and (saved.checkpoint / MANIFEST).is_file():
         verify_checkpoint(saved.checkpoint, lambda file: _is_exported(file, name))
     if push is not None:
@@ -85,7 +85,7 @@ def export(
         shutil.copytree(model_directory(source), unfinished, ignore=shutil.ignore_patterns(SHARDS))
         if dtype is not None:
             _cast(unfinished, dtype)
-        if generates(source) and has_tokenizer(unfinished):
+        if is_language_model(source) and has_tokenizer(unfinished):
             TextTokenizer(TokenizerSettings(str(unfinished))).save_stop_ids(unfinished)
         for file in unfinished.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
@@ -102,16 +102,6 @@ def export(
         has_chat_template=_has_chat_template(directory),
         page=None if push is None else push_model(directory, push),
     )
-
-
-def _choose(saved: SavedModels, target: str, model: str | None) -> str:
-    if model is not None and model not in saved.models:
-        raise ConfigError(f"--model: {target!r} has no model {model!r}{nearest(model, saved.models)}")
-    if model is None and len(saved.models) > 1:
-        raise ConfigError(
-            f"{target!r} has the models {', '.join(saved.models)}; choose one with --model NAME"
-        )
-    return model or next(iter(saved.models))
 
 
 def _is_exported(file: str, model: str) -> bool:

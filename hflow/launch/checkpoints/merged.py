@@ -14,26 +14,9 @@ from hflow.base.errors import ConfigError
 from hflow.base.files import read_json_object, resolved
 from hflow.base.model_files import copy_other_files
 from hflow.launch.checkpoints.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
+from hflow.launch.checkpoints.saved import ADAPTER_CONFIG, is_adapter
 from hflow.models.settings import MERGED, SHARDS
 from hflow.runtime.saving.run_directory import RunDirectory
-
-ADAPTER_CONFIG = "adapter_config.json"
-
-
-def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds a saved adapter in place of a model."""
-    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
-
-
-def is_saved_model(directory: Path) -> bool:
-    """Return whether a directory holds a model as Hugging Face writes it, or an adapter of one."""
-    return (directory / "config.json").is_file() or is_adapter(directory)
-
-
-def generates_merged(directory: Path) -> bool:
-    """Return whether an adapter is one of a language model, not of a critic or a reward model."""
-    task = read_json_object(directory / ADAPTER_CONFIG).get("task_type")
-    return task == "CAUSAL_LM" and not any(directory.glob("*_head.safetensors"))
 
 
 def model_directory(directory: Path) -> Path:

@@ -28,7 +28,7 @@ from hflow.episodes.endpoint.server import EndpointServer, base_url
 from hflow.episodes.episode_engine import EpisodeEngine
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.launch.checkpoints.served import ServedCheckpoint, find_checkpoint
-from hflow.launch.running.run_recipe import stop_signals
+from hflow.launch.running.stop_signals import stop_signals
 from hflow.models.hf_config import max_length, read_config
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.descriptors import EngineKind, engine_kind

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hflow.base.errors import ConfigError, nearest, shorten
-from hflow.base.files import read_json_object, resolved
+from hflow.base.files import read_json_object
 from hflow.base.model_files import max_positions
 from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig
 from hflow.config.files import read_chat_template
 from hflow.config.yaml_files import parse_yaml, read_yaml
 from hflow.data.text.tokenizer import TokenizerSettings
-from hflow.launch.checkpoints.merged import generates_merged, is_adapter, is_saved_model, model_directory
-from hflow.launch.checkpoints.saved import find_saved_models
+from hflow.launch.checkpoints.merged import model_directory
+from hflow.launch.targets import resolve
 from hflow.runtime.saving.run_directory import RunDirectory
 
 KEYS = (
@@ -74,37 +74,9 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
     Raises:
         ConfigError: if there is no checkpoint, there are several, or an override is wrong.
     """
-    path = Path(target)
-    if is_saved_model(path):
-        if model is not None and model != resolved(path).name:
-            raise ConfigError(f"--model chooses from the models of a run, but {target} is a checkpoint")
-        directory = resolved(path)
-    else:
-        directory = _choose_model(find_saved_models(target).models, target, model)
+    directory = resolve(target).choose_model(model, generates=True)
     config = _config(directory, overrides)
     return ServedCheckpoint(model_directory(directory), directory.name, config)
-
-
-def _choose_model(saved: Mapping[str, Path], target: str, model: str | None) -> Path:
-    generating = {name: path for name, path in saved.items() if generates(path)}
-    if model is not None:
-        if model not in saved:
-            raise ConfigError(f"--model: {target!r} has no model {model!r}{nearest(model, saved)}")
-        if model not in generating:
-            raise ConfigError(f"--model: {model!r} has no language-model head, so it cannot generate")
-        return saved[model]
-    if len(generating) != 1:
-        names = ", ".join(generating) or "no language model"
-        raise ConfigError(f"{target!r} has {names}; choose one with --model NAME")
-    return next(iter(generating.values()))
-
-
-def generates(path: Path) -> bool:
-    """Return whether a saved model, or an adapter of one, has a language-model head."""
-    if is_adapter(path):
-        return generates_merged(path)
-    names = read_json_object(path / "config.json").get("architectures") or ["ForCausalLM"]
-    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
 def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:

@@ -27,7 +27,7 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node
 from hflow.graph.model import Model
 from hflow.graph.queries import is_library_node
-from hflow.launch.checkpoints.merged import is_adapter
+from hflow.launch.checkpoints.saved import is_adapter
 from hflow.models.hub import local_directory
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.architectures import ONLY_PLANNED, read_shape

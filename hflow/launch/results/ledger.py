@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError
-from hflow.launch.results.runs import find_run
+from hflow.launch.targets import resolve
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
 from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.saving.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def why(run: str, sample: str) -> SampleHistory:
     Raises:
         ConfigError: if there is no such run or sample.
     """
-    return read_history(_ledger(run), sample)
+    return read_history(_find_ledger(run).ledger, sample)
 
 
 def samples(run: str, where: str | None = None, limit: int | None = None) -> QueryResult:
@@ -62,12 +62,12 @@ def samples(run: str, where: str | None = None, limit: int | None = None) -> Que
     Raises:
         ConfigError: if there is no such run, or the SQL is invalid.
     """
-    return select(_ledger(run), where, limit)
+    return select(_find_ledger(run).ledger, where, limit)
 
 
 def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
     """Return the kept texts of the sample of a history; empty if its text was not kept."""
-    texts = by_sample(read_samples(find_run(run, "ledger.sqlite").samples))
+    texts = by_sample(read_samples(_find_ledger(run).samples))
     return texts.get((history.sample["stream"], history.sample["id"]), [])
 
 
@@ -82,7 +82,7 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
     Raises:
         ConfigError: for the reasons of `samples`, and if the run kept no text at all.
     """
-    directory = find_run(run, "ledger.sqlite")
+    directory = _find_ledger(run)
     texts = by_sample(read_samples(directory.samples))
     if not texts:
         raise ConfigError(
@@ -95,8 +95,12 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
 
 def count_samples(run: str, where: str | None = None) -> int:
     """Return the number of samples that `samples` finds. Arguments and errors are those of `samples`."""
-    return count(_ledger(run), where)
+    return count(_find_ledger(run).ledger, where)
 
 
-def _ledger(run: str) -> Path:
-    return find_run(run, "ledger.sqlite").ledger
+def _find_ledger(run: str) -> RunDirectory:
+    """Return the directory of a run that has a ledger."""
+    directory = resolve(run).require_run()
+    if not directory.ledger.is_file():
+        raise ConfigError(f"the run in {directory.path} has no {directory.ledger.name}; name another run")
+    return directory

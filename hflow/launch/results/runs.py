@@ -1,4 +1,4 @@
-"""Runs by name and directory, and what they have recorded."""
+"""What runs have recorded."""
 
 from __future__ import annotations
 
@@ -7,57 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hflow.base.errors import ConfigError, nearest
+from hflow.base.errors import ConfigError
 from hflow.base.files import read_json_object, resolved
-from hflow.config import RunConfig
 from hflow.launch.running.shown_metrics import builtin_metrics
+from hflow.launch.targets import resolve
 from hflow.metrics import find_metric
 from hflow.runtime.ledger.query import LedgerOverview, read_overview
 from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 from hflow.training.interface import LOSS
-
-WHAT = {"ledger.sqlite": "a ledger", "plan.json": "a plan"}
-"""Files of a run -> what messages call them."""
-
-
-def run_candidates(run: str) -> tuple[RunDirectory, ...]:
-    """Return the directories that a user may mean: the one named, or the latest run of a name."""
-    out = Path(RunConfig.out)
-    return tuple(map(RunDirectory, (Path(run), Path(run) / "latest", out / run, out / run / "latest")))
-
-
-def find_run(run: str, file: str) -> RunDirectory:
-    """Return the directory of a run.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        file: the file of `WHAT` that the run must have.
-
-    Raises:
-        ConfigError: if there is no such run, or it has no such file.
-    """
-    for candidate in run_candidates(run):
-        if (candidate.path / file).is_file():
-            return candidate
-    for candidate in run_candidates(run):
-        if begun := sorted(candidate.path.glob(f"[!.]*/{file}")):
-            raise ConfigError(
-                f"{candidate.path} has no latest run, as no workers were ready there; name a run, such as "
-                f"{begun[-1].parent}"
-            )
-    if Path(run).is_dir():
-        raise ConfigError(
-            f"{run} has no {file}, so it is not a run's directory; begin a run with hflow run RECIPE"
-        )
-    out = Path(RunConfig.out)
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
-    raise ConfigError(
-        f"there is no run {run!r} with {WHAT[file]}; give a run's directory, such as {out}/NAME/latest, or "
-        f"NAME for the latest run in {out}/NAME{nearest(run, names)}"
-    )
-
 
 Curve = tuple[tuple[int, float], ...]
 """(completed steps, value), ascending."""
@@ -126,7 +85,7 @@ def read_run(run: str) -> RunRecord:
     Raises:
         ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
     """
-    directory = find_run(run, "plan.json")
+    directory = resolve(run).require_run()
     file = read_json_object(directory.plan, "plan of a run")
     if not _is_plan(file):
         raise ConfigError(f"{directory.plan} is not the plan of a run, or damaged; name another run")

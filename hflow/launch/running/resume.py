@@ -13,8 +13,8 @@ from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs, read_inputs
 from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.launch.planning.plan_file import read_plan_file, recipe_file
-from hflow.launch.results.runs import find_run
 from hflow.launch.running.inputs import changed_inputs
+from hflow.launch.targets import resolve
 from hflow.models.settings import SHARDS
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
 from hflow.planner.plan.serialise import to_json
@@ -100,7 +100,9 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
         PlanError: if the recipe or the configuration differs in what cannot change.
         RunError: if the checkpoint is damaged; names the file.
     """
-    directory, checkpoint = _find(run)
+    found = resolve(run)
+    directory = RunDirectory(resolved(found.require_run(or_checkpoint=True).path))
+    checkpoint = found.checkpoint if found.kind == "checkpoint" else None
     file = read_plan_file(directory.plan)
     config, earlier = file.configuration(overrides), file.configuration()
     for key in ("name", "out"):
@@ -185,15 +187,3 @@ def resumed_setup(setup: WorkerSetup, compiled: Compiled, point: ResumePoint) ->
 def _read(path: Path) -> ResumePoint:
     verify_checkpoint(path)
     return ResumePoint(path, read_saved_run(path))
-
-
-def _find(run: str) -> tuple[RunDirectory, Path | None]:
-    """Return the directory of a run, and that of a checkpoint if one is named."""
-    path = Path(run)
-    if path.parent.name == "checkpoints" and (path.parent.parent / "plan.json").is_file():
-        if not path.is_dir():
-            names = sorted(other.name for other in path.parent.glob("step-*"))
-            raise ConfigError(f"there is no checkpoint {path}; there are {', '.join(names) or 'none'}")
-        return RunDirectory(path.parent.parent), resolved(path)
-    directory = find_run(run, "plan.json")
-    return RunDirectory(resolved(directory.path)), None

@@ -6,8 +6,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hflow.base.errors import mask_secrets
+from hflow.base.secrets import mask_secrets
 from hflow.config.schema import ReportConfig
+from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
 from hflow.launch.running.step_warnings import (
     EngineGapWarning,
@@ -15,7 +16,6 @@ from hflow.launch.running.step_warnings import (
     NoGradientWarning,
     TruncationWarning,
 )
-from hflow.launch.running.trackers import ObserverThread
 from hflow.metrics import Metric, find_metric
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.staleness import staleness_bound

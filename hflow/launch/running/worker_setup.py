@@ -150,12 +150,9 @@ def _program(compiled: Compiled, node: Node) -> NodeProgram:
         provided=spec.provided,
         returns=tuple((returned.field, returned.unit.value) for returned in spec.returns),
         metrics=spec.metrics,
-        opens_stream=spec.opens_stream,
         models=spec.models,
         knobs=spec.knob_values,
         options=dict(spec.options),
-        dataset=spec.data,
-        group=spec.group,
         reported=reported_field(compiled.graph, spec.name),
         scalars={returned.field: returned.scalar for returned in spec.returns},
     )

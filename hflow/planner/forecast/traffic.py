@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hflow.data_plane.group_placement import GroupPlacer, stream_heads
+from hflow.data_plane.group_placement import GroupPlacer, stream_dp_heads
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
 from hflow.data_plane.redistribute import Holders, Move, Shards, redistribute
@@ -71,8 +71,8 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
         edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, part))
         locations.add_moves(moves)
         outputs = _outputs(plan.graph, rule.consumer)
-        for head, minibatches in zip(rule.heads, assignment, strict=True):
-            locations.add_outputs(outputs, [s for minibatch in minibatches for s in minibatch], head)
+        for dp_head, minibatches in zip(rule.heads, assignment, strict=True):
+            locations.add_outputs(outputs, [s for minibatch in minibatches for s in minibatch], dp_head)
         if rule.consumer in streaming:  # its outputs are also moved to where the samples are
             for worker, made in locations.by_home(samples).items():
                 locations.add_copies(outputs, made, worker)
@@ -132,7 +132,7 @@ def lower_bound_bytes(
     that fits into its capacity, relaxed to a fractional knapsack (Dantzig, 1957). The bound uses the smaller.
 
     Args:
-        rule: fields and heads of the consumer.
+        rule: fields and dp-heads of the consumer.
         tokens: tokens of each sample to assign.
         nbytes: bytes of each field of each sample.
         holders: the workers that have the fields before.
@@ -144,7 +144,7 @@ def lower_bound_bytes(
     for by_sample in held_bytes.values():
         for sample, size in by_sample.items():
             best[sample] = max(best[sample], size)
-    best_fill = sum(_knapsack(held_bytes[head], tokens, capacity) for head in rule.heads)
+    best_fill = sum(_knapsack(held_bytes[dp_head], tokens, capacity) for dp_head in rule.heads)
     return total - min(sum(best.values()), best_fill)
 
 
@@ -281,10 +281,10 @@ def _step_traffic(step: CollectiveStep, nbytes: FieldBytes) -> StepTraffic:
 
 
 def _read_bytes(rule: EdgeRule, assignment: Shards, nbytes: FieldBytes) -> int:
-    """Return the bytes that the heads read; ranks that share a worker read one copy."""
+    """Return the bytes that the dp-heads read; ranks that share a worker read one copy."""
     read = {
-        (head, sample)
-        for head, minibatches in zip(rule.heads, assignment, strict=True)
+        (dp_head, sample)
+        for dp_head, minibatches in zip(rule.heads, assignment, strict=True)
         for samples in minibatches
         for sample in samples
     }
@@ -309,8 +309,8 @@ def _busiest_bytes(rule: EdgeRule, moves: Iterable[Move], nbytes: FieldBytes, pa
 def _held_bytes(
     rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
 ) -> dict[int, dict[int, int]]:
-    """Return head -> sample -> bytes of the sample's fields that the head's worker holds, where above 0."""
-    held_bytes: dict[int, dict[int, int]] = {head: defaultdict(int) for head in rule.heads}
+    """Return dp-head -> sample -> bytes above 0 of the sample's fields that the dp-head's worker holds."""
+    held_bytes: dict[int, dict[int, int]] = {dp_head: defaultdict(int) for dp_head in rule.heads}
     sizes_and_holders = [(nbytes[field], holders[field]) for field in rule.fields]
     for sample in samples:
         for sizes, workers_of in sizes_and_holders:
@@ -457,9 +457,9 @@ def thinned(plan: Plan, request: PlanRequest) -> Thinned:
     if scale == 1:
         return Thinned(plan, request, 1, {})
 
-    def thin(heads: Sequence[int]) -> tuple[int, ...]:
-        kept = tuple(head for head in heads if _is_chosen(cluster.node_of(head), scale))
-        return kept if len(kept) > 1 else tuple(heads)
+    def thin(dp_heads: Sequence[int]) -> tuple[int, ...]:
+        kept = tuple(dp_head for dp_head in dp_heads if _is_chosen(cluster.node_of(dp_head), scale))
+        return kept if len(kept) > 1 else tuple(dp_heads)
 
     rules = tuple(replace(rule, heads=thin(rule.heads)) for rule in plan.rules)
     replicas = tuple(replace(replica, heads=thin(replica.heads)) for replica in plan.replicas)
@@ -471,7 +471,7 @@ def thinned(plan: Plan, request: PlanRequest) -> Thinned:
         request=replace(request, batch=max(1, request.batch // scale), schedule=schedule),
         scale=scale,
         factors={rule.consumer: scale * len(fewer.heads) / len(rule.heads) for rule, fewer in pairs},
-        source_factor=scale * len(stream_heads(smaller, stream)) / len(stream_heads(plan, stream)),
+        source_factor=scale * len(stream_dp_heads(smaller, stream)) / len(stream_dp_heads(plan, stream)),
     )
 
 

@@ -142,7 +142,7 @@ class NodePlacer:
                 self._placed[name] = self._source(self._graph.node(name))
         for name in self._order:
             if name not in self._placed:
-                self._placed[name] = Placement(name, (), (), self._source_heads(self._graph.node(name)))
+                self._placed[name] = Placement(name, (), (), self._source_dp_heads(self._graph.node(name)))
         return (*(self._placed[node.name] for node in self._graph.nodes), *map(self._save, saved))
 
     def _replicas_of(self, node: Node) -> tuple[Replica, ...]:
@@ -171,12 +171,12 @@ class NodePlacer:
         if engines:
             return Placement(node.name, engines[0].groups, tuple(r.name for r in engines), engines[0].heads)
         if root_stream(self._graph, node).source != node.name:
-            return Placement(node.name, (), (), self._source_heads(node))
+            return Placement(node.name, (), (), self._source_dp_heads(node))
         readers = [self._placed[n].heads for n in nx.descendants(self._flow, node.name) if n in self._placed]
         first = (next(iter(self._first_worker.values())),)
         return Placement(node.name, (), (), max((first, *sorted(readers)), key=len))
 
-    def _source_heads(self, node: Node) -> tuple[int, ...]:
+    def _source_dp_heads(self, node: Node) -> tuple[int, ...]:
         """Return the workers that make a node's samples: per-sample and per-group nodes run there."""
         return self._placed[root_stream(self._graph, node).source].heads
 

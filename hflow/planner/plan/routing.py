@@ -38,13 +38,13 @@ def rank_order(role: str) -> RankOrder:
 
 def on_workers(replica: Replica, workers: tuple[int, ...]) -> Replica:
     """Return a replica whose ranks run on these workers."""
-    heads = tuple(workers[rank] for rank in replica.layout.heads(rank_order(replica.role)))
-    return replace(replica, workers=workers, heads=heads)
+    dp_heads = tuple(workers[rank] for rank in replica.layout.dp_heads(rank_order(replica.role)))
+    return replace(replica, workers=workers, heads=dp_heads)
 
 
-def tensor_ranks(engine: Replica, head: int) -> tuple[int, ...]:
-    """Return the workers of the tensor ranks of one engine of a generation replica, given its head."""
-    num_ranks, rank = engine.layout.tensor, engine.workers.index(head)
+def tensor_ranks(engine: Replica, dp_head: int) -> tuple[int, ...]:
+    """Return the workers of the tensor ranks of one engine of a generation replica, given its dp-head."""
+    num_ranks, rank = engine.layout.tensor, engine.workers.index(dp_head)
     return engine.workers[rank : rank + num_ranks]
 
 
@@ -60,17 +60,17 @@ def shard_rows(replica: Replica) -> list[RoutingRow]:
 
 
 def routing_table(
-    replicas: Iterable[Replica], source_heads: Sequence[int], workers: Iterable[int]
+    replicas: Iterable[Replica], source_dp_heads: Sequence[int], workers: Iterable[int]
 ) -> tuple[RoutingRow, ...]:
     """Return the whole table: shards of every replica, data shards of the source, worker indices.
 
     Args:
         replicas: all replicas of the plan.
-        source_heads: dp index -> worker of the node that opens the trained stream.
+        source_dp_heads: dp index -> worker of the node that opens the trained stream.
         workers: indices of all workers.
     """
     rows = [row for replica in replicas for row in shard_rows(replica)]
-    rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_heads)]
+    rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_dp_heads)]
     rows += [RoutingRow(worker_key(worker), worker) for worker in workers]
     return tuple(rows)
 

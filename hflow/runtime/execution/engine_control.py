@@ -16,7 +16,7 @@ from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Re
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.state.stream_state import StreamState
 from hflow.types.engine import SleepLevel
-from hflow.workers.interface import GroupOrder, WeightsLoaded
+from hflow.workers.interface import GroupTask, WeightsLoaded
 
 
 class EngineControl:
@@ -126,16 +126,16 @@ class Rebalancer:
         detached = await asyncio.gather(
             *(self._run.workers.detach_groups(src, name, groups) for src, groups in groups_from.items())
         )
-        orders_to: dict[int, list[GroupOrder]] = defaultdict(list)
+        tasks_to: dict[int, list[GroupTask]] = defaultdict(list)
         refused: list[int] = []
-        for order in (order for orders in detached for order in orders):
-            destination = destinations[order.group]
-            self._run.placer.move(name, order.group, destination)
-            members = stream.members_of(order.group).intersection(order.samples)
-            refused += sorted(set(order.samples) - members)
+        for task in (task for tasks in detached for task in tasks):
+            destination = destinations[task.group]
+            self._run.placer.move(name, task.group, destination)
+            members = stream.members_of(task.group).intersection(task.samples)
+            refused += sorted(set(task.samples) - members)
             if members:
-                orders_to[destination].append(replace(order, samples=tuple(sorted(members))))
+                tasks_to[destination].append(replace(task, samples=tuple(sorted(members))))
         await asyncio.gather(
-            *(self._run.workers.open_groups(dst, orders) for dst, orders in orders_to.items())
+            *(self._run.workers.open_groups(dst, orders) for dst, orders in tasks_to.items())
         )
-        return sum(len(order.samples) for orders in orders_to.values() for order in orders), refused
+        return sum(len(task.samples) for tasks in tasks_to.values() for task in tasks), refused

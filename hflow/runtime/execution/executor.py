@@ -32,10 +32,10 @@ from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.workers.interface import (
-    ComputeOrder,
     ComputeReady,
+    ComputeTask,
     Failed,
-    GroupOrder,
+    GroupTask,
     SampleReady,
     WorkerEvent,
     WorkerReport,
@@ -55,8 +55,8 @@ class WorkerMessages:
     """What one round of instructions asks of each worker."""
 
     def __init__(self) -> None:
-        self.groups: dict[int, list[GroupOrder]] = defaultdict(list)
-        self.computes: dict[int, list[ComputeOrder]] = defaultdict(list)
+        self.groups: dict[int, list[GroupTask]] = defaultdict(list)
+        self.computes: dict[int, list[ComputeTask]] = defaultdict(list)
 
 
 class Executor:
@@ -119,8 +119,8 @@ class Executor:
         self._recovery = EngineRecovery(
             run, self._state.parts, self._batches.locations, self._enqueue, max_replacements
         )
-        self._computing: dict[tuple[str, int], tuple[int, ComputeOrder]] = {}
-        """Node and key -> its worker and order, while the body runs or waits."""
+        self._computing: dict[tuple[str, int], tuple[int, ComputeTask]] = {}
+        """Node and key -> its worker and task, while the body runs or waits."""
         self._refused_in_evaluation: dict[str, int] = {}
         """Side stream -> samples that its present evaluation has refused; missing: none was ever refused."""
         self._num_steps_done = num_steps_done
@@ -227,30 +227,30 @@ class Executor:
 
         Its unfinished samples begin again from their rows. Those that were refused meanwhile end here.
         """
-        orders: list[GroupOrder] = []
+        tasks: list[GroupTask] = []
         for name, stream in self._stream_states.items():
             at_worker = partial(self._run.placer.is_at, worker, name)
             for group, samples in stream.generating():
                 row = self._cursors[name].row(group)
                 if row is not None and at_worker(group):
-                    orders.append(GroupOrder(name, group, row, samples))
+                    tasks.append(GroupTask(name, group, row, samples))
                     self._run.ledger.record_restarted(name, samples, self._recovery.failure(worker))
             for sample in sorted(stream.abandoned):
                 if at_worker(sample // stream.stream.group_size):
                     self._release_engine(name, sample)
                     self._enqueue(ev.NodeFailed(stream.stream.source, sample, ev.Refusal.FAILED))
-        messages.groups[worker] = orders
-        computing = [order for home, order in self._computing.values() if home == worker]
-        messages.computes[worker] = [self._of_remaining(order) for order in computing]
+        messages.groups[worker] = tasks
+        computing = [task for home, task in self._computing.values() if home == worker]
+        messages.computes[worker] = [self._of_remaining(task) for task in computing]
         self._run.metrics.forget_worker(worker)
         self._recovery.away.discard(worker)
 
-    def _of_remaining(self, order: ComputeOrder) -> ComputeOrder:
-        """Return an order for those of its samples that have not been refused since it was sent."""
-        stream = self._stream_states[self._nodes[order.node].stream]
-        if stream.is_orphan(order.node, order.key):
-            return order
-        return replace(order, samples=stream.samples_of(order.node, order.key))
+    def _of_remaining(self, task: ComputeTask) -> ComputeTask:
+        """Return a task for those of its samples that have not been refused since it was sent."""
+        stream = self._stream_states[self._nodes[task.node].stream]
+        if stream.is_orphan(task.node, task.key):
+            return task
+        return replace(task, samples=stream.samples_of(task.node, task.key))
 
     # Worker -> controller
     async def _poll(self, worker: int) -> None:
@@ -340,14 +340,14 @@ class Executor:
         else:
             worker, journals = self._run.placer.place(stream, group, len(samples)), None
             self._run.ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
-        messages.groups[worker].append(GroupOrder(stream, group, row, samples, journals))
+        messages.groups[worker].append(GroupTask(stream, group, row, samples, journals))
 
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
         stream = self._streams[self._nodes[node].stream]
         worker = self._run.placer.home(stream.name, samples[0] // stream.group_size)
-        order = ComputeOrder(node, key, samples)
-        messages.computes[worker].append(order)
-        self._computing[node, key] = worker, order
+        task = ComputeTask(node, key, samples)
+        messages.computes[worker].append(task)
+        self._computing[node, key] = worker, task
 
     def _refuse(self, instruction: ev.Refuse) -> None:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples

@@ -146,20 +146,20 @@ def streamed_outputs(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def node_tasks(
-    node: str, step: int, heads: tuple[int, ...], workers: tuple[int, ...], assignment: Shards
+    node: str, step: int, dp_heads: tuple[int, ...], workers: tuple[int, ...], assignment: Shards
 ) -> dict[int, NodeTask]:
     """Return one task per worker, with the shards that the plan assigns to it.
 
     Args:
         node: name of the node.
         step: the step.
-        heads: dp index -> worker that gets its shard.
-        workers: all workers of the node's replica; those that are not heads get a task without a shard.
+        dp_heads: dp index -> worker that gets its shard.
+        workers: all workers of the node's replica; those that are not dp-heads get a task without a shard.
         assignment: dp index -> minibatches of samples.
     """
     inputs: dict[int, list[ShardInput]] = {worker: [] for worker in workers}
-    for dp, (head, minibatches) in enumerate(zip(heads, assignment, strict=True)):
-        inputs.setdefault(head, []).append(ShardInput(dp, minibatches))
+    for dp, (dp_head, minibatches) in enumerate(zip(dp_heads, assignment, strict=True)):
+        inputs.setdefault(dp_head, []).append(ShardInput(dp, minibatches))
     return {worker: NodeTask(node, step, tuple(shard_inputs)) for worker, shard_inputs in inputs.items()}
 
 

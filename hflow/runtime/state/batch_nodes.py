@@ -1,6 +1,6 @@
 """When batch nodes fire.
 
-Every device group has a pointer into the fixed order of its batch nodes (`DeviceOrder`). A node fires when
+Every device group has a pointer into the fixed order of its batch nodes (`DeviceTurns`). A node fires when
 the pointers of all its groups are at it and all that it waits for is done: the batch, the nodes before it,
 the versions of its models, and engines that need the weights before it changes them. It occupies all its
 groups until it is done. Groups do not wait for each other in a circle, because their orders are parts of one.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from hflow.planner.plan.rows import ScheduledNode
 from hflow.runtime.events import RunBatch, StepDone
 from hflow.runtime.state.checkpoints import saves_at, take_checkpoint
-from hflow.runtime.state.device_state import DeviceOrder, EnginePhase
+from hflow.runtime.state.device_state import DeviceTurns, EnginePhase
 from hflow.runtime.state.rules import is_due, node_fires
 from hflow.runtime.state.state_parts import StateParts
 from hflow.runtime.state.weight_updates import blocks_writer, needs_turn, publish_weights
@@ -69,7 +69,7 @@ def finish_batch_node(name: str, step: int, parts: StateParts) -> None:
         device.step_forward()
 
 
-def _advance(device: DeviceOrder, parts: StateParts) -> bool:
+def _advance(device: DeviceTurns, parts: StateParts) -> bool:
     """Move a pointer to the next node that fires, or to a generation turn that is needed.
 
     A node that does not fire is skipped in all its groups at once. Returns whether the pointer moved.
@@ -98,7 +98,7 @@ def _is_next(node: ScheduledNode, parts: StateParts) -> bool:
     return all(device.next_node is node for device in parts.devices_of_node[node.name])
 
 
-def _turn_is_over(device: DeviceOrder, parts: StateParts) -> bool:
+def _turn_is_over(device: DeviceTurns, parts: StateParts) -> bool:
     """Return whether the group's engines are asleep and cannot be needed at this step any more."""
     asleep = all(engine.phase is EnginePhase.ASLEEP for engine in device.engines)
     is_certain = not device.engines or parts.progress.is_certain(device.cycle)
@@ -115,7 +115,7 @@ def _can_skip(node: ScheduledNode, step: int, parts: StateParts) -> bool:
     return parts.progress.is_certain(step) and (is_final or not node.writes or _is_ready(node, step, parts))
 
 
-def _fire_next(device: DeviceOrder, parts: StateParts) -> bool:
+def _fire_next(device: DeviceTurns, parts: StateParts) -> bool:
     """Fire the node at a pointer if all its device groups have reached it and it is ready.
 
     Returns whether it was.

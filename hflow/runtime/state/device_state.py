@@ -82,7 +82,7 @@ class EngineState:
 
 
 @dataclass(eq=False)
-class DeviceOrder:
+class DeviceTurns:
     """One device group and a pointer into the fixed order of its batch nodes, cycle after cycle.
 
     If engines share the group, each cycle begins with their generation turn. A node on several groups has a

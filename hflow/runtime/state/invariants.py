@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
+from hflow.runtime.state.device_state import DeviceTurns, EnginePhase, EngineState
 from hflow.runtime.state.groups import Group
 from hflow.runtime.state.rules import is_stale
 from hflow.runtime.state.run_state import RunState
@@ -89,7 +89,7 @@ def _check_progress(state: RunState) -> None:
         assert len({device.cycle for device in on}) < 2, f"{name} runs in two cycles at once"
 
 
-def _check_device(device: DeviceOrder, state: RunState) -> None:
+def _check_device(device: DeviceTurns, state: RunState) -> None:
     if device.in_turn:
         assert device.running is None, f"{device.name} runs a node in the generation turn"
     else:

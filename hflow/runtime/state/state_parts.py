@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import Schedule, ScheduledNode, ScheduledStream
-from hflow.runtime.state.device_state import DeviceOrder, EngineState
+from hflow.runtime.state.device_state import DeviceTurns, EngineState
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.groups import Emit
 from hflow.runtime.state.progress import RunProgress
@@ -30,15 +30,15 @@ class StateParts:
     trained: TrainedStream
     evaluations: dict[str, Evaluation]
     """Side streams by name."""
-    devices: tuple[DeviceOrder, ...]
+    devices: tuple[DeviceTurns, ...]
     engines: dict[str, EngineState]
-    devices_of_engine: dict[str, tuple[DeviceOrder, ...]]
+    devices_of_engine: dict[str, tuple[DeviceTurns, ...]]
     """Engine -> the device groups that it shares with batch nodes. Separate engines are not in it."""
-    devices_of_node: dict[str, tuple[DeviceOrder, ...]]
+    devices_of_node: dict[str, tuple[DeviceTurns, ...]]
     """Batch node -> the device groups that it runs on, all at once."""
     engines_of: dict[str, tuple[EngineState, ...]]
     """Stream -> the engines that its source uses."""
-    shared_devices: dict[str, tuple[DeviceOrder, ...]]
+    shared_devices: dict[str, tuple[DeviceTurns, ...]]
     """Stream -> the device groups that its engines share with batch nodes."""
     trained_nodes: tuple[str, ...]
     """Batch nodes of the trained stream."""
@@ -170,12 +170,12 @@ def _engines(
     }
 
 
-def _devices(schedule: Schedule, engines: dict[str, EngineState]) -> tuple[DeviceOrder, ...]:
+def _devices(schedule: Schedule, engines: dict[str, EngineState]) -> tuple[DeviceTurns, ...]:
     """Return the device groups in order. A batch node without a group gets a group of its own."""
     nodes = {node.name: node for node in schedule.nodes}
     engines_of_group = dict(schedule.shared)
     ordered = [
-        DeviceOrder(
+        DeviceTurns(
             group,
             nodes=tuple(nodes[name] for name in names),
             engines=tuple(engines[name] for name in engines_of_group.get(group, ()) if name in engines),
@@ -184,4 +184,4 @@ def _devices(schedule: Schedule, engines: dict[str, EngineState]) -> tuple[Devic
     ]
     in_groups = {name for _, names in schedule.orders for name in names}
     ungrouped = [n for n in schedule.nodes if n.level is Level.BATCH and n.name not in in_groups]
-    return (*ordered, *(DeviceOrder(node.name, nodes=(node,)) for node in ungrouped))
+    return (*ordered, *(DeviceTurns(node.name, nodes=(node,)) for node in ungrouped))

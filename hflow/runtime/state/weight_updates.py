@@ -37,14 +37,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hflow.runtime.events import Publish, Sleep, Wake
-from hflow.runtime.state.device_state import DeviceOrder, EnginePhase, EngineState
+from hflow.runtime.state.device_state import DeviceTurns, EnginePhase, EngineState
 from hflow.runtime.state.evaluation import Evaluation
 from hflow.runtime.state.rules import next_evaluation
 from hflow.runtime.state.state_parts import StateParts
 from hflow.types.engine import SleepLevel
 
 
-def needs_turn(device: DeviceOrder, parts: StateParts) -> bool:
+def needs_turn(device: DeviceTurns, parts: StateParts) -> bool:
     """Return whether the engines of a device group are still needed in the step of its pointer.
 
     The trained stream needs them until the step's batch is formed, a side stream until the evaluation of
@@ -215,7 +215,7 @@ def _sleep_level(engine: EngineState, parts: StateParts) -> SleepLevel:
     return SleepLevel.KEEP_WEIGHTS
 
 
-def _wakes_with_new_weights(engine: EngineState, devices: Sequence[DeviceOrder], parts: StateParts) -> bool:
+def _wakes_with_new_weights(engine: EngineState, devices: Sequence[DeviceTurns], parts: StateParts) -> bool:
     """Return whether an engine that sleeps now loads new weights when it wakes.
 
     If it sleeps in its turn, new weights are ready for it. Otherwise it wakes at a later step (unless the

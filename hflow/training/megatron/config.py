@@ -239,7 +239,7 @@ def _fuses_gradients(settings: ModelSettings) -> bool:
 
     Transformer Engine does so by itself, but megatron turns it on only where Apex's extension is installed.
     """
-    of_te = settings.kernels is LayerKernels.TRANSFORMER_ENGINE
+    of_te = LayerKernels(settings.kernels) is LayerKernels.TRANSFORMER_ENGINE
     has_extension: bool = megatron_layers._grad_accum_fusion_available
     return of_te and settings.trainable and has_extension
 

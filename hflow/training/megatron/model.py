@@ -193,7 +193,7 @@ def _uninitialized_stage(
     settings: ModelSettings, hf_config: PreTrainedConfig, shape: ModelShape, parallel: ParallelState
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
-    kernels = settings.kernels
+    kernels = LayerKernels(settings.kernels)
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)

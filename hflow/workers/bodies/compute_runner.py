@@ -21,8 +21,8 @@ from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import (
     BodyRetry,
-    ComputeOrder,
     ComputeReady,
+    ComputeTask,
     Failed,
     NodeProgram,
     Span,
@@ -36,7 +36,7 @@ EventSink = Callable[[Sequence[WorkerEvent]], None]
 COMPUTE_LANE = "compute"
 """The lane of the spans of bodies in the trace."""
 SAMPLE_RELEASED = "its sample was released"
-"""Message of the answer to an order whose sample was released meanwhile; every order gets an answer."""
+"""Message of the answer to a task whose sample was released meanwhile; every task gets an answer."""
 
 
 class ComputeRunner:
@@ -75,13 +75,13 @@ class ComputeRunner:
         bodies = {name: _pool_body(program) for name, program in programs.items()}
         self._pool = Pool(bodies, num_processes, seed, self._take_results, on_retry, self._fail)
 
-    def submit(self, orders: Iterable[ComputeOrder], sink: EventSink) -> None:
-        """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each order."""
-        orders_of: dict[str, list[ComputeOrder]] = defaultdict(list)
-        for order in orders:
-            orders_of[order.node].append(order)
-        for node, node_orders in orders_of.items():
-            self._submit(self._programs[node], node_orders, sink)
+    def submit(self, tasks: Iterable[ComputeTask], sink: EventSink) -> None:
+        """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each task."""
+        tasks_of: dict[str, list[ComputeTask]] = defaultdict(list)
+        for task in tasks:
+            tasks_of[task.node].append(task)
+        for node, node_tasks in tasks_of.items():
+            self._submit(self._programs[node], node_tasks, sink)
 
     def cancel(self, samples: Iterable[int]) -> None:
         """Stop bodies whose samples were all released; each of them is reported once, as failed."""
@@ -98,11 +98,11 @@ class ComputeRunner:
         Raises:
             RunError: when the body failed on any of them, as a formed batch cannot refuse samples.
         """
-        orders = self._orders(node, samples)
+        tasks = self._tasks(node, samples)
         events: queue.SimpleQueue[Sequence[WorkerEvent] | BaseException] = queue.SimpleQueue()
         self._batch_queues.add(events)
-        self.submit(orders, events.put)
-        num_pending = len(orders)
+        self.submit(tasks, events.put)
+        num_pending = len(tasks)
         while num_pending:
             received = events.get()
             if isinstance(received, BaseException):
@@ -117,31 +117,31 @@ class ComputeRunner:
         """End the pool's processes."""
         self._pool.close()
 
-    def _orders(self, node: str, samples: Sequence[int]) -> list[ComputeOrder]:
+    def _tasks(self, node: str, samples: Sequence[int]) -> list[ComputeTask]:
         program = self._programs[node]
         if call_level(program) == "sample":
-            return [ComputeOrder(node, sample, (sample,)) for sample in samples]
+            return [ComputeTask(node, sample, (sample,)) for sample in samples]
         members_of: dict[int, list[int]] = defaultdict(list)
         for sample in samples:
             members_of[self._store.group(program.stream, sample)].append(sample)
-        return [ComputeOrder(node, group, tuple(members)) for group, members in members_of.items()]
+        return [ComputeTask(node, group, tuple(members)) for group, members in members_of.items()]
 
-    def _submit(self, program: NodeProgram, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+    def _submit(self, program: NodeProgram, tasks: Sequence[ComputeTask], sink: EventSink) -> None:
         """Bind the calls of one node together, or one by one if a sample was released meanwhile."""
-        samples = [sample for order in orders for sample in order.samples]
+        samples = [sample for task in tasks for sample in task.samples]
         fields = input_fields(program, program.stream)
         inputs = self._store.gather_if_present(program.stream, fields, samples)
-        if inputs is None and len(orders) == 1:
-            sink([Failed(program.name, orders[0].key, "failed", SAMPLE_RELEASED)])
+        if inputs is None and len(tasks) == 1:
+            sink([Failed(program.name, tasks[0].key, "failed", SAMPLE_RELEASED)])
         elif inputs is None:
-            for order in orders:
-                self._submit(program, [order], sink)
+            for task in tasks:
+                self._submit(program, [task], sink)
         else:
-            sizes = [len(order.samples) for order in orders]
+            sizes = [len(task.samples) for task in tasks]
             arguments = bind_rows(program, inputs, sizes, call_level(program))
-            batch = _CallBatch(program, inputs.select(()), sink, time.time(), num_pending=len(orders))
-            self._add_pending(batch, orders)
-            keys, tokens = [order.key for order in orders], iter(inputs.lengths.tolist())
+            batch = _CallBatch(program, inputs.select(()), sink, time.time(), num_pending=len(tasks))
+            self._add_pending(batch, tasks)
+            keys, tokens = [task.key for task in tasks], iter(inputs.lengths.tolist())
             lengths = [tuple(islice(tokens, size)) for size in sizes]
             self._pool.submit(
                 program.name,
@@ -149,12 +149,12 @@ class ComputeRunner:
                 dict(zip(keys, lengths, strict=True)),
             )
 
-    def _add_pending(self, batch: _CallBatch, orders: Iterable[ComputeOrder]) -> None:
+    def _add_pending(self, batch: _CallBatch, tasks: Iterable[ComputeTask]) -> None:
         start = 0
         with self._lock:
-            for order in orders:
-                stop = start + len(order.samples)
-                self._pending[order.node, order.key] = _BodyCall(batch, range(start, stop))
+            for task in tasks:
+                stop = start + len(task.samples)
+                self._pending[task.node, task.key] = _BodyCall(batch, range(start, stop))
                 start = stop
 
     # On the pool's thread

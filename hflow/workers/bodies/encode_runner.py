@@ -12,7 +12,7 @@ from hflow.planner.plan.rows import Plan
 from hflow.processes.error_location import error_with_location
 from hflow.types import Tokenizer
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
-from hflow.workers.interface import ComputeOrder, ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
+from hflow.workers.interface import ComputeReady, ComputeTask, Failed, GroupTask, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments, row_error
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleResult, SampleWriter
@@ -51,13 +51,13 @@ class EncodeRunner:
         self._on_error = on_error
         self._thread = ThreadPoolExecutor(1, "hflow-encode")
 
-    def open_groups(self, orders: Sequence[tuple[GroupOrder, DatasetRow]], sink: EventSink) -> None:
+    def open_groups(self, tasks: Sequence[tuple[GroupTask, DatasetRow]], sink: EventSink) -> None:
         """Queue groups that start from dataset rows; `sink` receives all their events in one call."""
-        self._queue(lambda: sink([event for order, row in orders for event in self._open(order, row)]))
+        self._queue(lambda: sink([event for task, row in tasks for event in self._open(task, row)]))
 
-    def derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+    def derive(self, tasks: Sequence[ComputeTask], sink: EventSink) -> None:
         """Queue samples that derive from existing ones; `sink` receives all their events in one call."""
-        self._queue(lambda: sink([self._derive(order) for order in orders]))
+        self._queue(lambda: sink([self._derive(task) for task in tasks]))
 
     def close(self) -> None:
         """End the thread; queued work is dropped."""
@@ -72,39 +72,37 @@ class EncodeRunner:
         except Exception as error:  # noqa: BLE001 - the next poll raises it
             self._on_error(error)
 
-    def _open(self, order: GroupOrder, row: DatasetRow) -> Sequence[WorkerEvent]:
-        source = self._plan.graph.stream(order.stream).source
+    def _open(self, task: GroupTask, row: DatasetRow) -> Sequence[WorkerEvent]:
+        source = self._plan.graph.stream(task.stream).source
         program, writer = self._programs[source], self._writers[source]
         arguments = {**program.knobs, **body_arguments(program, row)}
         try:
-            members, failure = self._call(program, arguments, len(order.samples))
+            members, failure = self._call(program, arguments, len(task.samples))
         except DataError as error:
             raise row_error(row, error) from error
         if failure:
-            return [Failed(source, sample, "failed", failure) for sample in order.samples]
+            return [Failed(source, sample, "failed", failure) for sample in task.samples]
         return [
-            writer.write(sample, order.group, member, row)
-            for sample, member in zip(order.samples, members, strict=True)
+            writer.write(sample, task.group, member, row)
+            for sample, member in zip(task.samples, members, strict=True)
         ]
 
-    def _derive(self, order: ComputeOrder) -> WorkerEvent:
-        program = self._programs[order.node]
-        (sample,) = order.samples
+    def _derive(self, task: ComputeTask) -> WorkerEvent:
+        program = self._programs[task.node]
+        (sample,) = task.samples
         parent = program.reads[0].stream
-        inputs = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
+        inputs = self._store.gather_if_present(parent, input_fields(program, parent), task.samples)
         if inputs is None:
-            return Failed(order.node, order.key, "failed", SAMPLE_RELEASED)
+            return Failed(task.node, task.key, "failed", SAMPLE_RELEASED)
         (arguments,) = bind_rows(program, inputs, [1], "sample")
         try:
             members, failure = self._call(program, arguments, 1)
         except DataError as error:
-            return Failed(order.node, order.key, "failed", error_with_location(error, program.body))
+            return Failed(task.node, task.key, "failed", error_with_location(error, program.body))
         if failure:
-            return Failed(order.node, order.key, "failed", failure)
-        self._writers[order.node].write(
-            sample, int(inputs.groups[0]), members[0], DatasetRow(), parent=parent
-        )
-        return ComputeReady(order.node, order.key)
+            return Failed(task.node, task.key, "failed", failure)
+        self._writers[task.node].write(sample, int(inputs.groups[0]), members[0], DatasetRow(), parent=parent)
+        return ComputeReady(task.node, task.key)
 
     def _call(
         self, program: NodeProgram, arguments: Mapping[str, Any], num_samples: int

@@ -23,7 +23,7 @@ from hflow.sandboxes.providers import Sandboxes
 from hflow.types import EpisodeState
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.generation.generate_runner import EpisodeStart, GenerateRunner
-from hflow.workers.interface import ComputeOrder, Failed, GroupOrder, NodeProgram, WorkerEvent
+from hflow.workers.interface import ComputeTask, Failed, GroupTask, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -71,7 +71,7 @@ class EpisodeLoop:
         self._on_error = on_error
         self._awake: set[str] = set()
         """Generation replicas whose engine is awake."""
-        self._tasks: dict[EpisodeId, asyncio.Task[WorkerEvent]] = {}
+        self._running: dict[EpisodeId, asyncio.Task[WorkerEvent]] = {}
         self._starts: dict[EpisodeId, EpisodeStart] = {}
         self._effects: dict[EpisodeId, RecordedEffects] = {}
         """The effects of the current attempt of each episode."""
@@ -89,22 +89,22 @@ class EpisodeLoop:
 
     def open_groups(
         self,
-        orders: Sequence[tuple[GroupOrder, DatasetRow]],
+        tasks: Sequence[tuple[GroupTask, DatasetRow]],
         sink: EventSink,
         journals: Mapping[int, Journal] | None = None,
     ) -> None:
         """Start the episodes of groups.
 
         Args:
-            orders: the groups and their dataset rows.
+            tasks: the groups and their dataset rows.
             sink: called with the events of their samples.
             journals: sample -> the journal with which its episode continues.
         """
-        self._loop.call_soon_threadsafe(self._open, orders, sink, journals or {})
+        self._loop.call_soon_threadsafe(self._open, tasks, sink, journals or {})
 
-    def derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
+    def derive(self, tasks: Sequence[ComputeTask], sink: EventSink) -> None:
         """Start episodes from existing samples, in streams that derive from theirs."""
-        self._loop.call_soon_threadsafe(self._derive, orders, sink)
+        self._loop.call_soon_threadsafe(self._derive, tasks, sink)
 
     def cancel(self, stream: str, samples: Sequence[int]) -> None:
         """Stop the episodes of released samples, and free what they have stored meanwhile."""
@@ -126,24 +126,24 @@ class EpisodeLoop:
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result()
 
-    def detach_groups(self, node: str, groups: Sequence[int]) -> list[GroupOrder]:
+    def detach_groups(self, node: str, groups: Sequence[int]) -> list[GroupTask]:
         """Stop the episodes of groups without reporting them, so that another worker can continue them.
 
         Interrupt the engines first, as for `journals`. Groups of which an episode has ended are left running.
 
         Returns:
-            The orders of the stopped groups, with the journals of their samples.
+            The tasks of the stopped groups, with the journals of their samples.
         """
 
-        async def stop() -> list[GroupOrder]:
-            orders = self._orders_all_running(node, set(groups))
-            episodes = [(node, sample) for order in orders for sample in order.samples]
-            tasks = [self._tasks[episode] for episode in episodes]
+        async def stop() -> list[GroupTask]:
+            tasks = self._tasks_all_running(node, set(groups))
+            episodes = [(node, sample) for task in tasks for sample in task.samples]
+            stopped = [self._running[episode] for episode in episodes]
             self._detached.update(episodes)
-            detached = [replace(order, journals=self._journals_of(node, order.samples)) for order in orders]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            detached = [replace(task, journals=self._journals_of(node, task.samples)) for task in tasks]
+            for episode in stopped:
+                episode.cancel()
+            await asyncio.gather(*stopped, return_exceptions=True)
             return detached
 
         return asyncio.run_coroutine_threadsafe(stop(), self._loop).result()
@@ -165,37 +165,37 @@ class EpisodeLoop:
 
     def _open(
         self,
-        orders: Sequence[tuple[GroupOrder, DatasetRow]],
+        tasks: Sequence[tuple[GroupTask, DatasetRow]],
         sink: EventSink,
         journals: Mapping[int, Journal],
     ) -> None:
-        for order, row in orders:
-            program = self._runners[self._plan.graph.stream(order.stream).source].program
+        for task, row in tasks:
+            program = self._runners[self._plan.graph.stream(task.stream).source].program
             inputs = body_arguments(program, row)
-            for sample in order.samples:
+            for sample in task.samples:
                 journal = journals.get(sample)
-                start = EpisodeStart(program, sample, order.group, inputs, row, order, journal=journal)
+                start = EpisodeStart(program, sample, task.group, inputs, row, task, journal=journal)
                 self._start(start, sink)
 
-    def _derive(self, orders: Sequence[ComputeOrder], sink: EventSink) -> None:
-        for order in orders:
-            program = self._runners[order.node].program
+    def _derive(self, tasks: Sequence[ComputeTask], sink: EventSink) -> None:
+        for task in tasks:
+            program = self._runners[task.node].program
             parent = self._plan.graph.stream(program.stream).parent
             assert parent is not None, f"{program.name} does not derive from a stream"
-            batch = self._store.gather_if_present(parent, input_fields(program, parent), order.samples)
+            batch = self._store.gather_if_present(parent, input_fields(program, parent), task.samples)
             if batch is None:
-                self._report(sink, Failed(order.node, order.key, "failed", SAMPLE_RELEASED))
+                self._report(sink, Failed(task.node, task.key, "failed", SAMPLE_RELEASED))
                 continue
             (inputs,) = bind_rows(program, batch, [1], "sample")
-            start = EpisodeStart(program, order.key, int(batch.groups[0]), inputs, parent=parent)
+            start = EpisodeStart(program, task.key, int(batch.groups[0]), inputs, parent=parent)
             self._start(start, sink)
 
     def _start(self, start: EpisodeStart, sink: EventSink) -> None:
         episode = start.program.name, start.sample
-        task = self._loop.create_task(self._run_attempts(start))
-        self._tasks[episode] = task
+        body = self._loop.create_task(self._run_attempts(start))
+        self._running[episode] = body
         self._starts[episode] = start
-        task.add_done_callback(partial(self._finish, episode, sink))
+        body.add_done_callback(partial(self._finish, episode, sink))
 
     async def _run_attempts(self, start: EpisodeStart) -> WorkerEvent:
         """Run an episode up to `1 + retries` times.
@@ -222,16 +222,16 @@ class EpisodeLoop:
             effects.status.end()
             del self._effects[start.program.name, start.sample]
 
-    def _finish(self, episode: EpisodeId, sink: EventSink, task: asyncio.Task[WorkerEvent]) -> None:
-        del self._tasks[episode], self._starts[episode]
+    def _finish(self, episode: EpisodeId, sink: EventSink, body: asyncio.Task[WorkerEvent]) -> None:
+        del self._running[episode], self._starts[episode]
         if episode in self._detached:
             self._detached.remove(episode)
-        elif task.cancelled():
+        elif body.cancelled():
             self._report(sink, Failed(*episode, "failed", SAMPLE_RELEASED))
-        elif error := task.exception():
+        elif error := body.exception():
             self._on_error(error)
         else:
-            self._report(sink, task.result())
+            self._report(sink, body.result())
 
     def _report(self, sink: EventSink, event: WorkerEvent) -> None:
         """Report an event, together with all others of this iteration of the event loop."""
@@ -247,8 +247,8 @@ class EpisodeLoop:
     def _cancel(self, stream: str, samples: Sequence[int]) -> None:
         source = self._plan.graph.stream(stream).source
         for sample in samples:
-            if task := self._tasks.get((source, sample)):
-                task.cancel()
+            if episode := self._running.get((source, sample)):
+                episode.cancel()
         self._store.release(samples, (stream,))
 
     def _set_awake(self, replica: str, awake: bool) -> None:
@@ -259,15 +259,15 @@ class EpisodeLoop:
             if replica in replicas:
                 (runner.clock.run if self._awake.issuperset(replicas) else runner.clock.pause)()
 
-    def _orders_all_running(self, node: str, groups: set[int]) -> list[GroupOrder]:
-        """Return the orders of those groups of which no episode has ended."""
-        orders = {
-            start.order.group: start.order
+    def _tasks_all_running(self, node: str, groups: set[int]) -> list[GroupTask]:
+        """Return the tasks of those groups of which no episode has ended."""
+        tasks = {
+            start.task.group: start.task
             for (name, _), start in self._starts.items()
-            if name == node and start.order is not None and start.order.group in groups
+            if name == node and start.task is not None and start.task.group in groups
         }
-        running = {episode for episode, task in self._tasks.items() if not task.done()}
-        return [o for o in orders.values() if running.issuperset((node, sample) for sample in o.samples)]
+        running = {episode for episode, body in self._running.items() if not body.done()}
+        return [task for task in tasks.values() if running.issuperset((node, n) for n in task.samples)]
 
     def _journals_of(self, node: str, samples: Sequence[int]) -> dict[int, Journal]:
         """Return the journals of samples; for one that has not begun, the journal it was to start with."""
@@ -280,8 +280,8 @@ class EpisodeLoop:
         }
 
     async def _stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        running = list(self._running.values())
+        for episode in running:
+            episode.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await self._server.close()

@@ -21,7 +21,7 @@ from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
 from hflow.processes.error_location import error_with_location
 from hflow.types.recorded import requested_kinds
-from hflow.workers.interface import ComputeReady, Failed, GroupOrder, NodeProgram, WorkerEvent
+from hflow.workers.interface import ComputeReady, Failed, GroupTask, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleWriter
@@ -43,8 +43,8 @@ class EpisodeStart:
     """Fields that the body receives, by parameter."""
     row: DatasetRow = field(default_factory=DatasetRow)
     """The dataset row; empty for a sample that derives from one of another stream."""
-    order: GroupOrder | None = None
-    """The order to which the sample belongs; None for a sample that derives from one of another stream."""
+    task: GroupTask | None = None
+    """The task to which the sample belongs; None for a sample that derives from one of another stream."""
     parent: str | None = None
     """The stream of the sample from which this one derives."""
     journal: Journal | None = None
@@ -121,7 +121,7 @@ class GenerateRunner:
                 return Failed(program.name, sample, "timeout", timeout_message(seconds))
             for driver in self._drivers.values():
                 driver.raise_if_failed()
-            if isinstance(error, DataError) and start.order is not None:
+            if isinstance(error, DataError) and start.task is not None:
                 raise row_error(start.row, error) from error
             if isinstance(error, HflowError) and not isinstance(error, _SAMPLE_ERRORS):
                 raise
@@ -132,7 +132,7 @@ class GenerateRunner:
             return Failed(program.name, sample, "failed", str(error).removeprefix(f"node {program.name!r}: "))
         event = self._writer.write(sample, start.group, checked, start.row, start.parent)
         self._writer.write_metrics(sample, effects.counts)
-        return event if start.order is not None else ComputeReady(program.name, sample)
+        return event if start.task is not None else ComputeReady(program.name, sample)
 
     def _arguments(self, start: EpisodeStart, effects: RecordedEffects) -> dict[str, Any]:
         """Return the body's arguments: knobs, fields, a tokenizer, and an engine for each model."""

@@ -15,7 +15,7 @@ from hflow.base.errors import WorkerFailureError
 from hflow.base.recipe_files import unpack, use_directory
 from hflow.processes.guard import die_with_parent
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
-from hflow.workers.interface import GroupOrder, NodeResult, NodeTask, WorkerSetup
+from hflow.workers.interface import GroupTask, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
 from hflow.workers.process_setup import freeze_gc
 
@@ -104,20 +104,20 @@ class WorkerProcess:
         """Return the place of the device's thread."""
         return self._probe.snapshot()
 
-    def open_groups(self, worker: int, orders: Sequence[GroupOrder]) -> None:
+    def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Start groups; journals that another worker has left are fetched from the object store."""
         fetched = [
-            dataclasses.replace(order, journals=ray.get(order.journals))
-            if isinstance(order.journals, ray.ObjectRef)
-            else order
-            for order in orders
+            dataclasses.replace(task, journals=ray.get(task.journals))
+            if isinstance(task.journals, ray.ObjectRef)
+            else task
+            for task in tasks
         ]
         self._worker.open_groups(worker, fetched)
 
-    def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupOrder]:
+    def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupTask]:
         """Stop groups; their journals are put into the object store."""
-        orders = self._worker.detach_groups(worker, stream, groups)
-        return [dataclasses.replace(order, journals=ray.put(order.journals)) for order in orders]
+        tasks = self._worker.detach_groups(worker, stream, groups)
+        return [dataclasses.replace(task, journals=ray.put(task.journals)) for task in tasks]
 
     def pull(self, requests: Mapping[int, list[SampleRequest]]) -> int:
         """Fetch samples from other workers into the store, and return their bytes.

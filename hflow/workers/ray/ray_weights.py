@@ -85,7 +85,7 @@ class RayWeights:
             publication = self._start_publishing(self._routes[replica], version)
         engine = self._plan.replica(replica)
         handles = () if publication is None else publication.handles
-        loading = self._call_heads(engine, "load_weights", replica, version, *handles)
+        loading = self._call_dp_heads(engine, "load_weights", replica, version, *handles)
         tasks = [asyncio.ensure_future(loading)]
         if publication is not None:
             tasks.append(asyncio.ensure_future(self._reports(publication)))
@@ -96,7 +96,7 @@ class RayWeights:
                 task.cancel()
             if publication is not None:
                 await self._free(replica, publication)
-        await self._call_heads(engine, "wake", replica)
+        await self._call_dp_heads(engine, "wake", replica)
         return _weights_loaded(engine, updates, reports[0] if reports else {})
 
     def forget(self, replica: str) -> None:
@@ -114,7 +114,7 @@ class RayWeights:
         call = _replica_call(source, "publish", route.dst, version)
         return _Publication(handles, call, dict(zip(references, reports, strict=True)), num_losses)
 
-    def _call_heads(self, engine: Replica, method: str, *arguments: Any) -> Any:
+    def _call_dp_heads(self, engine: Replica, method: str, *arguments: Any) -> Any:
         """Send a message to the engines of a replica; return what waits for their answers."""
         answers = {worker: self._send(worker, method, *arguments) for worker in engine.heads}
         return self._wait_all(_replica_call(engine, method, *arguments), answers)
@@ -138,17 +138,17 @@ def _weights_loaded(
 
     Args:
         engine: the generation replica.
-        updates: what each head's engine loaded, if anything.
+        updates: what each dp-head's engine loaded, if anything.
         reports: sender -> its report.
     """
     sent: list[int] = []
     loaded: list[int] = []
     num_bytes = 0
-    for head, update in zip(engine.heads, updates, strict=True):
+    for dp_head, update in zip(engine.heads, updates, strict=True):
         if update is not None:
             num_bytes += sum(update.num_bytes)
             loaded += update.checksums
-            for worker, local in zip(tensor_ranks(engine, head), update.local_checksums, strict=True):
+            for worker, local in zip(tensor_ranks(engine, dp_head), update.local_checksums, strict=True):
                 sent.append(local + sum(report.checksums.get(worker, 0) for report in reports.values()))
     return WeightsLoaded(num_bytes, tuple(checksum % MODULUS for checksum in sent), tuple(loaded))
 

@@ -1,0 +1,1 @@
+"""Observers that log a run to a tracker, as the configuration asks."""
