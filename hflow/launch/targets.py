@@ -11,6 +11,7 @@ from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import resolved
 from hflow.config import RunConfig
 from hflow.launch.checkpoints.saved import is_language_model, is_saved_model
+from hflow.models.hub import fetch_model, is_fetched
 from hflow.runtime.saving.run_directory import RunDirectory
 
 
@@ -97,6 +98,10 @@ class ResolvedTarget:
             raise ConfigError(f"--model: {name!r} has no language-model head, so it cannot generate")
         return suitable[name]
 
+    def name_of(self, directory: Path) -> str:
+        """Return the name of the model with this directory."""
+        return next(name for name, path in self.models.items() if path == directory)
+
     @property
     def _alternatives(self) -> str:
         out = Path(RunConfig.out)
@@ -107,15 +112,17 @@ class ResolvedTarget:
         )
 
 
-def resolve(target: str) -> ResolvedTarget:
+def resolve(target: str, *, fetches_models: bool = False) -> ResolvedTarget:
     """Resolve the name of a run, a checkpoint or a model.
 
     Args:
         target: a run's directory, NAME for the latest run in `runs/NAME`, the directory of a checkpoint, or
             that of a model: one with config.json, or an adapter.
+        fetches_models: whether it may also be a model of the Hub, which is fetched then.
 
     Raises:
-        ConfigError: if a run does not have the checkpoint, or none of the runs in `runs/NAME` is the latest.
+        ConfigError: if a run does not have the checkpoint, none of the runs in `runs/NAME` is the latest, or
+            a model cannot be fetched.
     """
     path = Path(target)
     if is_saved_model(path):
@@ -143,6 +150,8 @@ def resolve(target: str) -> ResolvedTarget:
                 f"{candidate} has no latest run, as no workers were ready there; name a run, such as "
                 f"{begun[-1].parent}"
             )
+    if fetches_models and is_fetched(target):
+        return ResolvedTarget(target, "model", models={target: fetch_model(target, "the model")})
     return ResolvedTarget(target, None)
 
 

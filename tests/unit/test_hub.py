@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import shipped_directory
+from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.models import hub as hub_module
 from hflow.models.hub import (
     HubModel,
@@ -265,3 +266,19 @@ def test_export_uploads_a_model_that_can_be_trained_again(
     assert pushed == exported
     assert {path.stat().st_mode & 0o777 for path in Path("out").iterdir()} == {0o644}
     hflow.prints(*arguments, f"{KEY}=me/trained")
+
+
+def test_a_model_of_the_hub_is_evaluated_served_and_exported(hub: HubServer, hflow: CommandLine) -> None:
+    evaluated = json.loads(
+        hflow.prints(
+            *("eval", NAME, "--recipe", "grpo", "--json", "workers=inproc", "data.heldout.limit=8"),
+        )
+    )
+    assert evaluated["streams"][0]["num_prompts"] == 8
+    served = find_checkpoint(NAME, (), None)
+    assert (served.name, served.directory) == (NAME, local_directory(pinned_path(NAME, KEY)))
+    assert hflow.prints("export", f"{NAME}@main", "out").startswith(f"{NAME}@main: ")
+    assert load_file("out/model.safetensors").keys() == load_file(CHECKPOINT / "model.safetensors").keys()
+    assert not Path("out/model.safetensors").is_symlink()
+    assert "neither a directory here nor a model of the Hub" in hflow.fails("serve", "acme/nothing")
+    assert "there is no run 'acme/nothing'" in hflow.fails("report", "acme/nothing")

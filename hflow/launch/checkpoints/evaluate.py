@@ -23,10 +23,10 @@ from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.queries import reported_field
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.planning.compile import Compiled, learn_from_run
-from hflow.launch.planning.data_settings import check_data
+from hflow.launch.planning.data_settings import check_data, with_pinned_rows
 from hflow.launch.planning.models import check_model_fit
 from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
-from hflow.launch.planning.read_recipe import check_names
+from hflow.launch.planning.read_recipe import check_names, with_pinned_models
 from hflow.launch.planning.request import plan_request
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.targets import resolve
@@ -107,7 +107,7 @@ def evaluate(
         HflowError: if there is no checkpoint or recipe, or nothing scores samples; and as `hflow.run`.
     """
     options = options or EvaluationOptions()
-    saved = resolve(target)
+    saved = resolve(target, fetches_models=True)
     directories = saved.require_models()
     file = read_plan_file(saved.run.plan) if saved.run is not None and options.recipe is None else None
     models = {name: model_directory(path) for name, path in directories.items()}
@@ -182,6 +182,9 @@ def compile_evaluation(
     config = _with_saved_models(
         _reduced(config, reduced), base, reduced, _by_model(saved, reduced, options.model)
     )
+    config, unreached = with_pinned_models(with_pinned_rows(config))
+    for problem in unreached.values():
+        raise ConfigError(problem)
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
     loaded.check_bodies(graph)
     check_model_fit(config, graph)

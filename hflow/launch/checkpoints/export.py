@@ -71,9 +71,9 @@ def export(
     """
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists; name a new directory, or remove it")
-    saved = resolve(target)
+    saved = resolve(target, fetches_models=True)
     source = saved.choose_model(model)
-    name = source.name
+    name = saved.name_of(source)
     if saved.checkpoint is not None and (saved.checkpoint / MANIFEST).is_file():
         verify_checkpoint(saved.checkpoint, lambda file: _is_exported(file, name))
     if push is not None:

@@ -74,9 +74,10 @@ def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) ->
     Raises:
         ConfigError: if there is no checkpoint, there are several, or an override is wrong.
     """
-    directory = resolve(target).choose_model(model, generates=True)
+    found = resolve(target, fetches_models=True)
+    directory = found.choose_model(model, generates=True)
     config = _config(directory, overrides)
-    return ServedCheckpoint(model_directory(directory), directory.name, config)
+    return ServedCheckpoint(model_directory(directory), found.name_of(directory), config)
 
 
 def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
