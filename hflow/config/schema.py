@@ -412,7 +412,8 @@ class RunConfig:
     """The address that endpoints of episodes listen on; 0.0.0.0: all of the machine's, for agents that run on
     other machines."""
     cluster: str = "cpu-1x1"
-    """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process."""
+    """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process. `here`: the
+    GPUs of this machine, or its cores and memory."""
     cores: tuple[Int, ...] | None = None
     """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
     as in `[4]`. Bound workers of one machine do not compete for cores. null: workers are not bound."""

@@ -28,6 +28,7 @@ from hflow.launch.planning.models import check_model_fit
 from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.planning.read_recipe import check_names, with_pinned_models
 from hflow.launch.planning.request import plan_request
+from hflow.launch.planning.this_machine import with_this_machine
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.targets import resolve
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
@@ -182,7 +183,7 @@ def compile_evaluation(
     config = _with_saved_models(
         _reduced(config, reduced), base, reduced, _by_model(saved, reduced, options.model)
     )
-    config, unreached = with_pinned_models(with_pinned_rows(config))
+    config, unreached = with_pinned_models(with_this_machine(with_pinned_rows(config), recipe))
     for problem in unreached.values():
         raise ConfigError(problem)
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})

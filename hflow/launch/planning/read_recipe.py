@@ -21,6 +21,7 @@ from hflow.launch.planning.models import (
     has_config,
     missing_text,
 )
+from hflow.launch.planning.this_machine import with_this_machine
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
 from hflow.models.hub import pinned_path
@@ -76,7 +77,7 @@ class RecipeReader:
             config, set_keys = self._configs.load(overrides)
         config, unreached = with_pinned_models(config)
         if not is_decided:
-            config = with_pinned_rows(config)
+            config = with_this_machine(with_pinned_rows(config), self._path)
             config, warnings = with_overridden_models(config, overrides, unreached)
         warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()

@@ -1,0 +1,103 @@
+"""`cluster=here`: a machine's GPUs as `nvidia-smi` names them, or its cores and memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from hflow.base.errors import ConfigError
+from hflow.base.machine_memory import machine_memory
+from hflow.base.shipped import find_recipe
+from hflow.config import RunConfig, load_config
+from hflow.launch.planning.this_machine import device_of_product, visible_gpus, with_this_machine
+from hflow.planner.plan.hardware import GIB
+
+RECIPE = find_recipe("grpo")
+H100 = "NVIDIA H100 80GB HBM3, 81559"
+KNOWN = ("a10", "a100-40g", "a100-80g", "b200", "gb200", "h100", "h100-pcie", "l4", "l40s", "rtx-4090")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program in place of `nvidia-smi` that prints the lines of a file, which has none yet."""
+    program, lines = tmp_path / "nvidia-smi", tmp_path / "lines"
+    lines.write_text("")
+    program.write_text(f"#!/bin/sh\ncat {lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lines
+
+
+def here(**changes: object) -> RunConfig:
+    return with_this_machine(replace(load_config(RECIPE), cluster="here", **changes), RECIPE)
+
+
+def test_cores_and_memory_without_gpus(machine: Path) -> None:
+    cores = min(len(os.sched_getaffinity(0)), 8)
+    config = here()
+    assert config.cluster == f"cpu-1x{cores}"
+    assert config.device_memory_gib is not None
+    assert 0.85 * machine_memory() < cores * config.device_memory_gib * GIB <= 0.9 * machine_memory()
+    alone = here(workers="inproc")
+    assert alone.cluster == "cpu-1x1"
+    assert alone.device_memory_gib == pytest.approx(cores * config.device_memory_gib, abs=0.1 * cores)
+    assert here(device_memory_gib=3.0).device_memory_gib == 3.0
+
+
+def test_gpus_by_the_names_of_their_products(machine: Path) -> None:
+    machine.write_text(f"{H100}\n" * 8)
+    config = here()
+    assert (config.cluster, config.device_memory_gib) == ("h100-1x8", None)
+    machine.write_text("NVIDIA A100-SXM4-80GB, 40960\n")
+    config = here()
+    assert (config.cluster, config.device_memory_gib) == ("a100-80g-1x1", 40.0)  # such as half of a GPU
+
+
+@pytest.mark.parametrize(
+    ("product", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_devices_of_products(product: str, device: str | None) -> None:
+    assert device_of_product(product, KNOWN) == device
+
+
+def test_the_gpus_that_processes_may_use(machine: Path) -> None:
+    machine.write_text(f"{H100}\nNVIDIA L4, 23034\n{H100}\n")
+    assert [name for name, _ in visible_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})] == [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA L4",
+    ]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    with pytest.raises(ConfigError, match="does not name GPUs of this machine by numbers below 3"):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": "3"})
+
+
+def test_refusals(machine: Path) -> None:
+    machine.write_text(f"{H100}\nNVIDIA L4, 23034\n")
+    with pytest.raises(
+        ConfigError, match="has NVIDIA H100 80GB HBM3 and NVIDIA L4; choose some of the same kind"
+    ):
+        here()
+    machine.write_text("Tesla V100-SXM2-32GB, 32768\n")
+    with pytest.raises(ConfigError, match=r"no figures of Tesla V100-SXM2-32GB; .* set cluster=NAME-1x1"):
+        here()
+
+
+def test_a_plan_names_the_machine(machine: Path, hflow: CommandLine) -> None:
+    machine.write_text(f"{H100}\n" * 2)
+    assert "grpo on h100-1x2" in hflow.prints("plan", "grpo", "cluster=here")
