@@ -259,6 +259,7 @@ def _open_directory(
             metrics = directory.drop_metrics_after(resumed.steps)
             directory.keep_trace()
             directory.error.unlink(missing_ok=True)
+            directory.summary.unlink(missing_ok=True)  # a kill leaves none
             directory.write_plan(*files)
         replace_text(directory.inputs, inputs.to_json())
         checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints, config.keep_best)

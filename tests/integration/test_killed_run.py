@@ -1,0 +1,65 @@
+"""A run that was resumed and then killed: what is said of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+RECIPE = """
+import os
+import signal
+from pathlib import Path
+
+from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
+
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+
+
+@compute(returns="advantages")
+def advantage(reward: PerSequence) -> PerSequence:
+    if Path("kill").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reward
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+recipe = Recipe(
+    "mine", data, [use(nodes.actor_gen, actor), score, advantage, use(nodes.actor_train, actor, prox="none")]
+)
+"""
+YAML = """
+defaults: [model@models.actor: tiny-qwen2, data@data.train: addition, _self_]
+models: {actor: {path: "hflow:addition"}}
+batch: 2
+steps: 1
+workers: inproc
+nodes: {actor_gen: {max_tokens: 4}}
+"""
+
+
+def test_a_killed_run_is_not_what_it_was_when_it_ended_before(
+    hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(RECIPE)
+    Path("mine.yaml").write_text(YAML)
+    hflow.prints("run", "mine.py")
+    assert "done after 1 steps" in hflow.prints("report", "mine")
+    Path("kill").write_text("")
+    command = [sys.executable, "-m", "hflow", "run", "--resume", "mine", "steps=5"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert "failed or killed after 1 of 5 steps" in hflow.prints("report", "mine")
+    Path("kill").unlink()
+    hflow.prints("run", "--resume", "mine", "steps=3")
+    assert json.loads(Path("runs/mine/latest/summary.json").read_text())["steps"] == 3
+    assert "done after 3 steps" in hflow.prints("report", "mine")
