@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError, nearest
+from hflow.base.shipped import find_recipe
 from hflow.config import ConfigLoader, RunConfig, validate_names
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
 from hflow.graph.build import build_graph
@@ -52,14 +53,14 @@ class RecipeReader:
     """Reads a recipe once, and its configuration with any overrides."""
 
     def __init__(self, recipe: str | Path) -> None:
-        """Import a recipe's Python file.
+        """Import a recipe's Python file, or a shipped recipe by its name.
 
         Raises:
             RecipeError: for an error in the recipe.
         """
-        self._path = Path(recipe)
-        self._recipe = load_recipe(recipe)
-        self._configs = ConfigLoader(recipe)
+        self._path = find_recipe(str(recipe))
+        self._recipe = load_recipe(self._path)
+        self._configs = ConfigLoader(self._path)
 
     def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
         """Return the recipe with its configuration and graph.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ from hflow.launch.running.resume import (
     rewind_run,
 )
 from hflow.launch.running.shown_metrics import builtin_metrics
-from hflow.launch.running.stop_signals import StopSignals
+from hflow.launch.running.stop_signals import StopSignals, request_stop
 from hflow.launch.running.trackers import open_trackers
 from hflow.launch.running.worker_setup import make_processes, make_setup, open_rows, source_config
 from hflow.models.hub import fetch_model, has_weights
@@ -71,7 +71,7 @@ def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = N
     """Run a recipe.
 
     Args:
-        recipe: path of the recipe's Python file.
+        recipe: path of the recipe's Python file, or the name of a shipped one.
         overrides: configuration as `key=value`.
         live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
 
@@ -149,7 +149,22 @@ def _run(
     _fetch_models(compiled, SafeConsole(stderr=True, quiet=environment.is_quiet))
     if compiled.config.workers == "debug":
         live = False  # the debugger has the terminal
-    return asyncio.run(_run_in_loop(compiled, live, environment, resumed))
+    return _run_to_end(partial(_run_in_loop, compiled, live, environment, resumed))
+
+
+def _run_to_end(work: Callable[[], Coroutine[Any, Any, RunSummary]]) -> RunSummary:
+    """Run a coroutine on an event loop of its own. Where there is one, as in notebooks, it is a thread's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(1, "hflow-run") as thread:
+        result = thread.submit(asyncio.run, work())
+        while True:
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                request_stop()
 
 
 def _fetch_models(compiled: Compiled, console: SafeConsole) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -23,10 +25,21 @@ SAME_REQUEST_SECONDS = 2.0
 its group."""
 
 
+_active: WeakSet[StopSignals] = WeakSet()
+"""Those of the runs that are going."""
+
+
+def request_stop() -> None:
+    """Ask all runs of this process to stop, as Ctrl-C does."""
+    for signals in tuple(_active):
+        signals.request()
+
+
 class StopSignals:
     """Handles the signals that schedulers and people send to end a run. It belongs to the running event loop.
 
-    Ctrl-C, SIGTERM and SIGHUP ask a run to stop; a second signal ends it at once.
+    Ctrl-C, SIGTERM and SIGHUP ask a run to stop; a second signal ends it at once. Only the main thread
+    receives signals: where the loop runs in another one, `request_stop` asks in their place.
 
     Args:
         note: shows a line to the user.
@@ -39,6 +52,8 @@ class StopSignals:
         self._task = asyncio.current_task()
         self._stop: Callable[[], None] | None = None
         self._signals = stop_signals()
+        self._is_in_main_thread = threading.current_thread() is threading.main_thread()
+        _active.add(self)
         self.install()
 
     @property
@@ -48,13 +63,16 @@ class StopSignals:
 
     def install(self) -> None:
         """Handle signals. Called again after a library may have set handlers of its own."""
-        for number in self._signals:
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        if self._is_in_main_thread:
+            for number in self._signals:
+                self._loop.add_signal_handler(number, self._on_signal, number)
 
     def remove(self) -> None:
         """Let signals end the process."""
-        for number in self._signals:
-            self._loop.remove_signal_handler(number)
+        _active.discard(self)
+        if self._is_in_main_thread:
+            for number in self._signals:
+                self._loop.remove_signal_handler(number)
 
     def stop_by(self, stop: Callable[[], None] | None) -> None:
         """Call a function at the first signal; None: cancel the task."""
@@ -68,6 +86,15 @@ class StopSignals:
             if time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
                 self.remove()
                 os.kill(os.getpid(), number)
+            return
+        self._request()
+
+    def request(self) -> None:
+        """Ask the run to stop. Called from any thread."""
+        self._loop.call_soon_threadsafe(self._request)
+
+    def _request(self) -> None:
+        if self._requested_at is not None:
             return
         self._requested_at = time.monotonic()
         if self._stop is None:
