@@ -1,4 +1,4 @@
-"""hflow called from Python: by the name of a shipped recipe, and inside of an event loop, as in a notebook."""
+"""hflow called from Python: by the name of a shipped recipe, and inside of an event loop, as in notebooks."""
 
 from __future__ import annotations
 
