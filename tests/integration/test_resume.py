@@ -354,6 +354,11 @@ def test_files_that_a_run_continues_with_must_be_what_they_were(
         resume("runs/resumed/latest", ["steps=3"], live=False)
 
 
+def without_cuts(summary: RunSummary) -> list[str]:
+    """Return a run's warnings, but that its answers of one token are cut."""
+    return [warning for warning in summary.warnings if "ended at a limit of tokens" not in warning]
+
+
 def test_a_model_is_found_again_when_its_link_leads_elsewhere(workplace: Path, moved: Path):
     (moved / "base").unlink()
     (moved / "base").symlink_to("base-2")
@@ -361,15 +366,15 @@ def test_a_model_is_found_again_when_its_link_leads_elsewhere(workplace: Path, m
     with pytest.raises(ConfigError, match=f"models.ref is not .* set models.ref.path={origin}"):
         resume("runs/resumed/latest", ["steps=3"], live=False)
     resumed = resume("runs/resumed/latest", ["steps=3", f"models.ref.path={origin}"], live=False)
-    assert (resumed.reason, resumed.steps, resumed.warnings) == ("done", 3, ())
+    assert (resumed.reason, resumed.steps, without_cuts(resumed)) == ("done", 3, [])
 
 
 def test_other_rows_of_an_evaluation_are_warned_of_once(moved: Path):
     replaced(moved / "heldout.jsonl", "13+01", "31+01")
     resumed = resume("runs/resumed/latest", ["steps=3"], live=False)
-    (warning,) = resumed.warnings
+    (warning,) = without_cuts(resumed)
     assert re.search(r"data.heldout is not what .*/heldout.jsonl has other content; results may", warning)
-    assert resume("runs/resumed/latest", ["steps=4"], live=False).warnings == ()
+    assert without_cuts(resume("runs/resumed/latest", ["steps=4"], live=False)) == []
 
 
 def test_overrides_without_effect_are_refused_or_warned_of(moved: Path):

@@ -434,7 +434,8 @@ def _changed_override(good: Good, random: Random) -> Changed:
 
 def _options(good: Good) -> Chosen:
     files = good.generating()
-    plan, ledger = Copy(good.run / "plan.json"), {"run/ledger.sqlite": Copy(good.run / "ledger.sqlite")}
+    plan = Copy(good.run / "plan.json")
+    ledger = {"run/plan.json": plan, "run/ledger.sqlite": Copy(good.run / "ledger.sqlite")}
     for arguments in [
         ["--steps", "0"], ["--steps", "1"], ["--steps", "-1"], ["--steps", "x"], ["--steps", "nan"], ["--steps", "1e3"],
         ["--steps", "1" + "0" * 30], ["--layout", ""], ["--layout", "x"], ["--layout", "d0"], ["--layout", "d2d2"], ["--layout", "t2d2"],
@@ -1148,7 +1149,8 @@ def _changed_plan_file(good: Good, random: Random) -> Changed:
 
 
 def _ledgers(good: Good) -> Chosen:
-    ledger = {"run/ledger.sqlite": Copy(good.run / "ledger.sqlite")}
+    plan = {"run/plan.json": Copy(good.run / "plan.json")}
+    ledger = {**plan, "run/ledger.sqlite": Copy(good.run / "ledger.sqlite")}
     for where in [
         "", " ", "x", "nope = 1", "1 +", "(", ")", "1; DROP TABLE issued", "1; SELECT 1", "id = 'x", "--", "/*", "\x00", "id = \x00", "\udcff", "é",
         "1 UNION SELECT 1", "EXISTS (SELECT 1 FROM none)", "id IN (SELECT * FROM samples)", "load_extension('x')", "writefile('x', 'y')", "readfile('x')",
@@ -1174,9 +1176,14 @@ def _ledgers(good: Good) -> Chosen:
         **_other_databases(good),
     }.items():
         for arguments in (["samples", "run"], ["samples", "run", "--count"], ["why", "run", "0"]):
-            yield f"{' '.join(arguments)}: {name}", arguments, {"run/ledger.sqlite": content}, "ledger.sqlite"
+            yield (
+                f"{' '.join(arguments)}: {name}",
+                arguments,
+                {**plan, "run/ledger.sqlite": content},
+                "ledger.sqlite",
+            )
     for arguments in (["samples", "run"], ["why", "run", "0"]):
-        yield f"{arguments[0]}: a directory", arguments, {"run/ledger.sqlite/x": b""}, ""
+        yield f"{arguments[0]}: a directory", arguments, {**plan, "run/ledger.sqlite/x": b""}, ""
         yield f"{arguments[0]}: an empty directory", arguments, {"run/x": b""}, ""
 
 
@@ -1253,7 +1260,11 @@ def _changed_ledger(good: Good, random: Random) -> Changed:
             ["samples", "run", "--where", "reward > 0 OR length > 1"],
         ]
     )
-    return f"{' '.join(command)}: {what}", command, {"run/ledger.sqlite": changed}
+    return (
+        f"{' '.join(command)}: {what}",
+        command,
+        {"run/plan.json": Copy(good.run / "plan.json"), "run/ledger.sqlite": changed},
+    )
 
 
 def _no_change(good: Good, random: Random) -> Changed:

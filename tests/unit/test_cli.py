@@ -82,7 +82,7 @@ def test_commands_and_options_do_not_change():
             "overrides",
             "target",
         ],
-        "export": ["--dtype", "--model", "directory", "target"],
+        "export": ["--dtype", "--model", "--push", "directory", "target"],
         "new": ["--chat", "directory", "recipe"],
         "nodes": ["--json", "name", "subject"],
         "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],

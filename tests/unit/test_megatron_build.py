@@ -49,7 +49,6 @@ def test_unsupported_architectures_are_rejected(changes, message):
     ("changes", "message"),
     [
         ({"head": "values"}, "head 'values' is not one of lm, value, score; did you mean 'value'"),
-        ({"dtype": "fp16"}, "dtype 'fp16' is not one of fp32, bf16"),
         ({"device": "tpu"}, "device 'tpu' is not one of cpu, cuda"),
     ],
 )

@@ -23,6 +23,10 @@ def planned(command: str) -> Compiled:
     return compile_recipe(GSM8K / file, overrides)
 
 
+NOT_HERE = "Its sizes are those of the architecture; a run needs the model."
+"""What a plan says of a model of the Hub that is not in the cache."""
+
+
 def peak(forecast: Forecast) -> float:
     """GiB of the fullest device in its fullest phase."""
     return max(phase.total for phase in forecast.memory) / 2**30
@@ -31,7 +35,7 @@ def peak(forecast: Forecast) -> float:
 @pytest.mark.parametrize(("command", "seconds", "gib", "most"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str, gib: str, most: str) -> None:
     compiled = planned(command)
-    assert compiled.plan.warnings == ()
+    assert [warning for warning in compiled.plan.warnings if NOT_HERE not in warning] == []
     forecast = compiled.plan.forecast
     assert forecast.missing == ()
     assert forecast.period is not None

@@ -78,4 +78,4 @@ def test_a_wheel_has_everything_that_commands_read(tmp_path: Path) -> None:
     assert "hflow/configs/checkpoints/addition/model.safetensors" in sources
     assert "hflow/recipes/custom/sums.txt" in sources
     assert sources - packed == set()
-    assert {name.partition("/")[0] for name in packed} == {"hflow", "hflow-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in packed} == {"hflow", "hflow_rl-0.1.0.dist-info"}

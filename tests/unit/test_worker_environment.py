@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from hflow.config.schema import LoraConfig
 from hflow.engines.interface import EngineSetup
-from hflow.engines.vllm.launch_options import environment, reads_checkpoint
+from hflow.engines.process.engine import reads_checkpoint
+from hflow.engines.vllm.launch_options import environment
 from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.workers.process_groups import ProcessGroups

@@ -169,7 +169,7 @@ def test_a_pair_is_a_group_of_two() -> None:
         assert rejected == [answer[::-1] for answer in answers[::2]]
         assert read(workers, "sft_view", "group", range(6)) == [0, 0, 1, 1, 2, 2]
 
-    with_workers(kit.with_program(sft(), "sft_view", body=pair, group=2), work)
+    with_workers(kit.with_program(sft(), "sft_view", body=pair), work)
 
 
 def test_a_group_of_another_size_is_refused() -> None:

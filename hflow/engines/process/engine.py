@@ -78,7 +78,7 @@ class ProcessEngine(GenerationEngine):
             temporary=str(self._process.directory),
             tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
             cores=tuple(sorted({core for cores in setup.cores for core in cores})),
-            reads_checkpoint=_reads_checkpoint(setup),
+            reads_checkpoint=reads_checkpoint(setup),
             sleeps=setup.shares_devices and settings.device != "cpu",
             records=setup.records,
         )
@@ -166,7 +166,7 @@ class ProcessEngine(GenerationEngine):
         return finished
 
 
-def _reads_checkpoint(setup: EngineSetup) -> bool:
+def reads_checkpoint(setup: EngineSetup) -> bool:
     """Return whether the engine reads the weights of a checkpoint when it is built.
 
     It does not where all of them are replaced before it generates. Adapters replace none: they are added to

@@ -26,7 +26,7 @@ its group."""
 
 
 _active: WeakSet[StopSignals] = WeakSet()
-"""Those of the runs that are going."""
+"""The handlers of the runs that are going."""
 
 
 def request_stop() -> None:

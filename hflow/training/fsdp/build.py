@@ -48,7 +48,6 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
         BackendError: if the settings, the architecture or the checkpoint are unusable.
     """
     check_choice("head", settings.head, HEADS)
-    check_choice("dtype", settings.dtype, DTYPES)
     disable_progress_bar()
     config = read_config(settings)
     dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]

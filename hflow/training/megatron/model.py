@@ -178,7 +178,6 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
         BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
     """
     check_choice("head", settings.head, HEADS)
-    check_choice("dtype", settings.dtype, DTYPES)
     hf_config = read_config(settings)
     with translate_errors(settings.name):
         shape = supported_shape(hf_config, settings.head)
