@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.launch.running.twin import TwinReport, twin
     from hflow.planner.plan.rows import Plan
     from hflow.profiling.calibrate import HardwareProfile, measure_hardware
-    from hflow.report.text.summary import RunSummary
+    from hflow.runtime.records.run_summary import RunSummary
     from hflow.runtime.simulation.simulate_plan import Simulation
 
 _NAMES = {
@@ -66,7 +66,7 @@ _NAMES = {
     "hflow.launch.running.twin": "TwinReport twin",
     "hflow.planner.plan.rows": "Plan",
     "hflow.profiling.calibrate": "HardwareProfile measure_hardware",
-    "hflow.report.text.summary": "RunSummary",
+    "hflow.runtime.records.run_summary": "RunSummary",
     "hflow.runtime.simulation.simulate_plan": "Simulation",
 }
 """Module -> the names of this package that it defines."""

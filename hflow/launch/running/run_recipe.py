@@ -44,7 +44,7 @@ from hflow.models.hub import fetch_model, has_weights
 from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory
