@@ -18,8 +18,8 @@ from runs import ROOT, TINY, largest_difference, run, weights_of
 from safetensors.torch import load_file, save_file
 
 from hflow import launch
+from hflow.base.durable_files import file_checksum
 from hflow.base.errors import ConfigError, PlanError, RunError
-from hflow.base.files import file_checksum
 from hflow.config import to_yaml
 from hflow.launch.checkpoints.fingerprints import read_inputs
 from hflow.launch.planning.compile import compile_recipe, plan_file_text

@@ -14,8 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.base.files import WriteError, replace_text, resolved
+from hflow.base.files import resolved
 from hflow.base.terminal import SafeConsole
 from hflow.config import flatten, to_yaml
 from hflow.graph.queries import saved_models

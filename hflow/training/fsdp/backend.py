@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from typing_extensions import override
 
+from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
-from hflow.base.files import WriteFiles
 from hflow.data.batches.batch import Batch
 from hflow.models.adapter import adapter_weights, adapters_off
 from hflow.models.device import local_device

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.models.adapter import adapter_weights, base_name, save_adapter
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, save_head, saved_config

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
-from hflow.base.files import WriteFiles
 from hflow.config.schema import Offload
 from hflow.data.batches.batch import Batch
 from hflow.models.host_copy import HostCopies

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.base.model_files import FILE_BYTES
 from hflow.models.expert_tensors import file_names, file_tensors
 from hflow.models.heads import SCORE, head_prefix, saved_config
