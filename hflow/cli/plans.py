@@ -126,7 +126,7 @@ def simulate(
     """Simulate a run on a virtual clock: speed, idle devices and staleness. Needs no device."""
     simulation = launch.simulate(recipe, overrides or [], steps, seed)
     if json:
-        print_json(simulation.document())
+        print_json(simulation.to_json())
     else:
         show(render_simulation(simulation))
 
