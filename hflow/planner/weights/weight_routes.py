@@ -119,10 +119,10 @@ def _choice(facts: RouteFacts) -> tuple[str, str]:
     engine in a process of its own on the same machine, else the object store, which each other machine
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
-    for name in reversed([*CHANNELS]):
-        reason = channel_kind(name).prefer(facts)
+    for kind in sorted(map(channel_kind, CHANNELS), key=lambda kind: kind.priority, reverse=True):
+        reason = kind.prefer(facts)
         if reason is not None:
-            return name, reason
+            return kind.name, reason
     raise AssertionError("the object store is always possible")
 
 
