@@ -118,7 +118,7 @@ def copy_shards(
         states: the boxes that this rank writes; no other rank writes them.
         info: the same on all ranks.
         group: the replica's ranks; None for one.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.

@@ -97,12 +97,12 @@ class MegatronModel(ModelBackend):
 
     @override
     def save(self, directory: str) -> WriteFiles:
-        with self.on_device(), self._copies.made():
+        with self.on_device(), self._copies.copying():
             return copy_stage(self._stage, Path(directory), self._copies)
 
     @override
     def save_shards(self, directory: str) -> WriteFiles:
-        with self._offload.on_device(training=True), self._state_copies.made():
+        with self._offload.on_device(training=True), self._state_copies.copying():
             return copy_stage_shards(self._stage, self._optimizer, Path(directory), self._state_copies)
 
     @override

@@ -28,7 +28,7 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
     Args:
         stage: this rank's.
         directory: made if necessary, in a directory that all ranks share.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
         file_bytes: size that files should not exceed.
 
     Raises:
