@@ -119,10 +119,10 @@ def _choice(facts: RouteFacts) -> tuple[str, str]:
     engine in a process of its own on the same machine, else the object store, which each other machine
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
-    for kind in sorted(map(channel_kind, CHANNELS), key=lambda kind: kind.priority, reverse=True):
-        reason = kind.prefer(facts)
+    for name in sorted(CHANNELS, key=lambda name: channel_kind(name).priority, reverse=True):
+        reason = channel_kind(name).prefer(facts)
         if reason is not None:
-            return kind.name, reason
+            return name, reason
     raise AssertionError("the object store is always possible")
 
 
