@@ -21,7 +21,7 @@ from hflow.types.engine import environment_number
 from hflow.types.sandbox import sandbox_of
 
 if TYPE_CHECKING:
-    from hflow.report.text.summary import RunSummary
+    from hflow.runtime.records.run_summary import RunSummary
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hflow.base.files import FileChecksum
+from hflow.base.durable_files import FileChecksum
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.lib import harness
 from hflow import launch
 from hflow.launch.planning.compile import compile_recipe
-from hflow.profiling.from_run import STEP, WARM_STEPS, read_run_times
+from hflow.profiling.run_times import STEP, WARM_STEPS, read_run_times
 from hflow.runtime.saving.run_directory import RunDirectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"

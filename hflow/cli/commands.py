@@ -12,8 +12,8 @@ from rich.text import Text
 from typer.exceptions import TyperException
 
 from hflow import launch
+from hflow.base.durable_files import file_fix
 from hflow.base.errors import HflowError, shorten
-from hflow.base.files import file_fix
 from hflow.base.standard_streams import open_closed_streams, outlive_reader
 from hflow.base.terminal import SafeConsole
 from hflow.cli import machine, plans, recipes, results, runs

@@ -1,4 +1,4 @@
-"""`hflow check`, `plan` and `simulate`: the commands that need no device."""
+"""`hflow check`, `plan`, `size` and `simulate`: the commands that need no device."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def simulate(
     """Simulate a run on a virtual clock: speed, idle devices and staleness. Needs no device."""
     simulation = launch.simulate(recipe, overrides or [], steps, seed)
     if json:
-        print_json(simulation.document())
+        print_json(simulation.to_json())
     else:
         show(render_simulation(simulation))
 
@@ -163,11 +163,11 @@ def write_page(compiled: launch.Compiled, file: Path, sizes: TableView | None = 
 
 
 def _compare_plans(
-    before: str, after: str, third: str | None, overrides: list[str], *, as_json: bool
+    before: str, after: str, recipe: str | None, overrides: list[str], *, as_json: bool
 ) -> None:
     """Print the changes between two plans; exit with 1 if there are any."""
-    if third is not None:
-        raise ConfigError(f"--diff compares two plans, {before} and {after}; remove {third}")
+    if recipe is not None:
+        raise ConfigError(f"--diff compares two plans, {before} and {after}; remove {recipe}")
     diff = launch.compare_plans(before, after, overrides)
     if as_json:
         print_json(diff.to_json())

@@ -25,7 +25,7 @@ from hflow.cli.arguments import (
     recipe_name,
     split_recipe,
 )
-from hflow.report.text.summary import RunSummary
+from hflow.report.text.summary import render_summary
 from hflow.report.text.twin import render_twin
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ def twin(
         raise typer.Exit(DIFFERENT)
 
 
-def _finish(summary: RunSummary) -> None:
+def _finish(summary: launch.RunSummary) -> None:
     """Print the summary of a run."""
-    show(summary.render())
+    show(render_summary(summary))
     if summary.reason == STOPPED:
         print_text(f"to continue: hflow run --resume {summary.directory}")
         raise RunStopped

@@ -32,7 +32,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from hflow.base.errors import ConfigError, nearest, shorten
-from hflow.base.files import LONG_NUMBER, is_of_long_number
+from hflow.base.json_text import LONG_NUMBER, is_of_long_number
 from hflow.base.secrets import secret_in
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import from_mapping, join, unknown_key

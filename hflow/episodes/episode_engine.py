@@ -107,7 +107,7 @@ class EpisodeEngine:
             start.input_ids,
             dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
         )
-        text = cut_at_stop(self._tokenizer.answer(generated.ids), params.stop)
+        text = cut_at_stop(self._tokenizer.decode_answer(generated.ids), params.stop)
         return append_turn(start, generated, text, self._parse_calls(text, offered))
 
     def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
@@ -133,7 +133,7 @@ class EpisodeEngine:
 
     def token_text(self, token: int) -> str:
         """Return the text of a token, also of a special one."""
-        return self._tokenizer.token_text(token)
+        return self._tokenizer.decode_token(token)
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
         """Run a tool: a sandboxed one in a process, a coroutine function on this loop, others on a thread.
@@ -211,7 +211,7 @@ class EpisodeEngine:
             messages = tuple(normal_messages(said))
             check_prompt(messages)
             if isinstance(prompt, str) and not self._has_template_tools(tools):
-                ids = self._tokenizer.prompt(prompt)
+                ids = self._tokenizer.encode_prompt(prompt)
             else:
                 ids = self._tokenizer.template().prompt(messages, self._template_schemas(tools))
             start = prompt_trajectory(ids, messages)

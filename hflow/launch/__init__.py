@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
         simulate,
     )
     from hflow.launch.planning.plan_file import compose_plan_file
-    from hflow.launch.planning.variants import Sizes, Target, size, what_if
+    from hflow.launch.planning.size import Sizes, Target, size
+    from hflow.launch.planning.what_if import what_if
     from hflow.launch.recipe_copy import NewRecipe, new_recipe
     from hflow.launch.results.compare import Comparison, compare
     from hflow.launch.results.ledger import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.launch.running.twin import TwinReport, twin
     from hflow.planner.plan.rows import Plan
     from hflow.profiling.calibrate import HardwareProfile, measure_hardware
-    from hflow.report.text.summary import RunSummary
+    from hflow.runtime.records.run_summary import RunSummary
     from hflow.runtime.simulation.simulate_plan import Simulation
 
 _NAMES = {
@@ -57,7 +58,8 @@ _NAMES = {
         "simulate"
     ),
     "hflow.launch.planning.plan_file": "compose_plan_file",
-    "hflow.launch.planning.variants": "Sizes Target size what_if",
+    "hflow.launch.planning.size": "Sizes Target size",
+    "hflow.launch.planning.what_if": "what_if",
     "hflow.launch.recipe_copy": "NewRecipe new_recipe",
     "hflow.launch.results.compare": "Comparison compare",
     "hflow.launch.results.ledger": ("SAMPLE_COLUMNS count_samples samples samples_with_text why why_texts"),
@@ -66,7 +68,7 @@ _NAMES = {
     "hflow.launch.running.twin": "TwinReport twin",
     "hflow.planner.plan.rows": "Plan",
     "hflow.profiling.calibrate": "HardwareProfile measure_hardware",
-    "hflow.report.text.summary": "RunSummary",
+    "hflow.runtime.records.run_summary": "RunSummary",
     "hflow.runtime.simulation.simulate_plan": "Simulation",
 }
 """Module -> the names of this package that it defines."""

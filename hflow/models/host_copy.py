@@ -92,7 +92,7 @@ class HostCopies:
         weakref.finalize(self, _unpin, self._kept).atexit = False
 
     @contextmanager
-    def made(self) -> Iterator[None]:
+    def copying(self) -> Iterator[None]:
         """Make copies inside; they are complete when this ends, and those made before are gone."""
         self._num_used = 0
         yield

@@ -85,7 +85,7 @@ class ChildProcess:
             if self._process is not None:
                 self._process.wait(seconds)
 
-    def death(self) -> WorkerFailureError:
+    def exit_error(self) -> WorkerFailureError:
         """Return the error with which the process has ended, after it had time to."""
         assert self._process is not None
         self.wait(_END_SECONDS)

@@ -1,6 +1,6 @@
 """Figures of a calibration from measured seconds, and how far they miss on what they were not fitted to.
 
-Every third measurement is held out: it is predicted by figures that were fitted to the others.
+Some measurements are held out (`split_held_out`): figures that were fitted to the others predict them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ LAYER_US = np.geomspace(5.0, 5000.0, 150)
 PASSES = np.linspace(0.0, 60.0, 121)
 MIN_SLOPE = 1e-3
 """Least part of the seconds of the fastest message that its bytes take, for a line to show the bandwidth."""
+
+HELD_OUT_EVERY = 3
+"""Of so many measurements, in order, the last is held out."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,17 @@ class ShardedTime:
     seconds: float
 
 
+Row = TypeVar("Row")
 Timed = TypeVar("Timed", ProductTime, CollectiveTime, LoadTime, ShardedTime, StepTime)
+
+
+def split_held_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the measurements to fit figures to, and those that are held out."""
+    fitted: list[Row] = []
+    held_out: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        (fitted if number % HELD_OUT_EVERY else held_out).append(row)
+    return fitted, held_out
 
 
 def held_out_error(
@@ -95,13 +108,12 @@ def held_out_error(
     """Return the mean absolute error of predictions, as a fraction of what was measured.
 
     Args:
-        rows: measurements with `seconds`; every third one is held out.
+        rows: measurements with `seconds`, some of which are held out.
         predict: fits to some rows, and returns the function that predicts the seconds of a row.
     """
-    seen = [row for i, row in enumerate(rows) if i % 3 != 2]
-    unseen = [row for i, row in enumerate(rows) if i % 3 == 2]
-    prediction = predict(seen)
-    return float(np.mean([abs(prediction(row) / row.seconds - 1) for row in unseen]))
+    fitted, held_out = split_held_out(rows)
+    prediction = predict(fitted)
+    return float(np.mean([abs(prediction(row) / row.seconds - 1) for row in held_out]))
 
 
 def fit_matmul(rows: Sequence[ProductTime], peak: float) -> MatmulRate:

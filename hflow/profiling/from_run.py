@@ -1,6 +1,4 @@
-"""`RunTimes`: what a run measured: seconds from its trace and metrics, and lengths from its ledger.
-
-`calibrate_from_run`: figures that explain what a run measured, for `calibrate=RUN`.
+"""`learn_from_run`: figures that explain what a run measured, for `calibrate=RUN`.
 
 The planner predicts the seconds of the run's nodes from the figures that the run was planned with. These
 then change as little as explains what was measured: their logarithms minimise
@@ -8,19 +6,17 @@ then change as little as explains what was measured: their logarithms minimise
     sum over nodes of share * (log predicted - log measured)^2 / NOISE^2  +  sum over figures of change^2
 
 where `share` is a node's part of all seconds. A change of 1 is a factor of e for times of hosts, and of 1.28
-(e to the `RATE_PRIOR`) for rates, which vary less. Figures that no node of the
-run depends on stay as they were. What a step takes beyond its nodes is the time of messages (`node_us`).
-Every third measurement is held out, as in `fit`.
+(e to the `RATE_PRIOR`) for rates, which vary less. Figures that no node of the run depends on stay as they
+were. What a step takes beyond its nodes is the time of messages (`node_us`). Some measurements are held out
+(`fit.split_held_out`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +25,7 @@ import numpy.typing as npt
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.files import resolved
 from hflow.base.validation import from_mapping
-from hflow.config.schema import ONE_PROCESS, WorkloadConfig
+from hflow.config.schema import ONE_PROCESS
 from hflow.graph.ir import Level
 from hflow.launch.planning.plan_file import read_plan_file
 from hflow.launch.planning.read_recipe import read_recipe
@@ -41,120 +37,24 @@ from hflow.planner.forecast.period import steady_period
 from hflow.planner.forecast.traffic import estimate_traffic
 from hflow.planner.plan.calibration import Calibration
 from hflow.planner.plan.request import stream_workloads
-from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
-from hflow.runtime.ledger.query import select
-from hflow.runtime.ledger.schema import COLUMNS
-from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
-
-STEP = "step"
-"""Key of the seconds of whole steps."""
-WARM_STEPS = 2
-"""First steps that are left out: they compile, allocate and fill caches."""
-MIN_STEPS = 6
-"""Steps that are needed after them."""
-
-
-@dataclass(frozen=True)
-class RunTimes:
-    """What a run measured, without its first steps."""
-
-    seconds: Mapping[str, tuple[float, ...]]
-    """Node, source, replica that loads weights, `publish.REPLICA` or `STEP` -> seconds of each execution, in
-    order. Of a node on several ranks the slowest counts."""
-    workload: WorkloadConfig
-    """Lengths of the samples that were trained on."""
-
-
-def read_run_times(run: RunDirectory, plan: Plan) -> RunTimes:
-    """Read what a run measured.
-
-    Args:
-        run: the run.
-        plan: the run's plan.
-
-    Raises:
-        ConfigError: if it has too few steps.
-    """
-    rows: list[dict[str, Any]] = [*read_metrics(run.metrics)]
-    steps = {int(row["step"]): row for row in rows if "time/step_seconds" in row}
-    if len(steps) < WARM_STEPS + MIN_STEPS:
-        raise ConfigError(
-            f"{run.path} has {len(steps)} complete steps, but calibrate needs {WARM_STEPS + MIN_STEPS}; "
-            "choose a longer run"
-        )
-    evaluated = {int(row["step"]) for row in rows if "time/step_seconds" not in row}
-    spans = _spans(run, plan, evaluated)
-    found = {name: tuple(by_step[key] for key in sorted(by_step)) for name, by_step in spans.items()}
-    found[STEP] = tuple(
-        row["time/step_seconds"] for step, row in sorted(steps.items()) if step - 1 not in evaluated
-    )
-    if _separate_engines(plan):
-        found[plan.schedule.streams[0].source] = tuple(_batch_seconds(steps.values(), plan))
-    return RunTimes({name: times[WARM_STEPS:] for name, times in found.items()}, _lengths(run, plan))
-
-
-def _spans(run: RunDirectory, plan: Plan, evaluated: set[int]) -> dict[str, dict[int, float]]:
-    """Return name -> step or version -> seconds of the slowest rank.
-
-    The turn of an engine that shares its devices is the time of its source. Turns in which it also evaluated
-    are left out.
-    """
-    stream = plan.schedule.streams[0]
-    names = {f"weights {replica.name}": replica.name for replica in plan.replicas}
-    names |= {f"publish {replica.name}": PUBLISH_PREFIX + replica.name for replica in plan.replicas}
-    if not _separate_engines(plan):
-        names |= {f"generate {replica}": stream.source for replica in stream.replicas}
-    found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for event in json.loads(run.trace.read_text(encoding="utf-8"))["traceEvents"]:
-        args: Mapping[str, Any] = event["args"]
-        key = args.get("step", args.get("version"))
-        if event["ph"] != "X" or key is None:
-            continue
-        name = names.get(event["name"], event["name"])
-        if name != stream.source or key not in evaluated:
-            found[name][key] = max(found[name][key], event["dur"] * 1e-6)
-    return found
-
-
-def _separate_engines(plan: Plan) -> bool:
-    """Return whether the trained stream's engines have devices of their own."""
-    shared = {replica for _, replicas in plan.schedule.shared for replica in replicas}
-    return not shared.issuperset(plan.schedule.streams[0].replicas)
-
-
-def _batch_seconds(steps: Iterable[Mapping[str, float]], plan: Plan) -> Iterable[float]:
-    """Yield the seconds for which each engine generated per step, for as many tokens as a batch has."""
-    source = plan.schedule.streams[0].source
-    for row in steps:
-        needed = row[f"{source}/num_tokens"] * row["batch/samples"]
-        made = row["time/generated_tokens_per_second"] * row["time/step_seconds"]
-        if made and row["busy/engines"]:
-            yield row["busy/engines"] * row["time/step_seconds"] * needed / made
-
-
-def _lengths(run: RunDirectory, plan: Plan) -> WorkloadConfig:
-    """Return mean lengths, and the spread of responses."""
-    stream = plan.schedule.streams[0].name
-    length, tokens = list(COLUMNS).index("length"), list(COLUMNS).index("tokens")
-    rows = select(run.ledger, f"stream = '{stream}' AND \"end\" = 'trained'").rows
-    responses = [row[tokens] for row in rows]
-    mean = statistics.fmean(responses)
-    return WorkloadConfig(
-        prompt=max(1, round(statistics.fmean(row[length] for row in rows) - mean)),
-        response_mean=max(1.0, mean),
-        response_cv=statistics.pstdev(responses) / mean,
-    )
-
+from hflow.planner.plan.rows import Plan
+from hflow.profiling.fit import split_held_out
+from hflow.profiling.run_times import STEP, RunTimes, read_run_times
+from hflow.runtime.saving.run_directory import RunDirectory
 
 NOISE = 0.02
 """Relative error of the median of a node's seconds that the fit expects."""
 RATE_PRIOR = 0.25
 """Standard deviation of the logarithm of rates, relative to that of times."""
-MAX_ITERATIONS, NUM_BISECTIONS = 12, 20
+MAX_ITERATIONS = 12
+"""Most steps of the fit."""
+NUM_BISECTIONS = 20
+"""Halvings of the interval that contains the time of messages."""
 DELTA = 0.01
 """Change of a figure in which the fit measures slopes."""
 MIN_CHANGE = 0.005
 """A figure that changes by less was not measured."""
+# Names of fields in `planner.plan.calibration`, each for one kind of figure in all dataclasses there.
 RATES = ("share", "attention", "decode", "stream", "store_gb_per_s", "disk_gb_per_s", "checksum_gb_per_s")
 TIMES = (
     "kernel_us",
@@ -267,20 +167,21 @@ def fit_run(
     missed = {
         name: held_out_miss(predicted[name], times.seconds[name])
         for name in (*measured, STEP)
-        if len(times.seconds[name]) > 2
+        if split_held_out(times.seconds[name])[1]
     }
     return found, missed
 
 
 def seen_medians(times: RunTimes) -> dict[str, float]:
-    """Return the median seconds of what ran, without every third execution, which is held out."""
-    seen = {name: [x for i, x in enumerate(row) if i % 3 != 2] for name, row in times.seconds.items()}
+    """Return the median seconds of what ran, without the executions that are held out."""
+    seen = {name: split_held_out(seconds)[0] for name, seconds in times.seconds.items()}
     return {name: statistics.median(seconds) for name, seconds in seen.items() if seconds}
 
 
 def held_out_miss(predicted: float, measured: Sequence[float]) -> float:
     """Return the mean absolute error on the executions that were held out."""
-    return statistics.fmean(abs(predicted / seconds - 1) for seconds in measured[2::3])
+    _, held_out = split_held_out(measured)
+    return statistics.fmean(abs(predicted / seconds - 1) for seconds in held_out)
 
 
 def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> Calibration:
@@ -288,8 +189,7 @@ def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> 
     names = [name for name, value in _figures(asdict(base)) if value > 0]
     total = sum(measured.values())
     weights = np.array([math.sqrt(seconds / total) / NOISE for seconds in measured.values()])
-
-    priors = np.array([1.0 if name.endswith(TIMES) else RATE_PRIOR for name in names])
+    priors = np.array([1.0 if _field_of(name) in TIMES else RATE_PRIOR for name in names])
 
     def calibration(changes: npt.NDArray[np.float64]) -> Calibration:
         return _changed(base, dict(zip(names, changes * priors, strict=True)))
@@ -339,6 +239,11 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _figures(value, f"{prefix}{key}.")
         elif key in FIGURES and isinstance(value, float):
             yield f"{prefix}{key}", value
+
+
+def _field_of(name: str) -> str:
+    """Return the field of a figure: `host.torch.layer_us` -> `layer_us`."""
+    return name.rpartition(".")[2]
 
 
 def _changed(base: Calibration, changes: Mapping[str, float]) -> Calibration:

@@ -19,17 +19,14 @@ from hflow.base.files import resolved
 from hflow.planner.plan.calibration import Calibration
 from hflow.planner.plan.rows import Plan
 from hflow.profiling.from_run import (
-    MIN_STEPS,
-    STEP,
-    WARM_STEPS,
     Predict,
-    RunTimes,
     held_out_miss,
     message_seconds,
     planned_run,
     seen_medians,
     step_seconds,
 )
+from hflow.profiling.run_times import MIN_STEPS, STEP, WARM_STEPS, RunTimes
 from hflow.runtime.saving.run_directory import RunDirectory
 
 BATCH = 64
@@ -80,7 +77,7 @@ def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices
 def find_overheads(
     kernels: Calibration, plan: Plan, times: RunTimes, predict: Predict, num_samples: int
 ) -> Overheads:
-    """Return the seconds of a run beside its kernels. Every third step is held out.
+    """Return the seconds of a run beside its kernels. Some steps are held out.
 
     Args:
         kernels: the kernels' figures.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hflow.base.files import replace_text
+from hflow.base.durable_files import replace_text
 from hflow.observer import Observer
 
 STATE_FILE = "trackers.json"

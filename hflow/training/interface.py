@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from hflow.base.files import WriteFiles
+    from hflow.base.durable_files import WriteFiles
     from hflow.data.batches.batch import Batch
     from hflow.graph.ir import Read
     from hflow.types.tensor_slices import Block

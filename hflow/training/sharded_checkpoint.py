@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError, ConfigError
-from hflow.base.files import WriteFiles, read_json_object
+from hflow.base.files import read_json_object
 from hflow.base.model_files import FILE_BYTES
 from hflow.base.validation import CHECKED, from_mapping
 from hflow.models.host_copy import HostCopies
@@ -117,7 +118,7 @@ def copy_shards(
         states: the boxes that this rank writes; no other rank writes them.
         info: the same on all ranks.
         group: the replica's ranks; None for one.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from hflow.base.files import FileChecksum, WriteFiles, file_checksum, sync, write_error
+from hflow.base.durable_files import FileChecksum, WriteFiles, file_checksum, sync, write_error
 
 
 class BackgroundWriter:

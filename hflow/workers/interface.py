@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from hflow.base.files import FileChecksum
+from hflow.base.durable_files import FileChecksum
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.types.engine import EngineStats, SleepLevel

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hflow.base.durable_files import FileChecksum, WriteError
 from hflow.base.errors import HflowError, RunError
-from hflow.base.files import FileChecksum, WriteError
 from hflow.base.model_files import copy_other_files
 from hflow.data.text.tokenizer import TextTokenizer, has_tokenizer
 from hflow.engines.driver import EngineDriver

@@ -20,8 +20,8 @@ import ray
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running import attempts, run_recipe
 from hflow.launch.running.worker_setup import make_workers
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 from hflow.workers.ray.ray_workers import RayWorkers
 

@@ -125,7 +125,7 @@ def test_a_chat_is_the_completion_that_an_episode_gets(chat: TextTokenizer, driv
     logprobs = tuple(token.logprob for token in choice.logprobs.content)
     assert logprobs == direct.behav_logprobs[num_prompt:]
     tokens = [token.token for token in choice.logprobs.content]
-    assert tokens == [chat.token_text(token) for token in direct.input_ids[num_prompt:]]
+    assert tokens == [chat.decode_token(token) for token in direct.input_ids[num_prompt:]]
 
 
 async def use_tools(client: AsyncOpenAI, endpoint: Endpoint) -> Trajectory:
@@ -465,7 +465,7 @@ def test_texts_are_completed_one_by_one(chat: TextTokenizer, plain: TextTokenize
         check_tokens(talk, driver.heard[:1])
         assert reply.choices[0].text == talk.completion
         assert tuple(reply.choices[0].logprobs.token_logprobs) == driver.heard[0][1].logprobs
-        assert driver.heard[0][0] == tuple(tokenizer.prompt("1+1="))
+        assert driver.heard[0][0] == tuple(tokenizer.encode_prompt("1+1="))
 
 
 def test_a_chat_needs_a_template(plain: TextTokenizer, driver: Heard) -> None:

@@ -12,10 +12,10 @@ from rich.console import Console
 from runs import TINY, run, steps_of
 
 from hflow.report.text.ledger import render_story
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history
+from hflow.runtime.records.run_summary import RunSummary
 
 RECIPE = '''"""A reward that goes wrong in every way: the prompt says how, the completion on which samples."""
 

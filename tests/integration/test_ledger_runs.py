@@ -21,10 +21,11 @@ from hflow.base.errors import ConfigError, RunError
 from hflow.launch.results.runs import read_report
 from hflow.report.html.run.view import story
 from hflow.report.text.ledger import render_story
-from hflow.report.text.summary import RunSummary
+from hflow.report.text.summary import render_summary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.saving.run_directory import read_metrics
 from hflow.workers.ray.ray_actors import RayActors
 
@@ -156,7 +157,7 @@ def test_an_evaluation_counts_the_samples_that_its_mean_lacks(tmp_path: Path):
     assert "picky.py:" in summary.warnings[0]
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(summary.render())
+        console.print(render_summary(summary))
     assert lacks in shown.get()
     assert any(lacks in line for line in story(read_report(str(summary.directory))))
 

@@ -19,7 +19,7 @@ from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running import run_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import ENGINE_GAP_MAX
 from hflow.workers.worker import build_backends, hosted_replicas

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, largest_difference, run, steps_of, weights_of
 
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray

@@ -18,7 +18,7 @@ from hflow.engines.interface import EngineSetup
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.models.descriptors import factories
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.training.fsdp.backend import TorchModel
 from hflow.weights.buckets import Bucket
 from hflow.weights.channels.disk.channel import DiskChannel

@@ -11,7 +11,7 @@ from runs import largest_difference, run, steps_of, weights_of
 from safetensors.torch import load_file
 
 from hflow.base.errors import NotYetError, RunError
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.workers.ray.ray_actors import RayActors
 
 EMA = "recipes/custom/ema_teacher.py"

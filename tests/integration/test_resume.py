@@ -18,15 +18,15 @@ from runs import ROOT, TINY, largest_difference, run, weights_of
 from safetensors.torch import load_file, save_file
 
 from hflow import launch
+from hflow.base.durable_files import file_checksum
 from hflow.base.errors import ConfigError, PlanError, RunError
-from hflow.base.files import file_checksum
 from hflow.config import to_yaml
 from hflow.launch.checkpoints.fingerprints import read_inputs
 from hflow.launch.planning.compile import compile_recipe, plan_file_text
 from hflow.launch.running.resume import find_resumed
 from hflow.launch.running.run_recipe import RunEnvironment, resume, run_compiled
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger.audit import audit
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.sample_texts import read_samples
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import SavedRun, read_saved_run

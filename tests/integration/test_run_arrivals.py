@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
 from hflow.runtime.ledger.query import count, select
 from hflow.runtime.ledger.sample_history import read_history
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.workers.ray.ray_actors import RayActors
 
 RECIPE = ROOT / "tests/integration/recipes/rewarded.py"

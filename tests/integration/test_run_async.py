@@ -12,8 +12,8 @@ import pytest
 from runs import ROOT, TINY, largest_difference, run, steps_of, weights_of
 
 from hflow.base.errors import PlanError
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.ledger import audit
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.workers.ray.ray_actors import RayActors
 
 pytestmark = pytest.mark.ray

@@ -21,9 +21,9 @@ from hflow.launch.results.runs import read_report
 from hflow.launch.running.run_recipe import resume
 from hflow.report.html.run import render_run_page
 from hflow.report.text.results import render_run_report
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.batch_runner import BatchRunner
 from hflow.runtime.execution.node_execution import StepBatch
+from hflow.runtime.records.run_summary import RunSummary
 
 ROWS = "data.train.limit=64"
 """So few that a model is soon right about them now and then."""

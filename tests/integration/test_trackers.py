@@ -19,7 +19,7 @@ from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.run_recipe import resume
 from hflow.launch.running.trackers import check_trackers
 from hflow.observer import RunInfo
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.trackers.mlflow import MlflowTracker
 
 RECIPE = '''"""SFT with an observer of one's own."""

@@ -127,7 +127,7 @@ def model_settings(num_tokens: int, seed: int = 1, num_positions: int = 1000) ->
 def new_engine(tokenizer: TextTokenizer, seed: int = 1, **options: int) -> EmbeddedEngine:
     """Return an engine with a random model."""
     settings = model_settings(tokenizer.num_tokens, seed)
-    return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.answer)
+    return EmbeddedEngine(settings, {"max_model_len": 1000, **options}, None, tokenizer.decode_answer)
 
 
 class Gated(EmbeddedEngine):

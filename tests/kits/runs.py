@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.saving.run_directory import read_metrics
 from hflow.workers.ray.ray_actors import RayActors
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,19 @@ from hflow.base.errors import ConfigError, PlanError
 from hflow.config import RunConfig
 from hflow.launch.planning.compile import Compiled, compile_recipe, learn_from_run, plan_file_text
 from hflow.launch.planning.request import cluster_hardware
+from hflow.planner.plan.calibration import (
+    Calibration,
+    HostTimes,
+    LinkRate,
+    MatmulRate,
+    MemoryRate,
+    TransferRates,
+)
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
-from hflow.profiling.from_run import MIN_STEPS, WARM_STEPS, planned_run
+from hflow.profiling.fit import HELD_OUT_EVERY, split_held_out
+from hflow.profiling.from_run import FIGURES, RATES, TIMES, planned_run
+from hflow.profiling.run_times import MIN_STEPS, WARM_STEPS
 from hflow.profiling.short_run import find_overheads
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger, make_header
@@ -65,16 +75,16 @@ def write_run(
         directory: where to write.
         truth: its forecast gives the seconds.
         num_steps: completed steps.
-        noise: every third step after the first ones takes longer by this fraction.
+        noise: the steps that are held out take longer by this fraction.
     """
     run = RunDirectory(directory)
     directory.mkdir(parents=True)
     run.plan.write_text(plan_file_text(compiled))
     seconds, ran = seconds_of(truth), {"actor_train": "step", "generate actor@gen": "version"}
     trace, rows = Trace(), []
+    _, held_out = split_held_out(range(WARM_STEPS, num_steps))
     for step in range(num_steps):
-        is_held_out = step >= WARM_STEPS and (step - WARM_STEPS) % 3 == 2
-        factor = 5.0 if step < WARM_STEPS else 1 + noise * is_held_out
+        factor = 5.0 if step < WARM_STEPS else 1 + noise * (step in held_out)
         for name, key in ran.items():
             took = factor * seconds[name.replace("generate actor@gen", "actor_gen")]
             trace.add(0, Span(name, "device", 100.0 * step, 100.0 * step + took, {key: step}))
@@ -142,6 +152,18 @@ def test_lengths_come_from_the_run_unless_they_are_configured(compiled: Compiled
         plan = learned_plan(str(tmp_path / "run"), *(f"workload.{key}=null" for key in unset))
         found = dict(plan.forecast.workload)[plan.schedule.streams[0].name]
         assert (found.prompt, found.response_mean) == lengths
+
+
+def test_the_names_of_figures_are_fields_of_a_calibration():
+    classes = (Calibration, MatmulRate, MemoryRate, LinkRate, HostTimes, TransferRates)
+    assert {field.name for kind in classes for field in fields(kind)} >= FIGURES
+    assert set(RATES).isdisjoint(TIMES)
+
+
+def test_the_last_of_every_three_measurements_is_held_out():
+    assert HELD_OUT_EVERY == 3
+    assert split_held_out(range(8)) == ([0, 1, 3, 4, 6, 7], [2, 5])
+    assert split_held_out([0.5, 0.25]) == ([0.5, 0.25], [])
 
 
 def hardware_of(run: Path, **keys: str) -> None:

@@ -64,7 +64,7 @@ def undisturbed(samples: Sequence[int]) -> list[Trajectory]:
 
 def test_a_completion_has_masks_versions_and_text() -> None:
     talk: Trajectory = run(lambda driver: episode(driver).complete("17+25="))
-    prompt = TOKENIZER.prompt("17+25=")
+    prompt = TOKENIZER.encode_prompt("17+25=")
     num_drawn = len(talk.input_ids) - len(prompt)
     assert list(talk.input_ids[: len(prompt)]) == prompt
     assert talk.loss_mask == (False,) * len(prompt) + (True,) * num_drawn

@@ -116,7 +116,7 @@ def calling(plain: TextTokenizer, driver: Heard) -> tuple[int, Trajectory]:
 
 def test_a_marked_call_ends_the_turn(plain: TextTokenizer, calling: tuple[int, Trajectory]) -> None:
     _, talk = calling
-    drawn = talk.input_ids[len(plain.prompt("1=")) :]
+    drawn = talk.input_ids[len(plain.encode_prompt("1=")) :]
     text = plain.decode(drawn)
     assert talk.stop_reason == "tool_calls"
     (call,) = talk.tool_calls
@@ -185,7 +185,7 @@ def test_a_template_describes_the_tools(chat: TextTokenizer, driver: Heard) -> N
     assert list(first.input_ids[: len(opening)]) == opening
     text = chat.decode(second.input_ids[len(first.input_ids) :])
     assert text.startswith("\n[tool]2\n[ai]")
-    assert list(bare.input_ids[:3]) == chat.prompt("1+1")
+    assert list(bare.input_ids[:3]) == chat.encode_prompt("1+1")
 
 
 def test_calls_and_thoughts_in_special_tokens_are_read(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_calls_and_thoughts_in_special_tokens_are_read(tmp_path: Path) -> None:
     assert first.completion == text
     assert first.tool_calls == (ToolCall("calculator", {"expression": "1"}),)
     assert second.completion == "1"
-    assert tokenizer.text(second.input_ids) == (
+    assert tokenizer.decode_with_special(second.input_ids) == (
         f"user:1<|im_end|>assistant:{text}<|im_end|>tool:1<|im_end|>assistant:1<|im_end|>"
     )
     assert {params.stop_ids for _, params in driver.requests} == {(257, 263)}
@@ -218,11 +218,11 @@ def test_calls_and_thoughts_in_special_tokens_are_read(tmp_path: Path) -> None:
 def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
     tokenizer = episode_kit.byte_tokenizer(tmp_path)
     params = SamplingParams(stop=("</tool_call>",))
-    request = new_request(0, tokenizer.encode("1"), params, 99, 999, tokenizer.answer)
+    request = new_request(0, tokenizer.encode("1"), params, 99, 999, tokenizer.decode_answer)
     request.ids += tokenizer.encode("<tool_call>{}")
-    assert stop_reason(request, tokenizer.answer) is None
+    assert stop_reason(request, tokenizer.decode_answer) is None
     request.ids += tokenizer.encode("</tool_call>")
-    assert stop_reason(request, tokenizer.answer) == "stop"
+    assert stop_reason(request, tokenizer.decode_answer) == "stop"
 
 
 def test_a_message_that_cannot_be_encoded_is_an_episode_error(plain: TextTokenizer, driver: Heard) -> None:

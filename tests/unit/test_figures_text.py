@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from hflow.base.text import format_seconds
-from hflow.launch.planning.variants import Changed, SizedCluster, Sizes, Target, WhatIf, what_if
+from hflow.launch.planning.size import SizedCluster, Sizes, Target
+from hflow.launch.planning.what_if import Changed, WhatIf, what_if
 from hflow.planner.diff import Effect, PlanDiff
 from hflow.planner.diff.compare import Change
 from hflow.planner.forecast.figures import PlanFigures

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ledger_kit import recorded
 
+from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import RunError
-from hflow.base.files import WriteError, replace_text
 from hflow.data.batches.batch import Batch, Column
 from hflow.runtime.ledger import audit, rewind
 from hflow.runtime.ledger.query import count

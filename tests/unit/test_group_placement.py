@@ -107,14 +107,12 @@ def test_a_conversation_leaves_the_engine_with_its_prefix_only_while_that_sleeps
         for _ in range(SIZE):
             placer.finished(STREAM, group)
     left = [group for group, home in homes.items() if home == 0]
-    stream = SimpleNamespace(
-        stream=plan.schedule.streams[0],
-        movable_groups=lambda: left,
-        members_of=lambda group: set(range(group * SIZE, (group + 1) * SIZE)),
+    state = SimpleNamespace(
+        movable_groups=lambda stream: left if stream == STREAM else [],
+        members_of=lambda stream, group: set(range(group * SIZE, (group + 1) * SIZE)),
     )
-    idle = SimpleNamespace(stream=plan.schedule.streams[1], movable_groups=list)
     run = RunContext(plan, workers, Mock(), Mock(), Mock(), 0, StepMetrics(plan), placer)
-    control = EngineControl(run, Rebalancer(run, {STREAM: stream, "eval_gen": idle}))
+    control = EngineControl(run, Rebalancer(run, state))
 
     async def sync() -> None:
         await control.publish(replica.name, 1)

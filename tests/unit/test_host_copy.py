@@ -33,7 +33,7 @@ def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_copy_is_contiguous_and_does_not_change(unpinned: list[str]) -> None:
     values = torch.arange(6.0).view(2, 3).T
     copies = HostCopies()
-    with copies.made():
+    with copies.copying():
         copied, half = copies.copy(values), copies.copy(values, torch.bfloat16)
     values.zero_()
     assert copied.is_contiguous()
@@ -45,7 +45,7 @@ def test_memory_is_pinned_once_and_kept_for_the_next_copies(unpinned: list[str])
     copies = HostCopies()
     addresses = []
     for _ in range(2):
-        with copies.made():
+        with copies.copying():
             addresses.append([copies.copy(torch.ones(n)).data_ptr() for n in (5, 0, 7)])
     assert addresses[0] == addresses[1]
     assert unpinned == ["pin", "pin", "pin", "wait", "wait"]
@@ -54,7 +54,7 @@ def test_memory_is_pinned_once_and_kept_for_the_next_copies(unpinned: list[str])
 def test_memory_of_another_size_is_unpinned(unpinned: list[str]) -> None:
     copies = HostCopies()
     for n in (5, 6):
-        with copies.made():
+        with copies.copying():
             assert copies.copy(torch.ones(n)).tolist() == [1] * n
     del copies
     assert unpinned == ["pin", "wait", "unpin", "pin", "wait", "unpin"]

@@ -57,7 +57,12 @@ def test_what_recomputed_layers_save_is_on_the_host(monkeypatch, name):
     """Results are equal bit by bit. The bytes are those of the plan."""
     saved: list[torch.Tensor] = []
     to_host = host_offload._to_host
-    monkeypatch.setattr(host_offload, "_to_host", lambda x: (saved.append(x), to_host(x))[1])
+
+    def record(tensor):
+        saved.append(tensor)
+        return to_host(tensor)
+
+    monkeypatch.setattr(host_offload, "_to_host", record)
     wanted, got = (
         build(name, activation_checkpointing=True, offload_activations=flag).train(
             kit.CALLS["token-mean"], kit.whole(BATCH), 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hflow.base.durable_files import replace_text
 from hflow.base.errors import ConfigError
-from hflow.base.files import replace_text
 from hflow.launch.targets import resolve
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.saving.checkpoint import BEST, LATEST, Checkpoints, replace_link

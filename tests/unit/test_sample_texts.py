@@ -66,7 +66,7 @@ def test_parts_have_the_roles_of_their_messages(
 
 
 def test_special_tokens_are_shown_and_long_texts_shortened() -> None:
-    prompt, answer = TOKENIZER.prompt("ab"), [*TOKENIZER.encode("c" * 3 * MAX_CHARACTERS), 2]
+    prompt, answer = TOKENIZER.encode_prompt("ab"), [*TOKENIZER.encode("c" * 3 * MAX_CHARACTERS), 2]
     mask = [False] * len(prompt) + [True] * len(answer)
     first, second = split_turns([*prompt, *answer], mask, messages("user", "assistant"), TOKENIZER)
     assert first.text == "<bos>ab"

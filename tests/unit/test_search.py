@@ -466,7 +466,7 @@ def test_a_plan_names_the_seconds_and_idle_shares_of_its_simulation(keys: tuple[
     shares = dict(simulation.run.idle)
     for lane, share in plan.forecast.period.idle:
         assert share == pytest.approx(shares[lane], abs=0.04)
-    assert simulation.document()["planned_seconds_per_step"] == figures.seconds_per_step
+    assert simulation.to_json()["planned_seconds_per_step"] == figures.seconds_per_step
 
 
 def test_a_bound_is_said_to_be_one() -> None:

@@ -133,7 +133,7 @@ def test_evaluations_are_left_out():
 
 def test_the_figures_are_decided_by_the_seed():
     made = plan("grpo_async", *BALANCED)
-    first, again, other = (json.dumps(simulate_plan(made, 16, seed).document()) for seed in (1, 1, 2))
+    first, again, other = (json.dumps(simulate_plan(made, 16, seed).to_json()) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 

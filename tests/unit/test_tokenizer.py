@@ -56,7 +56,7 @@ def test_characters_are_tokens_in_alphabet_order() -> None:
 
 
 def test_raw_prompts_begin_with_bos() -> None:
-    assert characters().prompt("0=") == [1, 4, 15]
+    assert characters().encode_prompt("0=") == [1, 4, 15]
 
 
 def test_arguments_are_encoded_once() -> None:
@@ -72,7 +72,7 @@ def test_arguments_are_encoded_once() -> None:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         tokenizer = TextTokenizer(TokenizerSettings(alphabet=ALPHABET + '"{}', chat_template=template))
-        assert tokenizer.text(tokenizer.chat(talk).input_ids) == 'one[f:{"a": [1]}]'
+        assert tokenizer.decode_with_special(tokenizer.chat(talk).input_ids) == 'one[f:{"a": [1]}]'
     with pytest.raises(DataError, match=r"messages\[0\].role must be one of .* did you mean 'user'"):
         characters(PLAIN).chat([{"role": "human", "content": "one"}, TALK[1]])
 
@@ -83,10 +83,10 @@ def test_the_tokenizer_says_how_texts_begin(adds_bos: bool, tmp_path: Path) -> N
     tokenizer = byte_tokenizer(tmp_path, CHATML, adds_bos=adds_bos)
     plain = AutoTokenizer.from_pretrained(tmp_path)
     bos = [plain.bos_token_id]
-    assert tokenizer.prompt("1+1=") == plain("1+1=")["input_ids"]
-    assert tokenizer.prompt("1+1=") == bos * adds_bos + tokenizer.encode("1+1=")
+    assert tokenizer.encode_prompt("1+1=") == plain("1+1=")["input_ids"]
+    assert tokenizer.encode_prompt("1+1=") == bos * adds_bos + tokenizer.encode("1+1=")
     rendered = "<s>" + plain.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
-    assert tokenizer.prompt(rendered) == bos + tokenizer.template().prompt(TALK[:1])
+    assert tokenizer.encode_prompt(rendered) == bos + tokenizer.template().prompt(TALK[:1])
     assert tokenizer.join(rendered, "two").input_ids[:2] == (*bos, tokenizer.encode(rendered)[1])
 
 
@@ -167,13 +167,13 @@ def test_a_saved_tokenizer_stays_one_beside_a_models_config(tmp_path: Path) -> N
     assert saved.encode("12 ab") == characters().encode("12 ab")
     with pytest.raises(DataError, match="no token for 'Z'"):
         saved.encode("1Z")
-    assert [saved.token_text(token) for token in (2, 5)] == ["<eos>", "1"]
+    assert [saved.decode_token(token) for token in (2, 5)] == ["<eos>", "1"]
 
 
 def test_other_programs_begin_prompts_with_bos(tmp_path: Path) -> None:
     characters().save(str(tmp_path))
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded("12")["input_ids"] == characters().prompt("12")
+    assert loaded("12")["input_ids"] == characters().encode_prompt("12")
 
 
 def test_an_alphabet_is_used_if_the_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_special_tokens_that_belong_to_an_answer_are_in_its_text(tmp_path: Path)
     tokenizer = byte_tokenizer(tmp_path)
     text = '<think>é</think>ok <tool_call>{"name": "f"}</tool_call>'
     for end in ("", "</s>", "<|im_end|>", "</s><pad><pad>"):
-        assert tokenizer.answer(tokenizer.encode(text + end)) == text
+        assert tokenizer.decode_answer(tokenizer.encode(text + end)) == text
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
@@ -261,9 +261,9 @@ def test_another_server_replies_with_the_same_text(named: list[str], tmp_path: P
     text = "<s><think>é</think> <tool_call>{}</tool_call></s><pad>"
     ids = served(text, add_special_tokens=False)["input_ids"]
     assert ids == tokenizer.encode(text)
-    assert served("1")["input_ids"] == tokenizer.prompt("1")
-    assert served.decode(ids, skip_special_tokens=True) == tokenizer.answer(ids)
-    assert tokenizer.answer(ids) == "<think>é</think> <tool_call>{}</tool_call>"
+    assert served("1")["input_ids"] == tokenizer.encode_prompt("1")
+    assert served.decode(ids, skip_special_tokens=True) == tokenizer.decode_answer(ids)
+    assert tokenizer.decode_answer(ids) == "<think>é</think> <tool_call>{}</tool_call>"
     assert (served.chat_template, served.eos_token, served.pad_token) == (CHATML, "</s>", "<pad>")
 
 
@@ -274,7 +274,7 @@ def test_the_end_of_a_turn_is_there_once(end: str, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, CHATML)
     turn = tokenizer.encode("two" + end)
     ids = tokenizer.template().continuation(TALK[2:3], tokenizer.turn_end(turn))
-    whole = tokenizer.text([*turn, *ids])
+    whole = tokenizer.decode_with_special([*turn, *ids])
     left = end.removesuffix("<|im_end|>")
     assert whole == f"two{left}<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
 
@@ -284,7 +284,7 @@ def test_a_stop_string_that_ends_turns_is_there_once() -> None:
     tokenizer = characters(PLAIN.replace("<eos>", "[end]"))
     end = tokenizer.turn_end(tokenizer.encode("two[end]"), stops=["=", "[end]"])
     ids = tokenizer.template().continuation(TALK[2:3], end)
-    assert tokenizer.text(ids) == "\n[user]three\n[assistant]"
+    assert tokenizer.decode_with_special(ids) == "\n[user]three\n[assistant]"
 
 
 def test_a_template_without_an_end_of_turn_loses_no_text() -> None:
@@ -329,7 +329,7 @@ def test_text_that_no_model_could_read_is_refused_before_it_is_encoded(template:
     talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}]
     if tokenizer.chat_template is None:
         with pytest.raises(BackendError, match=message):
-            tokenizer.prompt(text)
+            tokenizer.encode_prompt(text)
         for pair in ((text, "1"), ("1", text)):
             with pytest.raises(DataError, match=message):
                 tokenizer.join(*pair)
@@ -348,9 +348,9 @@ def test_text_of_few_tokens_is_encoded_whatever_its_length(tmp_path: Path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
     tokenizer = TextTokenizer(TokenizerSettings(path=str(tmp_path), max_tokens=50))
-    assert tokenizer.prompt(("a" * 100 + " ") * 45) == [1] * 45
+    assert tokenizer.encode_prompt(("a" * 100 + " ") * 45) == [1] * 45
     with pytest.raises(BackendError, match="a text of 10,100 characters has more tokens than the 50"):
-        tokenizer.prompt("a " * 5050)
+        tokenizer.encode_prompt("a " * 5050)
 
 
 THINKING = (
@@ -365,7 +365,9 @@ def test_variables_of_a_template() -> None:
         settings = TokenizerSettings(alphabet=ALPHABET, chat_template=THINKING, template_kwargs=kwargs)
         tokenizer = TextTokenizer(settings)
         assert tokenizer.chat_template is not None
-        return tokenizer.text(tokenizer.chat_template.prompt([{"role": "user", "content": "one"}]))
+        return tokenizer.decode_with_special(
+            tokenizer.chat_template.prompt([{"role": "user", "content": "one"}])
+        )
 
     assert prompt() == prompt(enable_thinking=True) == "[user]one\n[assistant]"
     assert prompt(enable_thinking=False) == "[user]one\n[assistant][nothink]"

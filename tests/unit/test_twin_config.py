@@ -15,8 +15,8 @@ from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.launch.running.twin import comparable_config, compare_with_twin, configuration, reference_config
 from hflow.planner.plan.rows import Plan
-from hflow.report.text.summary import RunSummary
 from hflow.report.text.twin import TwinResult
+from hflow.runtime.records.run_summary import RunSummary
 
 PPO = Path(__file__).parents[2] / "recipes" / "ppo.py"
 VLLM = ["models.actor.path=null", "models.actor.gen.engine=vllm", "models.actor.gen.cache_gib=1"]

@@ -14,8 +14,8 @@ import worker_kit as kit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_kit import read, with_workers
 
+from hflow.base.durable_files import file_checksum
 from hflow.base.errors import RunError
-from hflow.base.files import file_checksum
 from hflow.data_plane.redistribute import Move
 from hflow.engines.interface import EngineSetup
 from hflow.types import Sequences, State

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hflow.base.errors import DataError, ReturnError
-from hflow.base.files import find_json_problem
+from hflow.base.json_text import find_json_problem
 from hflow.data.text.messages import normal_messages
 from hflow.types import Trajectory, Unit
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hflow.base.errors import DataError
-from hflow.base.files import parse_json
+from hflow.base.json_text import parse_json
 from hflow.data.rows.row_schema import RowSchema, json_value
 
 MAX_ROW_BYTES = 1 << 26

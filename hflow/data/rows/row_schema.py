@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from hflow.base.errors import DataError, nearest, shorten
-from hflow.base.files import find_json_problem
+from hflow.base.json_text import find_json_problem
 from hflow.data.text.messages import normal_messages
 from hflow.types import Unit
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hflow.base.errors import DataError, nearest, shorten
-from hflow.base.files import find_json_problem, parse_json
+from hflow.base.json_text import find_json_problem, parse_json
 from hflow.types import Unit
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -114,23 +114,23 @@ class TextTokenizer:
         text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def answer(self, ids: Sequence[int]) -> str:
+    def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids, with the special tokens that belong to it, such as `<tool_call>`.
 
         Tokens that end or pad a turn are left out, as are the tokenizer's other named ones (`_NAMED_TOKENS`).
         """
-        return self.text([token for token in ids if token not in self._ends])
+        return self.decode_with_special([token for token in ids if token not in self._ends])
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_with_special(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens."""
         text: str = self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def token_text(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         """Return the text of one token, also of a special one."""
-        return self.text([token])
+        return self.decode_with_special([token])
 
-    def prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a raw-text prompt, as the tokenizer begins a text.
 
         A text that begins with the begin-of-text token, as one that a chat template rendered does, gets no
@@ -156,9 +156,9 @@ class TextTokenizer:
         if not ids:
             return ""
         if ids[-1] in self.stop_ids or ids[-1] in self._hf.all_special_ids:
-            return self.token_text(ids[-1])
+            return self.decode_token(ids[-1])
         window = _TOKENS_PER_CHARACTER * max(map(len, stops), default=0)
-        text = self.answer(ids[-window:]) if window else ""
+        text = self.decode_answer(ids[-window:]) if window else ""
         return next((stop for stop in stops if text.endswith(stop)), "")
 
     def join(self, prompt: str, answer: str | None = None) -> Trajectory:
@@ -186,7 +186,7 @@ class TextTokenizer:
         if not ids or ids[-1] not in self.stop_ids:
             ids.append(self._hf.eos_token_id)
         return Trajectory.learned(
-            tuple(self.prompt(prompt)),
+            tuple(self.encode_prompt(prompt)),
             tuple(ids),
             messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
             completion=answer,
@@ -232,7 +232,7 @@ class TextTokenizer:
         return [path for path in map(Path, names) if path.is_file()]  # it names files that it did not need
 
     def save_for_server(self, directory: Path) -> None:
-        """Write the tokenizer for a server that is not hflow's, which replies with what `answer` returns.
+        """Write the tokenizer for a server of another kind, which replies with what `decode_answer` returns.
 
         Such a server leaves out special tokens, so those of an answer are written as ordinary ones.
         It ends turns at `stop_ids`.

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from hflow.base.errors import RecipeError
-from hflow.base.files import find_json_problem, parse_json
+from hflow.base.json_text import find_json_problem, parse_json
 from hflow.types import ToolCall
 
 Tool = Callable[..., Any] | Mapping[str, Any]

@@ -36,7 +36,7 @@ def _make_replaying_engine(draws: Draws, setup: EngineSetup) -> Any:
 
 def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
     """Return the arguments of `EmbeddedEngine`."""
-    decode = None if setup.tokenizer is None else setup.tokenizer.answer
+    decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
     return setup.settings, setup.options, setup.module, decode
 
 

@@ -102,12 +102,20 @@ def draw(
     logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     tokens, has_nucleus = (forced, None) if forced is not None else _sample(logprobs, rows, positions)
-    found = [tokens, logprobs.gather(1, tokens[:, None])[:, 0]]
-    found += [] if has_nucleus is None else [has_nucleus]
-    drawn = torch.stack([x.double() for x in found]).cpu()  # waits: once per decode step
-    if has_nucleus is not None and not drawn[2].all():  # host: copied above
-        return draw(logits, replace(rows, temperature=None, num_ranked=logits.shape[1]), positions)
-    return drawn[:2]
+    if has_nucleus is None:
+        return _copy_to_host(logprobs, tokens)
+    drawn = _copy_to_host(logprobs, tokens, has_nucleus)
+    if drawn[2].all():  # host: copied above
+        return drawn[:2]
+    ranking_all = replace(rows, num_ranked=logprobs.shape[1])
+    tokens, _ = _sample(logprobs, ranking_all, positions)
+    return _copy_to_host(logprobs, tokens)
+
+
+def _copy_to_host(logprobs: Tensor, tokens: Tensor, *others: Tensor) -> Tensor:
+    """Return rows of values of each sequence, float64: tokens, their log-probs, and others."""
+    rows = [tokens, logprobs.gather(1, tokens[:, None])[:, 0], *others]
+    return torch.stack([row.double() for row in rows]).cpu()  # waits: once per decode step
 
 
 def _sample(

@@ -60,7 +60,7 @@ class ProcessEngine(GenerationEngine):
         longest = setup.options["max_model_len"]
         self._max_length: int = min(longest, max_length(config) or longest)
         self._vocab_size = int(config.vocab_size)
-        self._decode = None if setup.tokenizer is None else setup.tokenizer.answer
+        self._decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
         self._records = setup.records
         self._outbox: list[EngineCall] = []
         self._unfinished: set[int] = set()

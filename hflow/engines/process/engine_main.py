@@ -78,7 +78,7 @@ class EngineLoop:
             importlib.import_module(module), name
         )
         tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
-        self._stepper = build(settings, None if tokenizer is None else tokenizer.answer)
+        self._stepper = build(settings, None if tokenizer is None else tokenizer.decode_answer)
         self._ranks = multiprocessing.active_children()
         self._shared_memory = _shared_memory([os.getpid(), *(rank.pid for rank in self._ranks if rank.pid)])
         if self._ranks:

@@ -122,7 +122,7 @@ class EngineProcess:
             self._process.connection.send(calls)
         except OSError:
             self.receive(0)  # raises what ended it, if it could say so
-            raise self._process.death() from None
+            raise self._process.exit_error() from None
 
     def receive(self, seconds: float) -> EngineReply | FinishedRequests | None:
         """Return the next message; None if there is none within some seconds.
@@ -136,7 +136,7 @@ class EngineProcess:
                 return None
             message: EngineReply | FinishedRequests | EngineFailed = connection.recv()
         except (EOFError, OSError):
-            raise self._process.death() from None
+            raise self._process.exit_error() from None
         if isinstance(message, EngineFailed):
             raise message.error
         return message

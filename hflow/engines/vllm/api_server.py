@@ -56,7 +56,7 @@ class VllmApiServer(ApiServer):
         host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         while not self._is_closing:
             if self._process.has_ended:
-                raise self._process.death()
+                raise self._process.exit_error()
             with suppress(urllib.error.URLError, OSError):
                 urllib.request.urlopen(f"http://{host}:{self._port}/health", timeout=5).close()
                 return
@@ -66,7 +66,7 @@ class VllmApiServer(ApiServer):
     def wait(self) -> None:
         self._process.wait()
         if not self._is_closing:
-            raise self._process.death()
+            raise self._process.exit_error()
 
     @override
     def close(self) -> None:

@@ -134,7 +134,7 @@ class AdapterTransfer(HflowWeightTransfer):
         self._base: dict[str, Block] = {}
         self._copies = HostCopies()
         places: set[int] = set()
-        with self._copies.made():
+        with self._copies.copying():
             for name, held in self._held.items():
                 if held.values.numel() and held.values.data_ptr() not in places:  # tied tensors are kept once
                     places.add(held.values.data_ptr())

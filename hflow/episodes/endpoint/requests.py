@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hflow.base.errors import DataError, nearest, shorten
-from hflow.base.files import find_json_problem
+from hflow.base.json_text import find_json_problem
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.types.engine import find_sampling_problem
 

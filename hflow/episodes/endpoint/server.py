@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hflow.base.errors import BackendError, ConfigError, DataError, EpisodeError, HflowError
-from hflow.base.files import parse_json
+from hflow.base.json_text import parse_json
 from hflow.episodes.endpoint.replies import Reply, chat_json, chat_stream, text_json, text_stream
 from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused, parse_chat, parse_text
 

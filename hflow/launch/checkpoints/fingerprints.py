@@ -16,8 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from hflow.base.durable_files import file_fix
 from hflow.base.errors import ConfigError
-from hflow.base.files import file_fix, resolved
+from hflow.base.files import resolved
 from hflow.planner.diff import and_more
 
 FORMAT = 1

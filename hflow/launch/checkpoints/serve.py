@@ -330,7 +330,9 @@ def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None
 def _rendered(tokenizer: TextTokenizer, prompt: str) -> str:
     """Return the model's text of a user's `prompt`; empty if the tokenizer cannot encode it."""
     try:
-        return tokenizer.text(tokenizer.template().prompt([{"role": "user", "content": prompt}]))
+        return tokenizer.decode_with_special(
+            tokenizer.template().prompt([{"role": "user", "content": prompt}])
+        )
     except DataError:
         return ""
 

@@ -15,11 +15,11 @@ from hflow.launch.planning.compile import Compiled
 from hflow.launch.running.resume import newest_point, resumed_setup, rewind_run
 from hflow.launch.running.stop_signals import StopSignals
 from hflow.launch.running.worker_setup import make_workers
-from hflow.report.text.summary import RunSummary
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.ledger import Ledger, make_header
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import CONTROLLER
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory

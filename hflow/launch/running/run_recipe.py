@@ -14,8 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.base.files import WriteError, replace_text, resolved
+from hflow.base.files import resolved
 from hflow.base.terminal import SafeConsole
 from hflow.config import flatten, to_yaml
 from hflow.graph.queries import saved_models
@@ -44,7 +45,7 @@ from hflow.models.hub import fetch_model, has_weights
 from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
-from hflow.report.text.summary import RunSummary
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory

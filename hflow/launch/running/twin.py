@@ -39,8 +39,8 @@ from hflow.planner.make.replicas import GEN_SUFFIX
 from hflow.planner.models.descriptors import EngineKind, engine_kind, factories
 from hflow.planner.plan.cluster import ClusterSpec, device_of
 from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
-from hflow.report.text.summary import RunSummary
 from hflow.report.text.twin import MetricPair, TwinResult, WeightPair
+from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import read_metrics
 from hflow.shapes.layout import Layout

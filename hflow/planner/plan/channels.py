@@ -89,8 +89,10 @@ class ChannelKind:
     factory: Callable[[Any], Any]
     """`ChannelSettings` -> a new `WeightChannel` (`weights/channels/interface.py`)."""
     prefer: Callable[[RouteFacts], str | None] = lambda facts: None
-    """The reason for which `transport=auto` takes the channel; None: it does not. Of several that give a
-    reason, `auto` takes the last in `CHANNELS`."""
+    """The reason for which `transport=auto` takes the channel; None: it does not."""
+    priority: int = 100
+    """Of several channels that give a reason, `auto` takes the one with the highest priority. hflow's own
+    have less than the default."""
     trial: str = ""
     """What `hflow doctor` tries with it; empty: nothing."""
 

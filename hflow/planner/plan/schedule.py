@@ -22,14 +22,14 @@ def shared_groups(schedule: Schedule, replica: str) -> tuple[str, ...]:
     return tuple(group for group, names in schedule.shared if replica in names)
 
 
-def is_changed_beside(schedule: Schedule, engine: Replica) -> bool:
+def trains_on_engine_devices(schedule: Schedule, engine: Replica) -> bool:
     """Return whether nodes change an engine's model, each of them on some of the engine's devices."""
     groups = set(shared_groups(schedule, engine.name))
     writers = [node for node in schedule.nodes if engine.model in node.writes]
     return bool(writers) and all(not groups.isdisjoint(node.groups) for node in writers)
 
 
-def share_of_unchanged_wakes(schedule: Schedule, engine: str, *, is_changed_beside: bool) -> float:
+def share_of_unchanged_wakes(schedule: Schedule, engine: str, *, trains_on_its_devices: bool) -> float:
     """Return the fraction of steps in which an engine that sleeps may wake with the version that it had.
 
     An engine that generates the trained stream, beside the nodes that change its model, gets new weights at
@@ -39,10 +39,10 @@ def share_of_unchanged_wakes(schedule: Schedule, engine: str, *, is_changed_besi
     Args:
         schedule: the plan's schedule.
         engine: a generation replica that shares devices.
-        is_changed_beside: the result of the function with this name, or an assumption.
+        trains_on_its_devices: the result of `trains_on_engine_devices`, or an assumption.
     """
     serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
-    if not serves_trained_stream or not is_changed_beside:
+    if not serves_trained_stream or not trains_on_its_devices:
         return 1.0
     return 1 - 1 / schedule.settings.sync_every
 

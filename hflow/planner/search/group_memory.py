@@ -213,8 +213,8 @@ class GroupMemory:
                 through_host = replace(context, plan=_sent_through_hosts(context.plan))
                 always = kept_by_engine(through_host, rank).total()
                 schedule, model = self._plan.schedule, option.replica.model
-                is_changed = common != "none" and any(model in node.writes for node in schedule.nodes)
-                if share_of_unchanged_wakes(schedule, option.name, is_changed_beside=is_changed):
+                is_trained = common != "none" and any(model in node.writes for node in schedule.nodes)
+                if share_of_unchanged_wakes(schedule, option.name, trains_on_its_devices=is_trained):
                     asleep = kept_asleep(context, rank).total()
             else:
                 always = kept_by_trainer(context, rank).total()

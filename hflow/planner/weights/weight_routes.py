@@ -119,7 +119,7 @@ def _choice(facts: RouteFacts) -> tuple[str, str]:
     engine in a process of its own on the same machine, else the object store, which each other machine
     fetches once. It is the disk if a version does not fit into the store, as far as the memory is known.
     """
-    for name in reversed([*CHANNELS]):
+    for name in sorted(CHANNELS, key=lambda name: channel_kind(name).priority, reverse=True):
         reason = channel_kind(name).prefer(facts)
         if reason is not None:
             return name, reason

@@ -16,7 +16,8 @@ from hflow.report.tables import TableView
 from hflow.report.text.section import add_row, dim, number, table, text
 
 if TYPE_CHECKING:
-    from hflow.launch.planning.variants import Changed, SizedCluster, Sizes, WhatIf
+    from hflow.launch.planning.size import SizedCluster, Sizes
+    from hflow.launch.planning.what_if import Changed, WhatIf
 
 UNKNOWN = "-"
 MOST_CHANGES = 3

@@ -43,7 +43,7 @@ def staleness_section(simulation: Simulation, width: int) -> Section:
         return Section("Staleness", absent="nothing is generated")
     totals = {lag: sum(num for _, num in parts) for lag, parts in rows.items()}
     room = max(1, min(WIDEST_BAR, width - NUMBERS))
-    shown = table(
+    lag_table = table(
         number("lag"), number("samples"), number("share"), number("in flight"), number("in queue"), text("")
     )
     for lag, parts in sorted(rows.items()):
@@ -51,9 +51,9 @@ def staleness_section(simulation: Simulation, width: int) -> Section:
         columns = round(room * totals[lag] / max(totals.values()))
         cells = (format_count(part) for part in (in_flight, lag - in_flight))
         share = format_share(totals[lag] / sum(totals.values()))
-        add_row(shown, str(lag), f"{totals[lag]:,}", share, *cells, _bar(columns, in_flight, lag))
+        add_row(lag_table, str(lag), f"{totals[lag]:,}", share, *cells, _bar(columns, in_flight, lag))
     legend = Text.assemble((IN_FLIGHT, "yellow"), " in flight  ", (IN_QUEUE, "cyan"), " in queue, or fresh")
-    return Section("Staleness", STALENESS_NOTE, (shown, legend))
+    return Section("Staleness", STALENESS_NOTE, (lag_table, legend))
 
 
 def _bar(columns: int, in_flight: float, lag: int) -> Text:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hflow.base.errors import RunError
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
 from hflow.runtime.execution.run_context import RunContext
-from hflow.runtime.state.stream_state import StreamState
+from hflow.runtime.state.run_state import RunState
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupTask, WeightsLoaded
 
@@ -93,16 +93,18 @@ class Rebalancer:
 
     Args:
         run: the run whose groups move.
-        streams: the state machine's view of the groups.
+        state: the state machine, which knows the open groups.
     """
 
-    def __init__(self, run: RunContext, streams: Mapping[str, StreamState]) -> None:
+    def __init__(self, run: RunContext, state: RunState) -> None:
         self._run = run
+        self._state = state
         with_several_engines = {replica.name for replica in run.plan.replicas if len(replica.heads) > 1}
-        self._streams: dict[str, list[StreamState]] = defaultdict(list)
+        self._streams: dict[str, list[str]] = defaultdict(list)
+        """Replica with several engines -> the streams that only it generates."""
         for stream in run.plan.schedule.streams:
             if len(stream.replicas) == 1 and stream.replicas[0] in with_several_engines:
-                self._streams[stream.replicas[0]].append(streams[stream.name])
+                self._streams[stream.replicas[0]].append(stream.name)
 
     async def balance(self, replica: str) -> tuple[int, dict[str, list[int]]]:
         """Balance the engines of a sleeping replica.
@@ -113,25 +115,25 @@ class Rebalancer:
         """
         num_moved, refused = 0, {}
         for stream in self._streams[replica]:
-            num_moved_of_stream, refused[stream.stream.name] = await self._balance_stream(stream)
+            num_moved_of_stream, refused[stream] = await self._balance_stream(stream)
             num_moved += num_moved_of_stream
         return num_moved, refused
 
-    async def _balance_stream(self, stream: StreamState) -> tuple[int, list[int]]:
-        name = stream.stream.name
-        destinations = self._run.placer.rebalance_moves(name, reversed(stream.movable_groups()))
+    async def _balance_stream(self, stream: str) -> tuple[int, list[int]]:
+        movable = self._state.movable_groups(stream)
+        destinations = self._run.placer.rebalance_moves(stream, reversed(movable))
         groups_from: dict[int, list[int]] = defaultdict(list)
         for group in destinations:
-            groups_from[self._run.placer.home(name, group)].append(group)
+            groups_from[self._run.placer.home(stream, group)].append(group)
         detached = await asyncio.gather(
-            *(self._run.workers.detach_groups(src, name, groups) for src, groups in groups_from.items())
+            *(self._run.workers.detach_groups(src, stream, groups) for src, groups in groups_from.items())
         )
         tasks_to: dict[int, list[GroupTask]] = defaultdict(list)
         refused: list[int] = []
         for task in (task for tasks in detached for task in tasks):
             destination = destinations[task.group]
-            self._run.placer.move(name, task.group, destination)
-            members = stream.members_of(task.group).intersection(task.samples)
+            self._run.placer.move(stream, task.group, destination)
+            members = self._state.members_of(stream, task.group).intersection(task.samples)
             refused += sorted(set(task.samples) - members)
             if members:
                 tasks_to[destination].append(replace(task, samples=tuple(sorted(members))))

@@ -18,8 +18,7 @@ from hflow.data_plane.locations import DataLocations
 from hflow.runtime.events import Asleep, Awake, EngineBack, EngineLost, Event, Published
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.records.trace import CONTROLLER
-from hflow.runtime.state.state_parts import StateParts
-from hflow.runtime.state.weight_updates import can_lose
+from hflow.runtime.state.run_state import RunState
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import Span
 
@@ -32,7 +31,7 @@ class EngineRecovery:
 
     Args:
         run: the run that the workers work for.
-        parts: the state machine's parts.
+        state: the state machine.
         locations: root stream -> where its samples are.
         enqueue: sends events to the state machine.
         max_replacements: how many workers are replaced between two checkpoints.
@@ -44,13 +43,13 @@ class EngineRecovery:
     def __init__(
         self,
         run: RunContext,
-        parts: StateParts,
+        state: RunState,
         locations: Mapping[str, DataLocations],
         enqueue: Callable[[Event], None],
         max_replacements: int,
     ) -> None:
         self._run = run
-        self._parts = parts
+        self._state = state
         self._locations = locations
         self._enqueue = enqueue
         self._max_replacements = max_replacements
@@ -89,7 +88,7 @@ class EngineRecovery:
             WorkerFailureError: the failure, if the worker cannot be replaced.
         """
         replica = self._run.workers.replaceable.get(worker)
-        if replica is None or not can_lose(self._parts.engines[replica], self._parts):
+        if replica is None or not self._state.can_lose_engine(replica):
             raise failure
         if self._run.checkpoints.last != self._last_checkpoint:
             self._num_replacements, self._last_checkpoint = 0, self._run.checkpoints.last
@@ -138,26 +137,26 @@ class EngineRecovery:
         others = [w for w, name in self._run.workers.replaceable.items() if name == replica and w != worker]
         if not others:
             return
-        while not self._parts.schedule.settings.interrupt and self._is_generating(others):
+        while not self._run.plan.schedule.settings.interrupt and self._is_generating(others):
             await asyncio.sleep(0.1)
         await self._run.workers.sleep(replica, SleepLevel.PAUSE)
 
     def _is_generating(self, workers: Sequence[int]) -> bool:
         """Return whether samples are in flight on workers, and needed."""
         return not self._is_over and any(
-            self._run.placer.is_at(worker, stream.stream.name, group)
-            for stream in self._parts.streams
-            for group, _ in stream.generating()
+            self._run.placer.is_at(worker, stream.name, group)
+            for stream in self._run.plan.schedule.streams
+            for group, _ in self._state.generating(stream.name)
             for worker in workers
         )
 
-    def lose(self, replica: str) -> None:
+    def mark_lost(self, replica: str) -> None:
         """Forget what an engine was asked for and given, when the state machine learns of its loss.
 
         Raises:
             WorkerFailureError: why it was lost, if an evaluation has begun on it meanwhile.
         """
-        if not can_lose(self._parts.engines[replica], self._parts):
+        if not self._state.can_lose_engine(replica):
             raise self._losses[replica].failure
         self._num_losses[replica] += 1
         self._run.workers.forget_weights(replica)

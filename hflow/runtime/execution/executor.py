@@ -104,7 +104,6 @@ class Executor:
             )
             for name, stream in self._streams.items()
         }
-        self._stream_states = {stream.stream.name: stream for stream in self._state.parts.streams}
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         """Tasks that report metrics of what is complete, and have not ended."""
@@ -114,10 +113,10 @@ class Executor:
         self._release = SampleRelease(run.workers)
         self._batches = BatchRunner(run, node_execution, self._release, num_texts, num_steps_done)
         self._streaming = StreamingRunner(run, node_execution, self._batches.locations)
-        self._engines = EngineControl(run, Rebalancer(run, self._stream_states))
+        self._engines = EngineControl(run, Rebalancer(run, self._state))
         self._saving = RunSaving(run, node_execution, self._release)
         self._recovery = EngineRecovery(
-            run, self._state.parts, self._batches.locations, self._enqueue, max_replacements
+            run, self._state, self._batches.locations, self._enqueue, max_replacements
         )
         self._computing: dict[tuple[str, int], tuple[int, ComputeTask]] = {}
         """Node and key -> its worker and task, while the body runs or waits."""
@@ -174,7 +173,7 @@ class Executor:
             for worker, events in received:
                 for event in events:
                     if isinstance(event, ev.EngineLost):
-                        self._recovery.lose(event.replica)
+                        self._recovery.mark_lost(event.replica)
                     elif isinstance(event, ev.EngineBack):
                         self._continue_on(self._recovery.worker_of(event.replica), messages)
                     # What a worker reports is recorded here, so that ledger and state are of one moment.
@@ -228,17 +227,17 @@ class Executor:
         Its unfinished samples begin again from their rows. Those that were refused meanwhile end here.
         """
         tasks: list[GroupTask] = []
-        for name, stream in self._stream_states.items():
+        for name, stream in self._streams.items():
             at_worker = partial(self._run.placer.is_at, worker, name)
-            for group, samples in stream.generating():
+            for group, samples in self._state.generating(name):
                 row = self._cursors[name].row(group)
                 if row is not None and at_worker(group):
                     tasks.append(GroupTask(name, group, row, samples))
                     self._run.ledger.record_restarted(name, samples, self._recovery.failure(worker))
-            for sample in sorted(stream.abandoned):
-                if at_worker(sample // stream.stream.group_size):
+            for sample in sorted(self._state.abandoned(name)):
+                if at_worker(sample // stream.group_size):
                     self._release_engine(name, sample)
-                    self._enqueue(ev.NodeFailed(stream.stream.source, sample, ev.Refusal.FAILED))
+                    self._enqueue(ev.NodeFailed(stream.source, sample, ev.Refusal.FAILED))
         messages.groups[worker] = tasks
         computing = [task for home, task in self._computing.values() if home == worker]
         messages.computes[worker] = [self._of_remaining(task) for task in computing]
@@ -247,10 +246,8 @@ class Executor:
 
     def _of_remaining(self, task: ComputeTask) -> ComputeTask:
         """Return a task for those of its samples that have not been refused since it was sent."""
-        stream = self._stream_states[self._nodes[task.node].stream]
-        if stream.is_orphan(task.node, task.key):
-            return task
-        return replace(task, samples=stream.samples_of(task.node, task.key))
+        samples = self._state.remaining_samples(task.node, task.key)
+        return task if samples is None else replace(task, samples=samples)
 
     # Worker -> controller
     async def _poll(self, worker: int) -> None:
@@ -274,7 +271,7 @@ class Executor:
         match event:
             case SampleReady():
                 self._run.ledger.record_result(event)
-                if event.sample not in self._stream_states[event.stream].abandoned:
+                if not self._state.is_abandoned(event.stream, event.sample):
                     self._batches.locations[event.stream].add_sample(event.sample, worker, event.length)
                     self._saving.add_finished(event)
                     self._run.metrics.add_sample(event, is_trained=self._is_trained(event.stream))
@@ -339,7 +336,7 @@ class Executor:
             worker, journals = self._run.placer.home(stream, group), self._saving.journals(stream, samples)
         else:
             worker, journals = self._run.placer.place(stream, group, len(samples)), None
-            self._run.ledger.record_issued(instruction, row, worker, self._state.parts.engine_version(stream))
+            self._run.ledger.record_issued(instruction, row, worker, self._state.engine_version(stream))
         messages.groups[worker].append(GroupTask(stream, group, row, samples, journals))
 
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
@@ -421,8 +418,7 @@ class Executor:
         self._enqueue(ev.NodeDone(node, step))
 
     def _take_checkpoint(self, snapshot: RunSnapshot) -> None:
-        progress = self._state.parts.progress
-        is_last = progress.is_stopping or snapshot.steps == progress.num_steps
+        is_last = self._state.is_last_checkpoint(snapshot)
         self._spawn(self._saving.take(snapshot, tuple(self._reports), is_last=is_last))
 
 

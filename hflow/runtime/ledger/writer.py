@@ -17,8 +17,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from hflow.base.durable_files import file_fix
 from hflow.base.errors import RunError
-from hflow.base.files import file_fix
 from hflow.runtime.ledger.rows import Record, RowBuilder
 from hflow.runtime.ledger.schema import NUM_COLUMNS
 

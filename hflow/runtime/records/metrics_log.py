@@ -17,7 +17,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import histogram_raw, scalar
 from tensorboardX.summary import text as text_summary
 
-from hflow.base.files import write_error
+from hflow.base.durable_files import write_error
 from hflow.metrics import Metric, find_metric
 
 MAX_ROW_BYTES = 1 << 24

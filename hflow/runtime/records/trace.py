@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hflow.base.files import replace_text
+from hflow.base.durable_files import replace_text
 from hflow.workers.interface import Span
 
 MAX_SPANS = 20_000

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hflow.base.durable_files import FileChecksum, file_checksum, sync
 from hflow.base.errors import RunError
-from hflow.base.files import FileChecksum, file_checksum, parse_json, sync
+from hflow.base.json_text import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import ConfigError
-from hflow.base.files import WriteError, parse_json, replace_text
+from hflow.base.json_text import parse_json
 from hflow.runtime.saving.checkpoint import replace_link
 
 

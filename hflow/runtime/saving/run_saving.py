@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hflow.base.files import FileChecksum, WriteError, write_error
+from hflow.base.durable_files import FileChecksum, WriteError, write_error
 from hflow.data_plane.locations import DataLocations
 from hflow.graph.ir import Level
 from hflow.graph.queries import saved_models

@@ -220,7 +220,7 @@ class _Simulator:
         for replica in tuple(self._awake_since):
             self._record_awake_time(replica)
         if finish is None:
-            finish, self.recorder.num_steps = Finish(STOPPED), self._state.parts.progress.num_steps
+            finish, self.recorder.num_steps = Finish(STOPPED), self._state.num_steps
             for source in self._sources.values():
                 for sample in source.running.values():
                     self._stop(sample)
@@ -263,7 +263,7 @@ class _Simulator:
                 self._sources[stream].first_group += self._rows.get(stream, 1)
                 if stream == self._trained:
                     self.recorder.add_batch(instruction)
-            case StepDone(step) if step < self._state.parts.progress.num_steps:
+            case StepDone(step) if step < self._state.num_steps:
                 self.recorder.step_ends.append(self._now)
 
     def _send_after(self, name: str, event: Event, key: int = 0) -> None:

@@ -61,7 +61,7 @@ class Simulation:
         """Seconds per step in the steady state."""
         return self.run.timeline.period()
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`: seconds, shares of 1, and counts over the whole run."""
         run = self.run
         return {
@@ -100,38 +100,28 @@ def simulate_plan(plan: Plan, num_steps: int | None = None, seed: int = 0) -> Si
     if not plan.graph.learns:
         raise PlanError(f"{plan.recipe} learns nothing, so it has no steps to simulate; use hflow plan")
     forecast = _forecast_of(plan)
-    num_steps = _default_steps(plan.schedule) if num_steps is None else num_steps
-    if num_steps < MIN_STEPS:
-        raise PlanError(
-            f"{num_steps} steps are too few to reach a steady state. Simulate at least {MIN_STEPS}, such as "
-            f"--steps {DEFAULT_STEPS}."
-        )
-    schedule = replace(_steady_part(plan.schedule), num_steps=num_steps)
+    schedule = _simulated_schedule(plan.schedule, num_steps)
     stream = schedule.streams[0]
-    step_samples = (stream.batch or 1) * stream.group_size
-    if num_steps * step_samples > MAX_SAMPLES:
-        raise PlanError(
-            f"{num_steps:,} steps of {step_samples:,} samples take too long to simulate. Simulate at most "
-            f"{max(MIN_STEPS, MAX_SAMPLES // step_samples):,}, as with --steps {DEFAULT_STEPS}."
-        )
-    nodes: dict[str, float | DurationFunction] = {row.node: row.seconds for row in forecast.times}
-    nodes.pop(stream.source, None)
+    nodes: dict[str, float | DurationFunction] = {
+        row.node: row.seconds for row in forecast.times if row.node != stream.source
+    }
     pace, workload = forecast.pace, dict(forecast.workload)[stream.name]
-    durations, slots, speeds, generation = nodes, {}, {}, 0.0
-    if pace is not None:
-        drawn = response_seconds(workload, pace.seconds_per_token, seed, pace.seconds_per_sample)
-        durations = {**nodes, stream.source: drawn}
-        slots, speeds = {stream.name: pace.slots}, {stream.name: pace.speed}
-    run = simulate_run(schedule, durations, slots=slots, speeds=speeds)
-    if pace is not None:  # of the steps that the period is of, as lengths differ from step to step
-        steps = run.timeline.steps()
-        responses = map(drawn, range(steps.start * step_samples, steps.stop * step_samples))
-        generation = sum(responses) / pace.slots / len(steps)
+    if pace is None:
+        run, generation = simulate_run(schedule, nodes, slots={}, speeds={}), 0.0
+    else:
+        response = response_seconds(workload, pace.seconds_per_token, seed, pace.seconds_per_sample)
+        run = simulate_run(
+            schedule,
+            {**nodes, stream.source: response},
+            slots={stream.name: pace.slots},
+            speeds={stream.name: pace.speed},
+        )
+        generation = _generation_alone(schedule, run, response, pace.slots)
     nodes_of: dict[str, tuple[str, ...]] = dict(schedule.orders)
     return Simulation(
         plan=plan,
         run=run,
-        num_steps=num_steps,
+        num_steps=schedule.num_steps,
         seed=seed,
         generation_alone=generation,
         training_alone=_seconds_alone(schedule, forecast, {node.name for node in schedule.nodes}),
@@ -245,9 +235,47 @@ def _forecast_of(plan: Plan) -> Forecast:
     return plan.forecast
 
 
-def _default_steps(schedule: Schedule) -> int:
+def _simulated_schedule(schedule: Schedule, num_steps: int | None) -> Schedule:
+    """Return the part of a schedule that is simulated, with its number of steps; None: the default.
+
+    Raises:
+        PlanError: for too few steps, or too many samples.
+    """
+    num_steps = _default_steps(schedule) if num_steps is None else num_steps
+    if num_steps < MIN_STEPS:
+        raise PlanError(
+            f"{num_steps} steps are too few to reach a steady state. Simulate at least {MIN_STEPS}, such as "
+            f"--steps {DEFAULT_STEPS}."
+        )
+    step_samples = _step_samples(schedule)
+    if num_steps * step_samples > MAX_SAMPLES:
+        raise PlanError(
+            f"{num_steps:,} steps of {step_samples:,} samples take too long to simulate. Simulate at most "
+            f"{max(MIN_STEPS, MAX_SAMPLES // step_samples):,}, as with --steps {DEFAULT_STEPS}."
+        )
+    return replace(_steady_part(schedule), num_steps=num_steps)
+
+
+def _generation_alone(
+    schedule: Schedule, run: SimulatedRun, response: DurationFunction, num_slots: int
+) -> float:
+    """Return the mean seconds to generate a step's samples in slots that are always full.
+
+    The mean is over the steady steps, from which the period comes: lengths differ from step to step.
+    """
+    steps, step_samples = run.timeline.steps(), _step_samples(schedule)
+    samples = range(steps.start * step_samples, steps.stop * step_samples)
+    return sum(map(response, samples)) / num_slots / len(steps)
+
+
+def _step_samples(schedule: Schedule) -> int:
+    """Return the samples of a batch of the trained stream."""
     stream = schedule.streams[0]
-    affordable_steps = DEFAULT_SAMPLES // ((stream.batch or 1) * stream.group_size)
+    return (stream.batch or 1) * stream.group_size
+
+
+def _default_steps(schedule: Schedule) -> int:
+    affordable_steps = DEFAULT_SAMPLES // _step_samples(schedule)
     return min(schedule.num_steps, DEFAULT_STEPS, max(4 * MIN_STEPS, affordable_steps))
 
 

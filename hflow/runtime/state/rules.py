@@ -43,7 +43,7 @@ class EngineWeights:
     target: int = -1
     """Version that it was given last: `version`, or newer weights that it has not loaded yet."""
 
-    def lose(self) -> None:
+    def reset(self) -> None:
         """Forget the weights of an engine that has failed, and those that it was given."""
         self.version = self.target = -1
 

@@ -29,7 +29,7 @@ Invariant: after every event, everything that can be done has been asked for, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hflow.graph.ir import Level
@@ -65,7 +65,7 @@ from hflow.runtime.state.rules import LOOK_AHEAD
 from hflow.runtime.state.snapshot import RunSnapshot
 from hflow.runtime.state.state_parts import StateParts, assemble
 from hflow.runtime.state.stream_state import StreamState
-from hflow.runtime.state.weight_updates import lose_engine, pause_engines, update_engines
+from hflow.runtime.state.weight_updates import can_lose, lose_engine, pause_engines, update_engines
 
 NUM_RUNNING = declare(
     "rollout/running", "groups", "open groups: generated, or worked on by sample and group nodes", live="last"
@@ -144,6 +144,12 @@ class RunState:
         self._instructions.clear()
         return instructions
 
+    # Queries
+    @property
+    def num_steps(self) -> int:
+        """The steps of the run; fewer than planned, if its dataset ends before."""
+        return self.parts.progress.num_steps
+
     def rollout_counts(self) -> dict[str, float]:
         """Return the present counts of groups, and the version of the weights that generate new samples."""
         trained = self.parts.trained
@@ -153,8 +159,45 @@ class RunState:
             NUM_ACCEPTED.name: trained.num_accepted,
         }
         if self.parts.engines_of[trained.stream.name]:
-            counts[VERSION.name] = self.parts.engine_version(trained.stream.name)
+            counts[VERSION.name] = self.engine_version(trained.stream.name)
         return counts
+
+    def engine_version(self, stream: str) -> int:
+        """Return the version of the weights that generate a stream; -1 without an engine."""
+        return self.parts.engine_version(stream)
+
+    def can_lose_engine(self, replica: str) -> bool:
+        """Return whether the run can continue while an engine is started again."""
+        return can_lose(self.parts.engines[replica], self.parts)
+
+    def is_last_checkpoint(self, snapshot: RunSnapshot) -> bool:
+        """Return whether no checkpoint follows that of a snapshot."""
+        return self.parts.progress.is_stopping or snapshot.steps == self.num_steps
+
+    def generating(self, stream: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield each open group that has samples whose source has not reported, with these samples."""
+        return self._streams[stream].generating()
+
+    def abandoned(self, stream: str) -> frozenset[int]:
+        """Return the samples that were refused while they were generated, and have not reported."""
+        return frozenset(self._streams[stream].abandoned)
+
+    def is_abandoned(self, stream: str, sample: int) -> bool:
+        """Return whether a sample was refused while it was generated, and has not reported."""
+        return sample in self._streams[stream].abandoned
+
+    def movable_groups(self, stream: str) -> list[int]:
+        """Return the open groups whose members are all being generated, in order of admission."""
+        return self._streams[stream].movable_groups()
+
+    def members_of(self, stream: str, group: int) -> frozenset[int]:
+        """Return the remaining samples of a group; empty if it is not open."""
+        return self._streams[stream].members_of(group)
+
+    def remaining_samples(self, node: str, key: int) -> tuple[int, ...] | None:
+        """Return the remaining samples of what a sample or group node works on; None if it was refused."""
+        stream = self._stream_of[node]
+        return None if stream.is_orphan(node, key) else stream.samples_of(node, key)
 
     # Events
     def _on_started(self, event: Started) -> None:

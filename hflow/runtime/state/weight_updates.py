@@ -120,7 +120,7 @@ def can_lose(engine: EngineState, parts: StateParts) -> bool:
 def lose_engine(engine: EngineState, parts: StateParts) -> None:
     """Note that the worker of an engine has failed. Nothing that was asked of the engine is confirmed."""
     assert can_lose(engine, parts), f"the run cannot continue without {engine.name}"
-    engine.weights.lose()
+    engine.weights.reset()
     engine.phase, engine.is_publishing, engine.is_lost = EnginePhase.ASLEEP, False, True
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from typing_extensions import override
 
+from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
-from hflow.base.files import WriteFiles
 from hflow.data.batches.batch import Batch
 from hflow.models.adapter import adapter_weights, adapters_off
 from hflow.models.device import local_device
@@ -157,14 +157,14 @@ class TorchModel(ModelBackend):
     def save(self, directory: str) -> WriteFiles:
         # A model that only update nodes change has no sharded checkpoint: it is saved as it is stored.
         head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
-        with self.on_device(), self._copies.made():
+        with self.on_device(), self._copies.copying():
             return copy_model(
                 self._model, head, self.settings, Path(directory), dtype, self.group, self._copies
             )
 
     @override
     def save_shards(self, directory: str) -> WriteFiles:
-        with self._offload.on_device(training=True), self._state_copies.made():
+        with self._offload.on_device(training=True), self._state_copies.copying():
             return copy_model_shards(self._trained_model(), Path(directory), self.group, self._state_copies)
 
     @override

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.host_copy import HostCopies
 from hflow.training.fsdp.optimizer import TorchOptimizer

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.models.adapter import adapter_weights, base_name, save_adapter
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, save_head, saved_config
@@ -137,7 +137,7 @@ def copy_model(
         directory: made if necessary, in a directory that all ranks share.
         dtype: the dtype of the files.
         group: the ranks that hold the model; None for one.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -294,7 +294,7 @@ def collect_tensors(
         named: what this rank stores, the same tensors on all ranks.
         dtype: the dtype of floats.
         rank: this one.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
         receiver_of: returns the rank to which alone a tensor is yielded.
     """
     for name, tensor in named:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
-from hflow.base.files import WriteFiles
 from hflow.config.schema import Offload
 from hflow.data.batches.batch import Batch
 from hflow.models.host_copy import HostCopies
@@ -97,12 +97,12 @@ class MegatronModel(ModelBackend):
 
     @override
     def save(self, directory: str) -> WriteFiles:
-        with self.on_device(), self._copies.made():
+        with self.on_device(), self._copies.copying():
             return copy_stage(self._stage, Path(directory), self._copies)
 
     @override
     def save_shards(self, directory: str) -> WriteFiles:
-        with self._offload.on_device(training=True), self._state_copies.made():
+        with self._offload.on_device(training=True), self._state_copies.copying():
             return copy_stage_shards(self._stage, self._optimizer, Path(directory), self._state_copies)
 
     @override

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.base.model_files import FILE_BYTES
 from hflow.models.expert_tensors import file_names, file_tensors
 from hflow.models.heads import SCORE, head_prefix, saved_config
@@ -28,7 +28,7 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
     Args:
         stage: this rank's.
         directory: made if necessary, in a directory that all ranks share.
-        host: makes the copies, which are complete when `host.made()` ends.
+        host: makes the copies, which are complete when `host.copying()` ends.
         file_bytes: size that files should not exceed.
 
     Raises:

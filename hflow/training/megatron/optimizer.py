@@ -92,10 +92,10 @@ class MegatronOptimizer(StepOptimizer):
         for part in self._parts:
             if self._optim.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._optim.clip_grad, norm)
-            # That of the class below gathers the weights of all parts, which is done once, after the last.
+            # DistributedOptimizer's own step would also gather the weights. They are gathered once, below.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         for buckets in self._buckets:
-            # A forward pass begins with the last. The hooks start each other when the one before is there.
+            # A forward pass needs the last bucket first. The hook that waits for it starts the next gather.
             buckets[-1].start_param_sync()
         self.module.enable_forward_pre_hook()
         self._is_gathering = True
@@ -146,7 +146,7 @@ class MegatronOptimizer(StepOptimizer):
         ]
         return [self._distributed_optimizer(stage, *kind) for kind in kinds if kind[0]]
 
-    @torch.no_grad()  # it updates views of the weights, which would not be leaves
+    @torch.no_grad()  # the optimizer gets views of the weights, which must be leaf tensors
     def _distributed_optimizer(
         self,
         stage: Stage,
@@ -176,7 +176,7 @@ class MegatronOptimizer(StepOptimizer):
             use_distributed_optimizer=True,
             clip_grad=optim.clip_grad,
         )
-        # It reads the layout of the state from these module globals, not from the optimizer.
+        # DistributedOptimizer reads from these module globals how the optimizer stores its state.
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
         optimizer = DistributedOptimizer(
             self._build(groups),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hflow.base.files import WriteFiles
+from hflow.base.durable_files import WriteFiles
 from hflow.models.host_copy import HostCopies
 from hflow.training.megatron.hf_mapping import MappedParameter, ShardPosition, TensorPart
 from hflow.training.megatron.model import Stage

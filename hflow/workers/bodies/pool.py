@@ -263,9 +263,9 @@ class Pool:
             case FinishedCall():
                 finished, lost = message.lane.finish(message)
                 self._isolate(lost)
-                if lost and (death := message.death()):
+                if lost and (exit_message := message.exit_message()):
                     for job in lost:
-                        self._on_retry(BodyRetry(job.node, job.key, death, time.time(), 0.0))
+                        self._on_retry(BodyRetry(job.node, job.key, exit_message, time.time(), 0.0))
                 self._finish(finished)
             case _Cancel(job_ids):
                 unfinished = [job_id for job_id in job_ids if job_id in self._retried]

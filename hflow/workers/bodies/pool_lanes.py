@@ -88,7 +88,7 @@ class FinishedCall:
 
     def killed_result(self, job: Job) -> JobResult:
         """Return the result of the only job of a process that was killed or died."""
-        message = self.death()
+        message = self.exit_message()
         if message is None:
             message = timeout_message(job.timeout)
             return JobResult(job.node, job.key, reason="timeout", message=message, killed=True)
@@ -98,8 +98,8 @@ class FinishedCall:
             job.node, job.key, reason="failed", message=message, killed=True, by_signal=by_signal
         )
 
-    def death(self) -> str | None:
-        """Return the death of the process of a call without results; None if it was killed as it was slow."""
+    def exit_message(self) -> str | None:
+        """Describe how the process of a call without results ended; None if it was killed as it was slow."""
         error = None if self.future.cancelled() else self.future.exception()
         if isinstance(error, TimeoutError):
             return None
@@ -455,7 +455,7 @@ class IsolatedLane(PoolLane):
         ended = self._busy.pop(job.id)
         self._idle.append(ended.process)
         results = call.results()
-        was_too_slow = ended.must_be_quick and results is None and call.death() is None
+        was_too_slow = ended.must_be_quick and results is None and call.exit_message() is None
         is_quick = time.monotonic() - ended.start < SHARED_TIMEOUT_SECONDS
         if is_quick or was_too_slow or not ended.is_first:
             self._recent.setdefault(job.node, deque(maxlen=NUM_RECENT)).append(is_quick)

@@ -86,7 +86,7 @@ def split_turns(
     roles = _roles([is_trained for is_trained, _ in runs], messages)
     first = 0
     for (is_trained, tokens), role in zip(runs, roles, strict=True):
-        text = shorten(tokenizer.text(tokens), MAX_CHARACTERS)
+        text = shorten(tokenizer.decode_with_special(tokens), MAX_CHARACTERS)
         details = drawn[first : first + len(tokens)] if is_trained and len(tokens) <= MAX_TOKENS else ()
         yield SampleTurn(role, text, is_trained, tuple(_details(tokens, details, tokenizer)))
         first += len(tokens)
@@ -98,7 +98,7 @@ def _details(
     """Yield text, log-prob and version of tokens that an engine drew."""
     if all(version >= 0 for _, version in drawn):
         for token, (logprob, version) in zip(tokens, drawn, strict=False):
-            yield tokenizer.token_text(token), round(logprob, 4), version
+            yield tokenizer.decode_token(token), round(logprob, 4), version
 
 
 def _roles(trained: Sequence[bool], messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -21,9 +21,7 @@ from hflow import (
     nodes,
     use,
 )
-from hflow.dsl import Context, Option
-from hflow.extend import NodeType
-from hflow.graph.ir import Level
+from hflow.extend import Context, Level, NodeType, Option
 
 data = Dataset("train", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)

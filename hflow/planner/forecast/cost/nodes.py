@@ -31,7 +31,7 @@ from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
-from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes, shared_groups
+from hflow.planner.plan.schedule import share_of_unchanged_wakes, shared_groups, trains_on_engine_devices
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 
@@ -334,5 +334,5 @@ def share_of_kept_weights(
         return 0.0
     if config.lora is not None and not traits(engine.backend).merges_adapters:
         return 1.0
-    is_changed = is_changed_beside(schedule, engine)
-    return share_of_unchanged_wakes(schedule, engine.name, is_changed_beside=is_changed)
+    is_trained = trains_on_engine_devices(schedule, engine)
+    return share_of_unchanged_wakes(schedule, engine.name, trains_on_its_devices=is_trained)

@@ -17,7 +17,7 @@ from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, WeightRoute
-from hflow.planner.plan.schedule import is_changed_beside, share_of_unchanged_wakes
+from hflow.planner.plan.schedule import share_of_unchanged_wakes, trains_on_engine_devices
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
@@ -120,8 +120,8 @@ def _items_of(context: MemoryContext, ranks: Iterable[Rank]) -> Items:
         name = rank.replica.name
         if rank.replica.role == "gen":
             kept = kept_by_engine(context, rank)
-            is_changed = is_changed_beside(schedule, rank.replica)
-            if name in asleep and share_of_unchanged_wakes(schedule, name, is_changed_beside=is_changed):
+            is_trained = trains_on_engine_devices(schedule, rank.replica)
+            if name in asleep and share_of_unchanged_wakes(schedule, name, trains_on_its_devices=is_trained):
                 kept += kept_asleep(context, rank)
         else:
             kept = kept_by_trainer(context, rank)

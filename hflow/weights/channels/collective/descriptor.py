@@ -24,5 +24,6 @@ CHANNEL = ChannelKind(
     traits=ChannelTraits("device", needs_workers_apart=True),
     factory=_open,
     prefer=_prefer,
+    priority=30,
     trial="new weights by broadcasts from device to device",
 )

@@ -29,4 +29,5 @@ CHANNEL = ChannelKind(
     traits=ChannelTraits("disk"),
     factory=_open,
     prefer=_prefer,
+    priority=10,
 )

@@ -28,5 +28,6 @@ CHANNEL = ChannelKind(
     ),
     factory=_open,
     prefer=_prefer,
+    priority=40,
     trial="vLLM beside the trainer, new weights in the memory of the GPU",
 )

@@ -24,4 +24,5 @@ CHANNEL = ChannelKind(
     traits=ChannelTraits("host", crosses_machines=False, is_near_on="cpu"),
     factory=_open,
     prefer=_prefer,
+    priority=20,
 )

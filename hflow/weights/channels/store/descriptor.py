@@ -22,5 +22,6 @@ CHANNEL = ChannelKind(
     traits=ChannelTraits("store", is_fetched_by_each_machine=True, needs_ray=True),
     factory=_open,
     prefer=_prefer,
+    priority=0,
     trial="new weights through Ray's object store",
 )

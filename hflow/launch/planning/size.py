@@ -1,13 +1,9 @@
-"""`size`: the smallest or the cheapest cluster on which a recipe reaches a target.
-
-`what_if`: the plan of a recipe beside the plans with one change each.
-"""
+"""`size`: the smallest or the cheapest cluster on which a recipe reaches a target."""
 
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +14,10 @@ from hflow.config import RunConfig
 from hflow.launch.planning.compile import Compiled, compile_read
 from hflow.launch.planning.read_recipe import RecipeReader
 from hflow.launch.planning.request import known_devices
-from hflow.planner.diff import PlanDiff, diff_plans
 from hflow.planner.forecast.figures import SECONDS_PER_DAY, PlanFigures, plan_figures
 from hflow.planner.plan.cluster import MAX_DEVICES, device_of, parse_cluster
 from hflow.planner.plan.hardware import Device
 from hflow.planner.plan.rows import Plan
-from hflow.planner.plan.serialise import to_json
-from hflow.planner.search import PastSearches
-from hflow.runtime.simulation.simulate_plan import simulated_period
 
 PER_MACHINE = 8
 """Devices of a machine in the clusters that a device's name means."""
@@ -152,12 +144,13 @@ def size(
                 f"{name} has no price; set dollars_per_hour in hardware/devices/{name}.yaml beside the "
                 "recipe, or remove --cheapest"
             )
-    plans: dict[str, Compiled] = {}
-    rows = tuple(_sized(reader, overrides, cluster, target, plans, devices) for cluster in clusters)
-    fitting = [row for row in rows if row.reaches]
-    chosen = min(fitting, key=lambda row: _order(row, cheapest), default=None)
-    compiled = plans[chosen.cluster] if chosen else None
-    return Sizes(target, cheapest, rows, chosen, compiled, None if chosen else _problem(target, rows))
+    tried = [_plan_on(reader, overrides, cluster, target, devices) for cluster in clusters]
+    rows = tuple(row for row, _ in tried)
+    fitting = [(row, compiled) for row, compiled in tried if row.reaches]
+    if not fitting:
+        return Sizes(target, cheapest, rows, None, None, _problem(target, rows))
+    chosen, compiled = min(fitting, key=lambda found: _order(found[0], cheapest))
+    return Sizes(target, cheapest, rows, chosen, compiled, None)
 
 
 def _device_of(config: RunConfig, devices: dict[str, Device]) -> str:
@@ -182,26 +175,22 @@ def _sizes_of(device: str, most: int) -> Iterator[str]:
         num *= 2
 
 
-def _sized(
-    reader: RecipeReader,
-    overrides: Sequence[str],
-    cluster: str,
-    target: Target,
-    plans: dict[str, Compiled],
-    devices: dict[str, Device],
-) -> SizedCluster:
-    """Plan on one cluster; the plan is added to `plans`."""
+def _plan_on(
+    reader: RecipeReader, overrides: Sequence[str], cluster: str, target: Target, devices: dict[str, Device]
+) -> tuple[SizedCluster, Compiled | None]:
+    """Plan on one cluster. Without a plan, the second result is None."""
     num_devices = parse_cluster(cluster, devices).num_devices
     try:
         compiled = compile_read(reader.read([*overrides, f"cluster={cluster}"]))
     except PlanError as error:
-        return SizedCluster(cluster, num_devices, None, False, refusal=str(error))
-    plan, plans[cluster] = compiled.plan, compiled
+        return SizedCluster(cluster, num_devices, None, False, refusal=str(error)), None
+    plan = compiled.plan
     figures = plan_figures(plan)
     if figures.seconds_per_step is None:
-        return SizedCluster(cluster, num_devices, figures, False, refusal="; ".join(plan.forecast.missing))
+        missing = "; ".join(plan.forecast.missing)
+        return SizedCluster(cluster, num_devices, figures, False, refusal=missing), compiled
     reaches, can_run = target.is_reached(figures), not plan.unrunnable
-    return SizedCluster(cluster, num_devices, figures, reaches, _placement(plan), can_run=can_run)
+    return SizedCluster(cluster, num_devices, figures, reaches, _placement(plan), can_run=can_run), compiled
 
 
 def _placement(plan: Plan) -> str:
@@ -238,89 +227,3 @@ def _problem(target: Target, rows: Sequence[SizedCluster]) -> str:
         f"no cluster reaches {target}; the fastest, {best.cluster}, reaches {reached}. Allow larger clusters "
         "with --most, or other devices with --on, or see what limits the plan: hflow plan"
     )
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A plan with changed settings. Either it cannot be planned, or it has figures and differences."""
-
-    change: str
-    """The settings, as the user wrote them."""
-    figures: PlanFigures | None
-    speed_up: float | None
-    """The base's seconds a step over those of this plan; None if either is unknown."""
-    diff: PlanDiff | None
-    """All differences from the base."""
-    decided_keys: tuple[str, ...] = ()
-    """Settings that differ though the configuration does not set them: the plan decided them otherwise."""
-    refusal: str | None = None
-    """Why there is no plan."""
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """A plan, and what changes of its settings would do."""
-
-    base: PlanFigures
-    rows: tuple[Changed, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values for `json.dumps`."""
-        rows = [{**asdict(row), "diff": row.diff.to_json() if row.diff else None} for row in self.rows]
-        return {"base": asdict(self.base), "changes": rows}
-
-
-def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]) -> WhatIf:
-    """Plan a recipe, and again with each change.
-
-    Args:
-        recipe: path of the recipe's Python file.
-        overrides: configuration of all plans as `key=value`.
-        changes: each one `key=value`, or several separated by spaces.
-
-    Raises:
-        ConfigError: for a change that is not `key=value`, an unknown key, or a value that does not fit.
-        HflowError: if the recipe itself cannot be planned.
-    """
-    settings = [(change, _settings(change)) for change in changes]
-    reader, searches = RecipeReader(recipe), PastSearches(simulated_period)
-    configured = reader.read(overrides)  # a typing error is found before anything is planned
-    changed = [(change, reader.read([*overrides, *values])) for change, values in settings]
-    plan = compile_read(configured, searches=searches).plan
-    base, before = plan_figures(plan), to_json(plan)
-    rows = []
-    for change, read in changed:
-        try:
-            compiled = compile_read(read, searches=searches)
-        except (ConfigError, PlanError) as error:
-            rows.append(Changed(change, None, None, None, refusal=str(error)))
-            continue
-        figures, diff = plan_figures(compiled.plan), diff_plans(before, to_json(compiled.plan))
-        decided = _decided_keys(diff, compiled.set_keys)
-        rows.append(Changed(change, figures, _speed_up(base, figures), diff, decided))
-    return WhatIf(base, tuple(rows))
-
-
-def _decided_keys(diff: PlanDiff, set_keys: Collection[str]) -> tuple[str, ...]:
-    """Return the settings of both plans that differ, without those that the configuration sets."""
-    settings = [change for change in diff.decided if change.topic == "setting"]
-    in_both = [change.subject for change in settings if None not in (change.before, change.after)]
-    return tuple(key for key in in_both if key not in set_keys)
-
-
-def _settings(change: str) -> list[str]:
-    """Return the settings of one change, `key=value`, `+key=value` or `~key`."""
-    try:
-        settings = shlex.split(change)
-    except ValueError as error:
-        raise ConfigError(f"--what-if {change!r}: {error}; close the quotation") from error
-    if not settings or not all("=" in setting or setting.startswith("~") for setting in settings):
-        raise ConfigError(f"--what-if {change!r} is not KEY=VALUE, as in schedule.max_staleness=4")
-    return settings
-
-
-def _speed_up(base: PlanFigures, changed: PlanFigures) -> float | None:
-    """Return by how much more samples are trained in the same time."""
-    if base.samples_per_second is None or changed.samples_per_second is None:
-        return None
-    return changed.samples_per_second / base.samples_per_second
