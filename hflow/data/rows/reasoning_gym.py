@@ -30,7 +30,8 @@ class ReasoningGym:
     Args:
         task: the name of the task, such as `chain_sum`.
         split: `train`, or `heldout`.
-        arguments: the settings of the task, such as `{min_terms: 2}`, with `seed` and `size`, the rows of the split.
+        arguments: the settings of the task, such as `{min_terms: 2}`, with `seed`, and `size`, the number of
+            rows.
         schema: the columns to read.
 
     Raises:
