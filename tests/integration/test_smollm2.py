@@ -10,7 +10,9 @@ import pytest
 import torch
 from command_line import CommandLine
 
+from hflow import twin
 from hflow.base.errors import ConfigError
+from hflow.base.shipped import find_recipe
 from hflow.models import smollm2
 
 pytest.importorskip("gguf")
@@ -70,6 +72,22 @@ def test_a_run_trains_it_and_engine_and_trainer_agree(
         AutoTokenizer.from_pretrained("out").chat_template
         == AutoTokenizer.from_pretrained(checkpoint).chat_template
     )
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", ["d2", "p2", "t3"])
+def test_a_layout_computes_what_one_process_does(
+    layout: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its 9 heads and 3 key-value heads, three tensor ranks have 3 and 1 each."""
+    monkeypatch.chdir(tmp_path)
+    small = [override for override in SMALL if not override.startswith(("workers", "batch"))]
+    (result,) = twin(find_recipe("smollm2"), [*small, "batch=4"], [layout], 2).results
+    assert result.failed_metrics == ()
+    assert result.failed_weights == ()
+    assert min(pair.scale for pair in result.metrics if pair.name.endswith("/grad_norm")) > 0
 
 
 def test_what_is_refused(hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
