@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,13 +41,17 @@ def test_spread_of_a_batch() -> None:
 def test_a_batch_whose_rewards_are_not_all_known_has_no_spread() -> None:
     rewards = metrics()
     add(rewards, 1.0, 0.0, 1.0)
-    rewards.forget([1])
+    rewards.forget("actor_gen", [1])
     found = rewards.take_batch("actor_gen", [0, 1, 2], 1)
     assert found == {"actor_gen/min_tokens": 3.0, "actor_gen/max_tokens": 3.0}
 
 
-def test_results_of_other_nodes_are_no_rewards() -> None:
-    rewards = metrics()
+def test_results_of_other_nodes_are_no_rewards(tmp_path: Path) -> None:
+    """Samples of an evaluation have the same numbers as those that are trained."""
+    recipe = tmp_path / "grpo.py"
+    recipe.write_text(find_recipe("grpo").read_text().replace('returns="accuracy"', 'returns="reward"'))
+    shutil.copy(find_recipe("grpo").with_suffix(".yaml"), tmp_path)
+    rewards = RewardMetrics(check(recipe, ["report.show=null"]))
     rewards.add_result(ComputeReady("accuracy", 0, value=1.0))
     rewards.add_result(ComputeReady("score", 1, value=None))
     assert rewards.take_batch("actor_gen", [0, 1], 2) == {}

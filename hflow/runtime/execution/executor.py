@@ -351,7 +351,7 @@ class Executor:
         self._run.metrics.add_refused(instruction.reason, len(samples))
         if self._is_trained(stream):
             self._run.metrics.staleness.forget(samples)
-            self._run.metrics.rewards.forget(samples)
+            self._run.metrics.rewards.forget(stream, samples)
         else:
             num_before = self._refused_in_evaluation.get(stream, 0)
             self._refused_in_evaluation[stream] = num_before + len(samples)

@@ -332,29 +332,35 @@ class RewardMetrics:
     def __init__(self, graph: Graph) -> None:
         fields = {node.name: reported_field(graph, node.name) for node in graph.nodes}
         names = [name for kind in PREFERRED for name, field in fields.items() if field == kind]
-        self._node_of: dict[str, str] = {}
-        """Root stream -> the node that reports its rewards."""
+        node_of: dict[str, str] = {}
         for name in names:
-            self._node_of.setdefault(graph.root_stream(graph.node(name).stream).name, name)
-        self._rewards: dict[int, float] = {}
-        self._lengths: dict[int, int] = {}
+            root = graph.root_stream(graph.node(name).stream)
+            if root.trained:
+                node_of.setdefault(root.name, name)
+        self._stream_of = {name: stream for stream, name in node_of.items()}
+        """Node that reports the rewards of a trained stream -> that stream."""
+        self._by_source = {stream for stream, name in node_of.items() if graph.stream(stream).source == name}
+        """Streams whose source reports their rewards."""
+        self._rewards: dict[tuple[str, int], float] = {}
+        self._lengths: dict[tuple[str, int], int] = {}
 
     def add_sample(self, sample: SampleReady) -> None:
         """Remember a generated sample's length, and its reward if its source returns one."""
-        self._lengths[sample.sample] = sample.num_learned
-        if sample.value is not None and self._node_of.get(sample.stream) == sample.stream:
-            self._rewards[sample.sample] = sample.value
+        self._lengths[sample.stream, sample.sample] = sample.num_learned
+        if sample.value is not None and sample.stream in self._by_source:
+            self._rewards[sample.stream, sample.sample] = sample.value
 
     def add_result(self, result: ComputeReady) -> None:
         """Remember a sample's reward, if this node reports it."""
-        if result.value is not None and result.node in self._node_of.values():
-            self._rewards[result.key] = result.value
+        stream = self._stream_of.get(result.node)
+        if result.value is not None and stream is not None:
+            self._rewards[stream, result.key] = result.value
 
-    def forget(self, samples: Iterable[int]) -> None:
+    def forget(self, stream: str, samples: Iterable[int]) -> None:
         """Forget samples that will not be trained."""
         for sample in samples:
-            self._rewards.pop(sample, None)
-            self._lengths.pop(sample, None)
+            self._rewards.pop((stream, sample), None)
+            self._lengths.pop((stream, sample), None)
 
     def take_batch(self, stream: str, samples: Sequence[int], group_size: int) -> dict[str, float]:
         """Return the metrics of the samples that a step trains, and forget these samples.
@@ -362,9 +368,9 @@ class RewardMetrics:
         Rewards are left out where some are not known yet: those that batch nodes give, and those of samples
         that were scored before the run was resumed.
         """
-        lengths = [self._lengths[sample] for sample in samples if sample in self._lengths]
-        rewards = {sample: self._rewards[sample] for sample in samples if sample in self._rewards}
-        self.forget(samples)
+        lengths = [self._lengths[stream, x] for x in samples if (stream, x) in self._lengths]
+        rewards = {x: self._rewards[stream, x] for x in samples if (stream, x) in self._rewards}
+        self.forget(stream, samples)
         values: dict[str, float] = {}
         if lengths:
             values[MIN_TOKENS.member(stream)] = float(min(lengths))
