@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check release clean
 
 env: $(STAMP)
 
@@ -68,6 +68,10 @@ bad-input: env
 demo: env
 	$(BIN)/hflow run recipes/sft.py
 	$(BIN)/hflow run recipes/grpo.py models.actor.path=runs/sft/latest/checkpoints/latest/actor
+
+# Wheel and source distribution in dist/, tried in a fresh environment. Needs an index; takes minutes.
+release: env
+	sh requirements/release.sh
 
 # Speed beside peers and limits, which takes about an hour on an idle machine (benchmarks/README.md). PEER is the
 # Python of an environment with TRL.

@@ -27,7 +27,7 @@ MIN_SLOPE = 1e-3
 """Least part of the seconds of the fastest message that its bytes take, for a line to show the bandwidth."""
 
 HELD_OUT_EVERY = 3
-"""Of so many measurements, in order, the last is held out."""
+"""The last of so many measurements, in order, is held out."""
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class ChannelKind:
     prefer: Callable[[RouteFacts], str | None] = lambda facts: None
     """The reason for which `transport=auto` takes the channel; None: it does not."""
     priority: int = 100
-    """Of several channels that give a reason, `auto` takes the one with the highest priority. hflow's own
-    have less than the default."""
+    """`auto` takes the channel with the highest priority among those that give a reason. hflow's own have
+    less than the default."""
     trial: str = ""
     """What `hflow doctor` tries with it; empty: nothing."""
 
