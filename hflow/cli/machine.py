@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow import launch
+from hflow.base.machine_gpus import read_gpus
 from hflow.base.terminal import print_text, show
 from hflow.base.text import format_share
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers, read_gpus
+from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers
 from hflow.doctor.trial_runs import try_runs
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import le
 from typing import TYPE_CHECKING
 
 from hflow.base.errors import BackendError, HflowError
+from hflow.base.machine_gpus import Gpu
 from hflow.base.machine_memory import machine_memory
 from hflow.base.text import format_gib
 from hflow.doctor.collectives import MIN_RATE_SHARE
@@ -50,30 +49,10 @@ _ATTENTION_FIX = "install the builds of torch and flash-attn that the README nam
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
 _FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
 """What a package may raise that was built for others, or that has other interfaces."""
-_QUERY = "name,driver_version,memory.total,memory.used,compute_mode"
 
 
 _LIMITED_MODES = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 """Compute modes in which two processes cannot use a GPU at once."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as the driver reports it."""
-
-    name: str
-    driver: str
-    """Version of the driver."""
-    memory_bytes: int
-    used_bytes: int
-    """Memory in use by any process."""
-    compute_mode: str
-    """Which processes may use it: `Default`, `Exclusive_Process` or `Prohibited`."""
-
-    @property
-    def memory_gib(self) -> float:
-        """Size of its memory."""
-        return self.memory_bytes / GIB
 
 
 def check_cuda() -> Iterator[Finding]:
@@ -95,26 +74,6 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     yield from check_allocator(os.environ)
     yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
     yield check_host_memory(machine_memory(), gpus[:wanted])
-
-
-def read_gpus() -> list[Gpu]:
-    """Return the GPUs that nvidia-smi lists; none without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(result.stdout) if result.returncode == 0 else []
-
-
-def parse_gpus(table: str) -> list[Gpu]:
-    """Return the GPUs in nvidia-smi's table, whose memory is in MiB."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    return [
-        Gpu(name, driver, int(total) << 20, int(used) << 20, mode)
-        for name, driver, total, used, mode in rows
-        if total.isdigit() and used.isdigit()
-    ]
 
 
 def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hflow.base.machine_gpus import parse_gpus
 from hflow.base.shipped import find_recipe
 from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
     check_listed_gpus,
     check_shared_memory,
-    parse_gpus,
 )
 from hflow.doctor.trial_runs import command, trial_runs, try_runs
 from hflow.launch.planning.compile import compile_recipe

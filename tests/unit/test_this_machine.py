@@ -17,7 +17,7 @@ from hflow.launch.planning.this_machine import device_of_product, visible_gpus, 
 from hflow.planner.plan.hardware import GIB
 
 RECIPE = find_recipe("grpo")
-H100 = "NVIDIA H100 80GB HBM3, 81559"
+H100 = "NVIDIA H100 80GB HBM3, 570.86, 81559, 4, Default"
 KNOWN = ("a10", "a100-40g", "a100-80g", "b200", "gb200", "h100", "h100-pcie", "l4", "l40s", "rtx-4090")
 
 
@@ -53,7 +53,7 @@ def test_gpus_by_the_names_of_their_products(machine: Path) -> None:
     machine.write_text(f"{H100}\n" * 8)
     config = here()
     assert (config.cluster, config.device_memory_gib) == ("h100-1x8", None)
-    machine.write_text("NVIDIA A100-SXM4-80GB, 40960\n")
+    machine.write_text("NVIDIA A100-SXM4-80GB, 570.86, 40960, 4, Default\n")
     config = here()
     assert (config.cluster, config.device_memory_gib) == ("a100-80g-1x1", 40.0)  # such as half of a GPU
 
@@ -77,8 +77,8 @@ def test_devices_of_products(product: str, device: str | None) -> None:
 
 
 def test_the_gpus_that_processes_may_use(machine: Path) -> None:
-    machine.write_text(f"{H100}\nNVIDIA L4, 23034\n{H100}\n")
-    assert [name for name, _ in visible_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})] == [
+    machine.write_text(f"{H100}\nNVIDIA L4, 570.86, 23034, 4, Default\n{H100}\n")
+    assert [gpu.name for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})] == [
         "NVIDIA H100 80GB HBM3",
         "NVIDIA L4",
     ]
@@ -88,12 +88,12 @@ def test_the_gpus_that_processes_may_use(machine: Path) -> None:
 
 
 def test_refusals(machine: Path) -> None:
-    machine.write_text(f"{H100}\nNVIDIA L4, 23034\n")
+    machine.write_text(f"{H100}\nNVIDIA L4, 570.86, 23034, 4, Default\n")
     with pytest.raises(
         ConfigError, match="has NVIDIA H100 80GB HBM3 and NVIDIA L4; choose some of the same kind"
     ):
         here()
-    machine.write_text("Tesla V100-SXM2-32GB, 32768\n")
+    machine.write_text("Tesla V100-SXM2-32GB, 570.86, 32768, 4, Default\n")
     with pytest.raises(ConfigError, match=r"no figures of Tesla V100-SXM2-32GB; .* set cluster=NAME-1x1"):
         here()
 

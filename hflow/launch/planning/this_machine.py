@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hflow.base.errors import ConfigError
+from hflow.base.machine_gpus import Gpu, read_gpus
 from hflow.base.machine_memory import machine_memory
 from hflow.config import RunConfig
 from hflow.config.schema import ONE_PROCESS
@@ -24,8 +24,6 @@ FREE_SHARE = 0.1
 """Part of a machine's memory that is left to its other programs, Ray's among them."""
 SAME_MEMORY = 0.05
 """Share by which a GPU's memory may differ from that of the data sheet before its own is used."""
-SECONDS = 30.0
-"""Longest wait for `nvidia-smi`."""
 
 
 def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
@@ -51,9 +49,9 @@ def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
     return replace(config, cluster=f"cpu-1x{num}", device_memory_gib=config.device_memory_gib or memory)
 
 
-def _with_gpus(config: RunConfig, gpus: list[tuple[str, float]], devices: Mapping[str, Device]) -> RunConfig:
-    name, memory = gpus[0]
-    if others := {other for other, _ in gpus} - {name}:
+def _with_gpus(config: RunConfig, gpus: Sequence[Gpu], devices: Mapping[str, Device]) -> RunConfig:
+    name, memory = gpus[0].name, gpus[0].memory_gib
+    if others := {gpu.name for gpu in gpus} - {name}:
         raise ConfigError(
             f"cluster is here, but this machine has {name} and {min(others)}; choose some of the same kind "
             "by CUDA_VISIBLE_DEVICES"
@@ -86,8 +84,8 @@ def device_of_product(product: str, devices: Iterable[str]) -> str | None:
     return max(found, key=len, default=None)
 
 
-def visible_gpus(variables: Mapping[str, str]) -> list[tuple[str, float]]:
-    """Return name and GiB of each GPU that processes may use, as `nvidia-smi` tells; none without it.
+def visible_gpus(variables: Mapping[str, str]) -> list[Gpu]:
+    """Return the GPUs that processes may use, as `nvidia-smi` lists them; none without it.
 
     Args:
         variables: environment variables, of which `CUDA_VISIBLE_DEVICES` counts.
@@ -95,13 +93,7 @@ def visible_gpus(variables: Mapping[str, str]) -> list[tuple[str, float]]:
     Raises:
         ConfigError: for a CUDA_VISIBLE_DEVICES that names no GPU of this machine by its number.
     """
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
-    gpus = [(name.strip(), float(memory) / 1024) for name, _, memory in lines]
+    gpus = read_gpus()
     chosen = variables.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not gpus:
         return gpus
