@@ -81,6 +81,11 @@ def shorten(text: str, length: int) -> str:
     return text[:kept] + _CUT + text[len(text) - kept :]
 
 
+def reason_of(error: BaseException, length: int = 200) -> str:
+    """Return the message of a library's error in one line of so many characters, or without one its class."""
+    return shorten(" ".join(str(error).split()) or type(error).__name__, length)
+
+
 _CUT = " ... "
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from hflow.base.errors import ConfigError, shorten
 from hflow.base.files import read_json_object
+from hflow.base.hub import DATASET_PREFIX
 from hflow.base.shipped import CHECKPOINT_PREFIX, SMOLLM2, find_checkpoint
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -64,8 +65,6 @@ _MARK = "\0"
 """Encloses the directory in front of a path. No path has this character."""
 _KEY = "path"
 _TEMPLATE_KEY = "chat_template"
-_HUB = "hf:"
-"""Prefix of what is no file."""
 
 
 def mark_paths(values: Any, directory: str) -> Any:
@@ -120,7 +119,7 @@ def _resolve(value: Any, directory: Path | None, *, is_data: bool, key: str) -> 
     is_path = key.rpartition(".")[2] == _KEY
     if is_path and not is_data and path.startswith(CHECKPOINT_PREFIX) and path != SMOLLM2:
         return _relative(find_checkpoint(path, key))
-    if not directories or not is_data or not is_path or not path or path.startswith(_HUB):
+    if not directories or not is_data or not is_path or not path or path.startswith(DATASET_PREFIX):
         return path
     return _relative(Path(directory or directories[-1]) / path)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError
+from hflow.base.hub import DATASET_PREFIX
 from hflow.base.shipped import find_recipe, is_recipe_file, shipped_directory, shipped_recipes
 from hflow.config.yaml_files import read_yaml
 from hflow.launch.planning.read_recipe import read_recipe
@@ -160,7 +161,7 @@ def _test_text(recipe: Path) -> str:
     config, _, bodies = read_recipe(recipe)
     has_score = _is_exact(bodies)
     can_run = all(model.path is None or model.architecture is not None for model in config.models.values())
-    can_run = can_run and not any("hf:" in str(data.path) for data in config.data.values())
+    can_run = can_run and not any(DATASET_PREFIX in str(data.path) for data in config.data.values())
     imports = "import hflow\n"
     if has_score:
         imports = f"from {recipe.stem} import score\n\n{imports}"

@@ -8,28 +8,25 @@ needs no network and no import.
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hflow.base.errors import ConfigError, shorten
-from hflow.base.files import read_json_object
+from hflow.base.errors import ConfigError, reason_of
+from hflow.base.hub import COMMIT, DATASET_PREFIX, quiet_loggers
 from hflow.base.shipped import SMOLLM2
 from hflow.models import smollm2
-from hflow.models.weight_files import INDEX, SINGLE
+from hflow.models.weight_files import INDEX, SINGLE, indexed_files
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 """Files of a model that are not its weights."""
 OTHER_FORMATS = ("onnx/*", "original/*", "openvino/*", "coreml/*", "gguf/*")
 """Folders of a model with its weights in formats that hflow does not read."""
-_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class HubModel:
     @property
     def is_pinned(self) -> bool:
         """Whether the revision is a commit, which never changes."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
 
     def __str__(self) -> str:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
@@ -82,14 +79,12 @@ def pinned_path(path: str, key: str) -> str:
         ConfigError: if there is no such model or revision, it may not be read, or the Hub is not reached and
             the cache does not have it.
     """
-    if path.startswith("hf:"):
-        raise ConfigError(f"{key} is {path}; write {path.removeprefix('hf:')}, as hf: is for datasets")
-    if path == SMOLLM2:
-        smollm2.fetch(key)
-    model = hub_model(path)
-    if model is None:
-        return path
-    return str(HubModel(model.name, _description(model, key).name))
+    if path.startswith(DATASET_PREFIX):
+        raise ConfigError(
+            f"{key} is {path}; write {path.removeprefix(DATASET_PREFIX)}, as {DATASET_PREFIX} is for datasets"
+        )
+    model, directory = hub_model(path), fetch_description(path, key)
+    return path if model is None else str(HubModel(model.name, directory.name))
 
 
 def local_directory(path: str) -> Path:
@@ -136,7 +131,8 @@ def fetch_model(path: str, key: str) -> Path:
     directory = _description(model, key)
     names = _weight_files(directory)
     if not all((directory / name).is_file() for name in names):
-        _download(HubModel(model.name, directory.name), key, names, shows_progress=sys.stderr.isatty())
+        with _translated_errors(model, key):
+            _download(HubModel(model.name, directory.name), names, shows_progress=sys.stderr.isatty())
     for name in names:
         if not (directory / name).is_file():
             raise ConfigError(
@@ -184,19 +180,14 @@ def push_model(directory: Path, name: str) -> str:
     return f"{constants.ENDPOINT}/{name}"
 
 
-def _weight_files(directory: Path) -> tuple[str, ...]:
-    index = directory / INDEX
-    if not index.is_file():
-        return (SINGLE,)
-    files = read_json_object(index, "index of weights").get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ConfigError(f"{index} has no weight_map; remove it, so that it is fetched again")
-    return tuple(sorted(set(files.values())))
+def _weight_files(directory: Path) -> list[str]:
+    """Return the names of the files with the weights, which may not be there yet."""
+    return indexed_files(directory) if (directory / INDEX).is_file() else [SINGLE]
 
 
-@cache
 def _description(model: HubModel, key: str) -> Path:
-    directory = _download(model, key, DESCRIPTION, shows_progress=False)
+    with _translated_errors(model, key):
+        directory = _fetched_description(model)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"{key} is {model}, which has no config.json on the Hub; use a model that transformers loads"
@@ -204,10 +195,16 @@ def _description(model: HubModel, key: str) -> Path:
     return directory
 
 
-def _download(model: HubModel, key: str, patterns: tuple[str, ...], *, shows_progress: bool) -> Path:
+@cache
+def _fetched_description(model: HubModel) -> Path:
+    """Fetch once: models of a recipe with the same path are the same commit, even if another one appears."""
+    return _download(model, DESCRIPTION, shows_progress=False)
+
+
+def _download(model: HubModel, patterns: Iterable[str], *, shows_progress: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    with _translated_errors(model, key), _quiet(shows_progress):
+    with _quiet(shows_progress):
         return Path(
             snapshot_download(
                 model.name,
@@ -249,13 +246,14 @@ def _translated_errors(model: HubModel, key: str) -> Iterator[None]:
         raise ConfigError(_unreached(where, model, error)) from error
     except hub.HFValidationError as error:
         raise ConfigError(
-            f"{where}, which is neither a directory here nor a name on the Hub ({_reason(error)}); correct it"
+            f"{where}, which is neither a directory here nor a name on the Hub ({reason_of(error)}); "
+            "correct it"
         ) from error
     except OSError as error:
-        reason = error.strerror or _reason(error)
+        reason = error.strerror or reason_of(error)
         raise ConfigError(f"{where}, which cannot be fetched: {reason}; see HF_HUB_CACHE") from error
     except Exception as error:  # of the HTTP library, which huggingface_hub does not wrap
-        raise ConfigError(f"{where}, which cannot be fetched: {_reason(error)}; try again") from error
+        raise ConfigError(f"{where}, which cannot be fetched: {reason_of(error)}; try again") from error
 
 
 def _unreached(where: str, model: HubModel, error: Exception) -> str:
@@ -272,10 +270,10 @@ def _unreached(where: str, model: HubModel, error: Exception) -> str:
     cause = error.__cause__ or error
     answer = next((found for found in (error, cause) if isinstance(found, HfHubHTTPError)), None)
     if answer is not None:
-        return f"{where}, for which the Hub answers: {_reason(answer)}; check HF_TOKEN and HF_ENDPOINT"
+        return f"{where}, for which the Hub answers: {reason_of(answer)}; check HF_TOKEN and HF_ENDPOINT"
     return (
         f"{where}, which is no directory here and not complete in {cache_of}, and {constants.ENDPOINT} is "
-        f"not reached: {_reason(cause)}; correct it, or check the network, HTTPS_PROXY and HF_ENDPOINT"
+        f"not reached: {reason_of(cause)}; correct it, or check the network, HTTPS_PROXY and HF_ENDPOINT"
     )
 
 
@@ -288,18 +286,12 @@ def _quiet(shows_progress: bool) -> Iterator[None]:
         enable_progress_bars,
     )
 
-    logger, was_disabled = logging.getLogger("huggingface_hub"), are_progress_bars_disabled()
-    level = logger.level
+    was_disabled = are_progress_bars_disabled()
     try:
-        logger.setLevel(logging.ERROR)
         if not shows_progress:
             disable_progress_bars()
-        yield
+        with quiet_loggers("huggingface_hub"):
+            yield
     finally:
-        logger.setLevel(level)
         if not was_disabled:
             enable_progress_bars()
-
-
-def _reason(error: BaseException) -> str:
-    return shorten(" ".join(str(error).split()) or type(error).__name__, _REASON_CHARACTERS)

@@ -76,6 +76,15 @@ def weight_file_names(path: Path) -> list[str]:
         return [SINGLE]
     if not (path / INDEX).is_file():
         raise BackendError(f"{path} has no readable weights: neither {SINGLE} nor {INDEX}; set another path")
+    return indexed_files(path)
+
+
+def indexed_files(path: Path) -> list[str]:
+    """Return the names of the files that the index of a checkpoint lists.
+
+    Raises:
+        BackendError: if it lists none.
+    """
     weight_map = read_json_object(path / INDEX).get("weight_map")
     names = set(weight_map.values()) if isinstance(weight_map, Mapping) and _are_names(weight_map) else set()
     if not names:

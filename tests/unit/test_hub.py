@@ -48,9 +48,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.chdir(tmp_path)
-        hub_module._description.cache_clear()
+        hub_module._fetched_description.cache_clear()
         yield server
-        hub_module._description.cache_clear()
+        hub_module._fetched_description.cache_clear()
 
 
 def test_what_names_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,21 @@ def test_a_revision_is_the_commit_that_it_was(hub: HubServer) -> None:
     config = json.loads(files["config.json"])
     after_commit = repository.commit({**files, "config.json": json.dumps({**config, "note": "new"}).encode()})
     assert json.loads((fetch_description(before, KEY) / "config.json").read_text()) == config
-    hub_module._description.cache_clear()  # as in another process
+    hub_module._fetched_description.cache_clear()  # as in another process
     assert pinned_path(NAME, KEY) == f"{NAME}@{after_commit}"
+
+
+def test_models_with_the_same_path_are_the_same_commit(hub: HubServer) -> None:
+    first = pinned_path(NAME, KEY)
+    repository = hub.models[NAME]
+    repository.commit({**repository.commits[repository.branches["main"]], "note.txt": b"new"})
+    assert pinned_path(NAME, "models.ref.path") == first
 
 
 def test_without_a_network_the_cache_is_used(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = pinned_path(NAME, KEY)
     fetch_model(pinned, KEY)
-    hub_module._description.cache_clear()
+    hub_module._fetched_description.cache_clear()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     assert pinned_path(NAME, KEY) == pinned

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hflow.base.errors import DataError, nearest
+from hflow.base.hub import DATASET_PREFIX
 from hflow.base.registry import Registry
 from hflow.base.validation import CHECKED
 from hflow.config.schema import WeightedSourceConfig
-from hflow.data.rows.hf_datasets import HUB, is_saved, open_hub, open_saved
+from hflow.data.rows.hf_datasets import is_saved, open_hub, open_saved
 from hflow.data.rows.row_files import JsonLines, Parquet
 from hflow.data.rows.row_schema import Check, RowSchema
 from hflow.types import Unit
@@ -172,7 +173,7 @@ def _open_paths(settings: DataSettings, schema: RowSchema) -> RowSource:
 
 def _matches(path: str, key: str) -> list[str]:
     """Return the files that a pattern matches, in order of their names, and a path that is none as it is."""
-    if path.startswith(HUB) or Path(path).exists() or not glob.has_magic(path):
+    if path.startswith(DATASET_PREFIX) or Path(path).exists() or not glob.has_magic(path):
         return [path]
     found = sorted(glob.glob(path, recursive=True))
     if not found:
@@ -181,7 +182,7 @@ def _matches(path: str, key: str) -> list[str]:
 
 
 def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
-    if path.startswith(HUB):
+    if path.startswith(DATASET_PREFIX):
         return open_hub(path, split, schema)
     file = Path(path)
     if file.is_dir():

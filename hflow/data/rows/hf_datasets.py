@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hflow.base.errors import DataError, shorten
+from hflow.base.errors import DataError, reason_of
+from hflow.base.hub import COMMIT, DATASET_PREFIX, quiet_loggers
 from hflow.data.rows.row_schema import RowSchema
 
-HUB = "hf:"
-"""Prefix of a path that names a dataset of the Hub, as in `hf:openai/gsm8k/main`."""
 _NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*){0,2})(@(?P<revision>[\w./-]+))?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED = ("dataset_dict.json", "state.json")
 """Files of which `save_to_disk` writes one into its directory."""
 _REASON_CHARACTERS = 300
@@ -82,7 +77,9 @@ def open_saved(directory: str, split: str, schema: RowSchema) -> HuggingFaceRows
     try:
         saved = library.load_from_disk(directory)
     except Exception as error:  # whatever is wrong with the files
-        raise DataError(f"{directory} cannot be read: {_reason(error)}; save it again") from error
+        raise DataError(
+            f"{directory} cannot be read: {reason_of(error, _REASON_CHARACTERS)}; save it again"
+        ) from error
     if not isinstance(saved, library.DatasetDict):
         return HuggingFaceRows(saved, schema, directory)
     if split not in saved:
@@ -108,16 +105,17 @@ def open_hub(path: str, split: str, schema: RowSchema) -> HuggingFaceRows:
     library = _library(path)
     parts = name.split("/")
     try:
-        with _quiet("huggingface_hub", "datasets"):
+        with quiet_loggers("huggingface_hub", "datasets"):
             rows = library.load_dataset("/".join(parts[:2]), *parts[2:], split=split, revision=revision)
     except Exception as error:  # of the network, the Hub, the library or the files
         raise DataError(
-            f"{path} cannot be loaded: {_reason(error)}; {_fix(error, path, schema.key)}"
+            f"{path} cannot be loaded: {reason_of(error, _REASON_CHARACTERS)}; "
+            f"{_fix(error, path, schema.key)}"
         ) from error
     found = HuggingFaceRows(rows, schema, f"{path} ({split})")
     # Without a network the library takes the newest that it has.
     others = {file.parent.name for file in found.files} - {revision}
-    if revision is not None and _COMMIT.fullmatch(revision) and any(map(_COMMIT.fullmatch, others)):
+    if revision is not None and COMMIT.fullmatch(revision) and any(map(COMMIT.fullmatch, others)):
         raise DataError(
             f"{path} is not in the cache of datasets, which has commit {min(others)} of it; load it where "
             f"there is a network, or set {schema.key}.path to that commit"
@@ -134,41 +132,27 @@ def pinned_path(path: str) -> str:
     Raises:
         DataError: for a path that names no dataset.
     """
-    if not path.startswith(HUB):
+    if not path.startswith(DATASET_PREFIX):
         return path
     name, revision = _parsed(path)
-    if revision is not None and _COMMIT.fullmatch(revision):
+    if revision is not None and COMMIT.fullmatch(revision):
         return path
     from huggingface_hub import HfApi
 
     try:
-        with _quiet("huggingface_hub"):
+        with quiet_loggers("huggingface_hub"):
             info = HfApi().dataset_info("/".join(name.split("/")[:2]), revision=revision, timeout=_SECONDS)
     except Exception:  # noqa: BLE001 - of the network, the Hub or the HTTP library, which is not one for all versions
         return path
-    return path if info.sha is None else f"{HUB}{name}@{info.sha}"
+    return path if info.sha is None else f"{DATASET_PREFIX}{name}@{info.sha}"
 
 
 def _parsed(path: str) -> tuple[str, str | None]:
     """Return name and revision of a dataset of the Hub."""
-    match = _NAME.fullmatch(path.removeprefix(HUB))
+    match = _NAME.fullmatch(path.removeprefix(DATASET_PREFIX))
     if match is None:
         raise DataError(f"{path} names no dataset; write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIG")
     return match["name"], match["revision"]
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Keep libraries from logging what their errors say again, such as every attempt to connect."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _library(path: str) -> Any:
@@ -197,7 +181,3 @@ def _fix(error: Exception, path: str, key: str) -> str:
     if "config" in text.lower():
         return f"name a configuration, as in {'/'.join(path.split('/')[:2])}/CONFIG"
     return f"set {key}.path to another dataset"
-
-
-def _reason(error: Exception) -> str:
-    return shorten(" ".join(str(error).split()) or type(error).__name__, _REASON_CHARACTERS)

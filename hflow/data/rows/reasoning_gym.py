@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hflow.base.errors import DataError, nearest, shorten
+from hflow.base.errors import DataError, nearest, reason_of
 from hflow.data.rows.row_schema import RowSchema
 
 SPLITS = ("train", "heldout")
@@ -69,8 +69,9 @@ class ReasoningGym:
                 task, **{"seed": 0, **own, "size": MAX_QUESTIONS_PER_ROW * self._size}
             )
         except Exception as error:  # the tasks assert, and raise what they like
-            reason = shorten(" ".join(str(error).split()) or type(error).__name__, 200)
-            raise DataError(f"{schema.key}.arguments do not fit reasoning-gym:{task}: {reason}") from error
+            raise DataError(
+                f"{schema.key}.arguments do not fit reasoning-gym:{task}: {reason_of(error)}"
+            ) from error
         self._task, self._is_held_out, self._schema = task, split == "heldout", schema
         schema.check(self.names, f"reasoning-gym:{task}")
 

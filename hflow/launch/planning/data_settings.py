@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hflow.base.errors import ConfigError
 from hflow.base.files import resolved
+from hflow.base.hub import DATASET_PREFIX
 from hflow.config import DataConfig, RunConfig, load_config
 from hflow.config.schema import SourceConfig, WeightedSourceConfig
-from hflow.data.rows.hf_datasets import HUB, pinned_path
+from hflow.data.rows.hf_datasets import pinned_path
 from hflow.graph.ir import DatasetSpec, Graph
 from hflow.graph.queries import is_library_node
 
@@ -67,7 +68,7 @@ def check_data(config: RunConfig, graph: Graph) -> None:
         sources = list(_sources(own, key, dataset))
         if dataset.name not in trained:
             _refuse_weights(sources)
-        if any(not path.startswith(HUB) for _, source in sources for path in _paths(source)):
+        if any(not path.startswith(DATASET_PREFIX) for _, source in sources for path in _paths(source)):
             from hflow.data.rows.datasets import check_columns
 
             checks = conversation_checks(graph, dataset.name)
@@ -216,7 +217,7 @@ def _absolute(path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | Non
 
 
 def _files(path: str) -> tuple[str, ...]:
-    if path.startswith(HUB):
+    if path.startswith(DATASET_PREFIX):
         return (path,)
     absolute = str(resolved(path))
     is_pattern = has_magic(absolute) and not Path(absolute).exists()
