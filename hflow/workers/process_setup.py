@@ -10,6 +10,7 @@ from pathlib import Path
 from hflow.base.errors import RunError
 from hflow.planner.models.choices import deterministic_variables
 from hflow.planner.models.descriptors import descriptor
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.rows import Plan
 
 
@@ -23,6 +24,14 @@ def device_environment(plan: Plan, worker: int) -> dict[str, str]:
         if worker in replica.workers:
             variables |= descriptor(replica.backend).environment(replica, plan.cluster.device)
     return variables | deterministic_variables(plan, worker)
+
+
+def ray_address(cluster: ClusterSpec) -> str | None:
+    """Return the address of the Ray cluster to connect to; None: Ray is started on this machine."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    if address != "local":
+        return address
+    return "auto" if cluster.num_nodes > 1 else None
 
 
 _ALLOWED_CORES = sorted(os.sched_getaffinity(0))

@@ -81,7 +81,7 @@ def test_a_run_trains_it_and_engine_and_trainer_agree(
 def test_a_layout_computes_what_one_process_does(
     layout: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its 9 heads and 3 key-value heads, three tensor ranks have 3 and 1 each."""
+    """Three tensor ranks have 3 of its 9 heads and 1 of its 3 key-value heads each."""
     monkeypatch.chdir(tmp_path)
     small = [override for override in SMALL if not override.startswith(("workers", "batch"))]
     (result,) = twin(find_recipe("smollm2"), [*small, "batch=4"], [layout], 2).results

@@ -38,7 +38,7 @@ class Stepper(Protocol):
         """Draw one token for each request that the library schedules; return the finished requests."""
 
     def interrupt(self) -> Results:
-        """Remove all requests; return what each has drawn."""
+        """Remove all requests, and return the tokens that each has drawn."""
 
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
         """Load the weights of a version. Running requests keep their tokens, and are prefilled again.

@@ -23,12 +23,11 @@ from hflow.graph.ir import Graph, RecipeSpec
 from hflow.graph.queries import reported_field
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.planning.compile import Compiled, learn_from_run
-from hflow.launch.planning.data_settings import check_data, with_pinned_rows
+from hflow.launch.planning.data_settings import check_data
 from hflow.launch.planning.models import check_model_fit
 from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
-from hflow.launch.planning.read_recipe import check_names, with_pinned_models
+from hflow.launch.planning.read_recipe import check_names, with_resolved_names
 from hflow.launch.planning.request import plan_request
-from hflow.launch.planning.this_machine import with_this_machine
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.targets import resolve
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
@@ -183,7 +182,7 @@ def compile_evaluation(
     config = _with_saved_models(
         _reduced(config, reduced), base, reduced, _by_model(saved, reduced, options.model)
     )
-    config, unreached = with_pinned_models(with_this_machine(with_pinned_rows(config), recipe))
+    config, unreached = with_resolved_names(config, recipe)
     for problem in unreached.values():
         raise ConfigError(problem)
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})

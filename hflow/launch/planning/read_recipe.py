@@ -76,9 +76,10 @@ class RecipeReader:
         is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
         if config is None:
             config, set_keys = self._configs.load(overrides)
-        config, unreached = with_pinned_models(config)
-        if not is_decided:
-            config = with_this_machine(with_pinned_rows(config), self._path)
+        if is_decided:
+            config, unreached = with_pinned_models(config)
+        else:
+            config, unreached = with_resolved_names(config, self._path)
             config, warnings = with_overridden_models(config, overrides, unreached)
         warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()
@@ -170,6 +171,23 @@ _SIZES_KNOWN = "Its sizes are those of the architecture; a run needs the model."
 _PATH_KEY = re.compile(r"\+*models\.(\w+)\.path=")
 _ARCHITECTURE_KEY = re.compile(r"[+~]*(?:model@models\.(\w+)|models\.(\w+)\.architecture)\b")
 """How overrides of a checkpoint, and of an architecture, begin."""
+
+
+def with_resolved_names(config: RunConfig, recipe: Path) -> tuple[RunConfig, dict[str, str]]:
+    """Return the configuration with the present meaning of names: commits of the Hub, this machine's devices.
+
+    Args:
+        config: the configuration.
+        recipe: path of the recipe's Python file.
+
+    Returns:
+        The configuration, and models that cannot be fetched, as `with_pinned_models`.
+
+    Raises:
+        ConfigError: for a name without a meaning.
+        DataError: for a path that names no dataset.
+    """
+    return with_pinned_models(with_this_machine(with_pinned_rows(config), recipe))
 
 
 def with_pinned_models(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:

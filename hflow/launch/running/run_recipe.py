@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +49,7 @@ from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.workers.interface import WorkerSetup
+from hflow.workers.process_setup import ray_address
 
 if TYPE_CHECKING:
     from hflow.launch.running.run_observer import RunObserver
@@ -174,7 +174,7 @@ def _fetch_models(compiled: Compiled, console: SafeConsole) -> None:
     Raises:
         ConfigError: if one cannot be fetched.
     """
-    if compiled.config.workers == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local":
+    if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
         return  # workers fetch what they need
     for spec in compiled.graph.models:
         path = source_config(compiled, spec).path

@@ -280,7 +280,7 @@ class Executor:
             case ComputeReady():
                 self._computing.pop((event.node, event.key), None)
                 self._run.ledger.record_result(event)
-                self._run.metrics.rewards.add_result(event)
+                self._run.metrics.add_result(event)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
                 self._computing.pop((event.node, event.key), None)
@@ -350,8 +350,7 @@ class Executor:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples
         self._run.metrics.add_refused(instruction.reason, len(samples))
         if self._is_trained(stream):
-            self._run.metrics.staleness.forget(samples)
-            self._run.metrics.rewards.forget(stream, samples)
+            self._run.metrics.forget_samples(stream, samples)
         else:
             num_before = self._refused_in_evaluation.get(stream, 0)
             self._refused_in_evaluation[stream] = num_before + len(samples)
@@ -383,9 +382,7 @@ class Executor:
                 self._refused_in_evaluation[stream.name] = 0
             self._cursors[stream.name].restart()
         else:
-            metrics = self._run.metrics
-            metrics.add_values(step, metrics.staleness.take_batch(samples, step))
-            metrics.add_values(step, metrics.rewards.take_batch(stream.name, samples, stream.group_size))
+            self._run.metrics.add_batch(stream.name, step, samples, stream.group_size)
         self._run.placer.bound(stream.name, instruction.groups)
         self._saving.forget(stream.name, samples)
         batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size, num_refused)

@@ -176,8 +176,8 @@ class StepMetrics:
     def __init__(self, plan: Plan) -> None:
         self._num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
         self._num_trainers = len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
-        self.staleness = StalenessMetrics()
-        self.rewards = RewardMetrics(plan.graph)
+        self._staleness = StalenessMetrics()
+        self._rewards = RewardMetrics(plan.graph)
         self._rows: dict[int, dict[str, float]] = {}
         self._refused: Counter[str] = Counter()
         self._retries: Counter[str] = Counter()
@@ -223,8 +223,22 @@ class StepMetrics:
         if sample.num_turns > 1:
             self._episodes.has_turns = True
         if is_trained:
-            self.staleness.add_sample(sample.sample, sample.oldest, sample.newest)
-            self.rewards.add_sample(sample)
+            self._staleness.add_sample(sample.sample, sample.oldest, sample.newest)
+            self._rewards.add_sample(sample)
+
+    def add_result(self, result: ComputeReady) -> None:
+        """Count what a node reports of a sample."""
+        self._rewards.add_result(result)
+
+    def forget_samples(self, stream: str, samples: Sequence[int]) -> None:
+        """Forget samples of a trained stream that will not be trained."""
+        self._staleness.forget(samples)
+        self._rewards.forget(stream, samples)
+
+    def add_batch(self, stream: str, step: int, samples: Sequence[int], group_size: int) -> None:
+        """Add the metrics of the samples that a step trains to its row."""
+        self.add_values(step, self._staleness.take_batch(samples, step))
+        self.add_values(step, self._rewards.take_batch(stream, samples, group_size))
 
     def add_moved(self, num_samples: int) -> None:
         """Count samples that moved to another engine."""

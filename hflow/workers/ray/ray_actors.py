@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hflow.base.errors import RunError, WorkerFailureError
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.processes.guard import children
+from hflow.workers.process_setup import ray_address
 from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines
 from hflow.workers.ray.ray_actor import RayWorker
 
@@ -93,7 +94,7 @@ class RayActors:
             RunError: when Ray would be started here and the GPUs are too few, or no Ray runs that could be
                 joined.
         """
-        cluster, address = self._cluster, _address(self._cluster)
+        cluster, address = self._cluster, ray_address(self._cluster)
         if ray.is_initialized():
             return
         if address == "auto":
@@ -270,21 +271,13 @@ def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
         time.sleep(RESERVE_POLL_SECONDS)
 
 
-def _address(cluster: ClusterSpec) -> str | None:
-    """Return the address of the Ray cluster to connect to; None: Ray is started on this machine."""
-    address = os.environ.get("RAY_ADDRESS", "local")
-    if address != "local":
-        return address
-    return "auto" if cluster.num_nodes > 1 else None
-
-
 def _start_ray(cluster: ClusterSpec) -> None:
     """Connect to the cluster's Ray, or start it here with at least a CPU per worker."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Otherwise ray.init waits for a process per core, and for ever if one of them ends before it is ready.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    address = _address(cluster)
+    address = ray_address(cluster)
     if address is not None:
         _join_ray(cluster, address)
         return
