@@ -37,7 +37,7 @@ from hflow.base.secrets import secret_in
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import from_mapping, join, unknown_key
 from hflow.config.files import mark_paths, resolve_paths
-from hflow.config.schema import RunConfig
+from hflow.config.schema import OPEN_SETTINGS, RunConfig
 from hflow.config.yaml_files import check_yaml, yaml_error
 
 if TYPE_CHECKING:
@@ -225,6 +225,8 @@ class ConfigLoader:
         values = resolve_paths(self._compose(overrides), directory)
         _refuse_secrets(values)
         keys = frozenset(key for key, value in flatten(values) if value is not None)
+        for key in OPEN_SETTINGS:
+            _remove_null(values, key.split("."))
         return from_mapping(RunConfig, {"name": self._recipe.stem, **values}), keys
 
     def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
@@ -347,6 +349,18 @@ def _check_keys(values: Any, path: str = "") -> None:
             where = f"{path} has the key" if path else "the configuration has the key"
             raise ConfigError(f"{where} {key!r}, which is not text; write it in quotes, or correct it")
         _check_keys(value, join(path, key))
+
+
+def _remove_null(values: Any, path: Sequence[str]) -> None:
+    """Remove a key that is null; `NAME` in its path is any name."""
+    if not isinstance(values, dict):
+        return
+    first, *rest = path
+    for name in list(values) if first == "NAME" else [first]:
+        if rest:
+            _remove_null(values.get(name), rest)
+        elif name in values and values[name] is None:
+            del values[name]
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Every configuration key of a run: its type, its default and its meaning.
 
-`null` means "let the plan decide" or "none"; each key says which.
+`null` means "let the plan decide" or "none"; each key says which. The keys of `OPEN_SETTINGS` have a default
+besides: the plan takes another value where the default does not fit, or takes longer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ ONE_PROCESS = ("inproc", "debug")
 """Values of `workers` with which models and engines run in the process of the command."""
 ALL_LINEAR = "all-linear"
 """The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
+OPEN_SETTINGS = (
+    "schedule.max_concurrent",
+    "models.NAME.tokens_per_microbatch",
+    "models.NAME.activation_checkpointing",
+    "models.NAME.offload",
+    "models.NAME.gen.max_running",
+)
+"""Keys that the plan decides if they are null or not set, besides those whose default is null."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 """Names, or a single one."""
 Offload = Literal["none", "optimizer", "all"]
@@ -94,7 +103,7 @@ class GenConfig:
     """Send only what has changed since the last version, in the engine's dtype. Trainers keep a copy of what
     they sent, and engines of what they received."""
     max_running: Int = Field(default=256, ge=1)
-    """Maximum number of sequences that one engine decodes at once."""
+    """Maximum number of sequences that one engine decodes at once; null: the plan decides, from 256 on."""
     max_model_len: Int = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
@@ -153,9 +162,11 @@ class ModelConfig:
     """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
     CUDA and fp32 on CPUs. An optimizer's weights and moments are fp32."""
     tokens_per_microbatch: Int = Field(default=16384, ge=1)
-    """Maximum number of packed tokens in one forward pass. It does not change any result."""
+    """Maximum number of packed tokens in one forward pass. It does not change any result. null: the plan
+    decides, from 16,384 on."""
     activation_checkpointing: StrictBool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them; null: the plan does where they do
+    not fit otherwise."""
     offload_activations: StrictBool = False
     """Keep what `activation_checkpointing` does not recompute, the input of each layer, in (pinned) host
     memory until the backward pass needs it. For sequences so long that these inputs do not fit."""
@@ -165,7 +176,7 @@ class ModelConfig:
     offload: Offload = "none"
     """What is kept in (pinned) host memory while no node uses the model, and copied back when its next node
     starts. `optimizer`: the optimizer's states, and with megatron the fp32 weights and gradients. `all`: the
-    weights as well. It does not change any result."""
+    weights as well. It does not change any result. null: the plan decides, `none` if it fits."""
     save_optimizer: StrictBool = True
     """Save the optimizer state of a trained model with its checkpoints, in `shards/` beside the Hugging Face
     files. It takes 12 bytes per parameter. Every rank writes its part, so all machines must share `out`."""
@@ -262,7 +273,8 @@ class ScheduleConfig:
     sync_every: StrictInt = Field(default=1, ge=1, le=MAX_SYNC_EVERY)
     """Steps between two weight syncs of the generation engines (s)."""
     max_concurrent: Int = Field(default=256, ge=1)
-    """Maximum number of samples in flight, over all streams and engines."""
+    """Maximum number of samples in flight, over all streams and engines; null: the plan decides: all that
+    `max_staleness` allows, where the models' sizes are known."""
     interrupt: StrictBool = True
     """Whether a weight sync interrupts running samples, which keep their tokens and resume with the new
     weights (partial rollout). If false, engines finish running samples before they take new weights."""
@@ -411,7 +423,7 @@ class RunConfig:
     endpoint_host: str = "127.0.0.1"
     """The address that endpoints of episodes listen on; 0.0.0.0: all of the machine's, for agents that run on
     other machines."""
-    cluster: str = "cpu-1x1"
+    cluster: str = "here"
     """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process. `here`: the
     GPUs of this machine, or its cores and memory."""
     cores: tuple[Int, ...] | None = None

@@ -9,7 +9,7 @@ from hflow.graph.ir import EdgeKind, Graph
 from hflow.graph.model import Model
 from hflow.planner.checks.unrunnable import unrunnable_reasons
 from hflow.planner.forecast.cost import generation_pace, node_times
-from hflow.planner.forecast.figures import leaves_waiting_out
+from hflow.planner.forecast.figures import leaves_waiting_out, step_seconds
 from hflow.planner.forecast.memory import (
     check_host_memory,
     check_memory,
@@ -80,10 +80,11 @@ def compile_plan(
     estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
     if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
         estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
-    if with_limits and plan.cluster.device == "cuda":
+    if with_limits:
         basis = Basis(graph, request, searched, simulate, plan.engines)
         limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
         estimates = dataclasses.replace(estimates, limits=limits)
+    estimates = dataclasses.replace(estimates, candidates=tuple(_with_moves(plan, estimates)))
     capacity = plan.cluster.memory_bytes
     check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
     check_host_memory(estimates.host)
@@ -108,6 +109,14 @@ def _simulated(plan: Plan, forecast: Forecast, simulate: PeriodFunction) -> Fore
     return dataclasses.replace(
         forecast, period=dataclasses.replace(period, simulated=step.seconds, idle=idle)
     )
+
+
+def _with_moves(plan: Plan, forecast: Forecast) -> Iterator[Candidate]:
+    """Yield the candidates with the seconds in which the plan moves inputs, which a search leaves out."""
+    seconds, _ = step_seconds(dataclasses.replace(plan, forecast=forecast))
+    for row in forecast.candidates:
+        added = 0.0 if seconds is None else seconds - forecast.candidates[0].seconds
+        yield dataclasses.replace(row, seconds=row.seconds + added)
 
 
 def _with_caches(plan: Plan, request: PlanRequest) -> Plan:

@@ -45,7 +45,7 @@ def in_lines(first: Phrase, *others: Phrase) -> TableCell:
 
 PLACEMENTS_NOTE = (
     "The best plan of each way in which replicas may share devices; the first one is this plan. What the "
-    "configuration sets was not changed. Seconds leave out what the inputs of nodes move."
+    "configuration sets was not changed. To move inputs, the others are taken to need what this plan does."
 )
 
 

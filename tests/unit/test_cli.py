@@ -172,12 +172,15 @@ def test_plan_html_writes_a_page(good: str, tmp_path: Path, hflow: CommandLine):
 @pytest.fixture
 def lock(good: str, tmp_path: Path, hflow: CommandLine) -> str:
     """The plan file of the good recipe."""
-    (tmp_path / "lock.json").write_text(hflow.prints("plan", good, "--json", "steps=7"))
+    (tmp_path / "lock.json").write_text(hflow.prints("plan", good, "--json", "steps=7", "cluster=cpu-1x1"))
     return str(tmp_path / "lock.json")
 
 
 def test_equal_plans_exit_with_0(good: str, lock: str, hflow: CommandLine):
-    assert "the same" in hflow.prints("plan", "--diff", lock, good, "steps=7").splitlines()[-1]
+    assert (
+        "the same"
+        in hflow.prints("plan", "--diff", lock, good, "steps=7", "cluster=cpu-1x1").splitlines()[-1]
+    )
 
 
 def test_different_plans_exit_with_1(good: str, lock: str, hflow: CommandLine):
@@ -186,7 +189,7 @@ def test_different_plans_exit_with_1(good: str, lock: str, hflow: CommandLine):
     assert ended.code == 1
     assert max(map(len, lines)) <= 100
     assert "reshard actor@train d1 -> d2" in lines[-1]
-    ended = hflow("plan", "--json", "--diff", lock, good, "steps=8")
+    ended = hflow("plan", "--json", "--diff", lock, good, "steps=8", "cluster=cpu-1x1")
     assert ended.code == 1
     assert json.loads(ended.output)["changes"][0] == {
         "topic": "schedule",

@@ -33,7 +33,7 @@ def score(completion: str, answer: str) -> float:
 
 recipe = Recipe("small", train, [actor_gen, score, nodes.group_advantage, use(nodes.actor_train, actor)])
 '''
-NUMBERS = "steps: 7\nbatch: 8\nmodels:\n  actor:\n    path: checkpoint\n"
+NUMBERS = "cluster: cpu-1x1\nsteps: 7\nbatch: 8\nmodels:\n  actor:\n    path: checkpoint\n"
 SIZES = {
     "model_type": "llama",
     "hidden_size": 8,

@@ -86,6 +86,28 @@ def test_other_rows_than_those_that_lengths_were_set_for_are_warned_of(overrides
         assert found[0].startswith(f"the plan assumes {assumed}, but the rows are now those of {rows}. If")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "kept"),
+    [
+        (
+            "grpo",
+            ["model@models.actor=qwen2.5-0.5b", "models.actor.path=null", "device_memory_gib=99"],
+            "cluster=here workload.prompt=null workload.response_cv=null workload.response_mean=null",
+        ),
+        ("grpo_async", ["cluster=cpu-1x3"], "placement=null"),
+        ("grpo", ["nodes.actor_gen.max_tokens=9"], "workload.response_cv=null workload.response_mean=null"),
+        ("grpo", ["nodes.actor_gen.max_tokens=9", "workload.response_mean=4"], "workload.response_cv=null"),
+        ("grpo_async", ["cluster=cpu-1x3", "placement='actor=0 actor.gen=1'"], None),
+        ("grpo", ["cluster=cpu-1x3", "models.actor.path=hflow:addition", "steps=3"], None),
+    ],
+)
+def test_sizes_of_what_overrides_replace_are_warned_of(
+    recipe: str, overrides: list[str], kept: str | None
+) -> None:
+    found = [line for line in plan(f"recipes/{recipe}.py", overrides).warnings if "you replaced" in line]
+    assert [line.rpartition("plan: ")[2] for line in found] == ([] if kept is None else [kept])
+
+
 def test_written_samples_fill_half_of_the_space_after_the_prompt():
     assert lengths_of(graphs.sft()) == {"sft_view": Workload(512, 768.0, 0.6, 1536)}
     small = {"actor": model_config(max_model_len=64)}

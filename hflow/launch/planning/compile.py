@@ -18,9 +18,9 @@ from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.config import DataConfig, ModelConfig, RunConfig, to_mapping, to_yaml
 from hflow.dsl import apply_overrides, override_values
 from hflow.graph.ir import Graph
-from hflow.launch.planning.data_settings import replaced_data_warnings
 from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
 from hflow.launch.planning.read_recipe import ReadRecipe, RecipeReader, options_of
+from hflow.launch.planning.replaced import replaced_warnings
 from hflow.launch.planning.request import LearnedFromRun, plan_request
 from hflow.observer import Observer
 from hflow.planner.checks.settings import check_unused_keys
@@ -55,19 +55,20 @@ def free_keys(
         request: made of the configuration.
     """
     roles = replica_roles(graph)
-    if not roles:
-        return frozenset()
-    if config.placement != AUTO:
-        if request.cluster.device == "cpu" or request.cluster.num_devices == 1 or _names_groups(config):
-            return frozenset()
-        if any(model not in request.shapes for model, _ in roles):
-            return frozenset()
-        if config.placement is not None:
-            names = [model + GEN_SUFFIX * (role == "gen") for model, role in roles]
-            if len(parse_items(config.placement, names)) == len(names):
-                return frozenset()
-    settings = free_settings([model for model, _ in roles])
-    return frozenset({PLACEMENT, *(key for key in settings if key not in set_keys)})
+    if not roles or any(model not in request.shapes for model, _ in roles):
+        return frozenset({PLACEMENT} if roles and config.placement == AUTO else ())
+    free = {key for key in free_settings([model for model, _ in roles]) if key not in set_keys}
+    if config.placement == AUTO or _may_place(config, roles, request):
+        free.add(PLACEMENT)
+    return frozenset(free)
+
+
+def _may_place(config: RunConfig, roles: Sequence[tuple[str, str]], request: PlanRequest) -> bool:
+    """Return whether the planner may place replicas although `placement` is not `auto`."""
+    if request.cluster.device == "cpu" or request.cluster.num_devices == 1 or _names_groups(config):
+        return False
+    names = [model + GEN_SUFFIX * (role == "gen") for model, role in roles]
+    return config.placement is None or len(parse_items(config.placement, names)) < len(names)
 
 
 def with_choices(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
@@ -209,7 +210,7 @@ def compile_read(
         HflowError: for the reasons of `plan`.
     """
     config, graph, recipe = read.config, read.graph, read.path
-    replaced = () if read.is_decided else tuple(replaced_data_warnings(config, graph, recipe, read.overrides))
+    replaced = () if read.is_decided else tuple(replaced_warnings(config, graph, recipe, read.overrides))
 
     learn = cache(learn_from_run)
 
@@ -227,7 +228,8 @@ def compile_read(
         placement = None if config.placement == AUTO else config.placement
         searched = replace(request, placement=placement, free=free)
         found = (searches or PastSearches(simulated_period)).search(graph, searched)
-        candidates = found.candidates
+        if PLACEMENT in free:
+            candidates = found.candidates
         config = with_choices(config, found.overrides)
         request = requested(config)
         request = replace(request, warnings=(*request.warnings, *found.warnings))

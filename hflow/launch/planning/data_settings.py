@@ -5,8 +5,7 @@ What reads rows imports pyarrow. It is imported only where there is a file to re
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from glob import glob, has_magic
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hflow.base.errors import ConfigError
 from hflow.base.files import resolved
 from hflow.base.hub import DATASET_PREFIX
-from hflow.config import DataConfig, RunConfig, load_config
+from hflow.config import DataConfig, RunConfig
 from hflow.config.schema import SourceConfig, WeightedSourceConfig
 from hflow.data.rows.hf_datasets import pinned_path
 from hflow.graph.ir import DatasetSpec, Graph
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from hflow.data.rows.row_schema import Check
 
 AnySource = TypeVar("AnySource", bound=SourceConfig)
-_DATA_KEY = re.compile(r"[+~]*data[.@]")
-_PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
-"""How overrides of a dataset, and of the length of prompts, begin."""
 
 
 def data_settings(config: RunConfig, dataset: DatasetSpec) -> DataSettings:
@@ -90,46 +86,6 @@ def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
                 if is_library_node(node.spec, name):
                     checks.update({read.field: check for read in node.reads})
     return checks
-
-
-def replaced_data_warnings(
-    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
-) -> Iterator[str]:
-    """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them.
-
-    Args:
-        config: the configuration.
-        graph: the recipe's graph.
-        recipe: path of the recipe's Python file.
-        overrides: with which the configuration was composed.
-    """
-    others = [text for text in overrides if not _DATA_KEY.match(text)]
-    is_given = any(_PROMPT_KEY.match(text) for text in overrides)
-    if config.workload.prompt is None or is_given or len(others) == len(overrides):
-        return
-    try:
-        before = load_config(recipe, others)
-    except ConfigError:  # its data was left open for the overrides
-        return
-    trained = {stream.dataset for stream in graph.streams if stream.trained}
-    for name in (dataset.name for dataset in graph.datasets if dataset.name in trained):
-        old, new = before.data.get(name, DataConfig()), config.data.get(name, DataConfig())
-        if (old.path or old.generator or old.sources) and _rows(old) != _rows(new):
-            yield (
-                f"the plan assumes prompts of {config.workload.prompt} tokens, as workload.prompt says for "
-                f"data.{name}.{_rows(old)}, but the rows are now those of {_rows(new)}. If their "
-                "prompts have another length, set workload.prompt. After a first run, workload.prompt=null "
-                "workload.response_mean=null workload.response_cv=null calibrate=RUN takes its lengths."
-            )
-
-
-def _rows(config: DataConfig) -> str:
-    """Return the key that says which rows a dataset has."""
-    if config.sources:
-        return f"sources={{{','.join(config.sources)}}}"
-    if config.generator is not None:
-        return f"generator={config.generator}"
-    return f"path={config.path if isinstance(config.path, str) else list(config.path or ())}"
 
 
 def _sources(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hflow.base.errors import PlanError
-from hflow.config.schema import OptimConfig
+from hflow.config.schema import OPEN_SETTINGS, OptimConfig
 from hflow.graph.ir import Graph
 from hflow.planner.make.replicas import replica_roles
 from hflow.planner.plan.forecast import Candidate
@@ -158,8 +158,8 @@ def chosen_layouts(graph: Graph, request: PlanRequest) -> frozenset[str]:
 
 def free_settings(models: Iterable[str]) -> frozenset[str]:
     """Return the keys of the configuration that a search may set, besides `placement` and layouts."""
-    names = ("tokens_per_microbatch", "activation_checkpointing", "offload", "gen.max_running")
-    return frozenset({"schedule.max_concurrent", *(f"models.{m}.{name}" for m in models for name in names)})
+    names = list(models)
+    return frozenset(key.replace("NAME", name) for key in OPEN_SETTINGS for name in names)
 
 
 def _is_open(replica: Replica, request: PlanRequest) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_setting
 from hflow.graph.ir import Graph
 from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.forecast.cost.nodes import EPISODES
@@ -26,7 +27,7 @@ from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.remedies import other_backends
-from hflow.planner.search.result import placement_of, with_settings, without_places
+from hflow.planner.search.result import MODEL_SETTINGS, placement_of, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
 
 MIN_GAIN = 0.05
@@ -75,6 +76,17 @@ class Basis:
             found = self._fastest(request, PLACEMENT_BUDGET)
         return None if found is None else found[1]
 
+    def freed(self, key: str) -> Tried:
+        """Return the value that the planner would choose for a setting of a model that trains or infers."""
+        base = self.searched or replace(self.request, free=frozenset())
+        found = self._fastest(replace(base, free=base.free | {key}), PLACEMENT_BUDGET)
+        if found is None:
+            return {}, None
+        _, model, name = key.split(".")
+        choice, seconds = found
+        configs = (o.config for o in choice.options if o.replica.model == model and o.replica.role != "gen")
+        return {key: getattr(next(configs), name)}, seconds
+
     def elsewhere(self) -> Tried | None:
         """Return the best placement with the same settings."""
         free = replace(without_places(self.request), placement=None, free=frozenset({PLACEMENT}))
@@ -112,7 +124,10 @@ def throttles(
     others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
         limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
-    if basis.searched is not None and basis.searched.placement is None:  # it keeps its devices, for speed
+    for key, value in _set_by_user(basis):
+        what = f"{format_setting(key, value)} makes a step longer than the planner's own choice"
+        limits += [Limit(what, (one,)) for one in _remedies([basis.freed(key)], before)]
+    if basis.searched and basis.is_chosen(PLACEMENT) and basis.searched.placement is None:  # for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
         basis = replace(basis, searched=replace(basis.searched, placement=devices))
     for what, settings in _changes(basis):
@@ -157,6 +172,16 @@ def _changes(basis: Basis) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if role == "gen" and larger and not basis.is_chosen(key):
             what = f"{key}={value} limits how many sequences an engine decodes at once"
             yield what, {key: min(larger)}
+
+
+def _set_by_user(basis: Basis) -> Iterator[tuple[str, Any]]:
+    """Yield the settings, with their values, that were not left open for models that train or infer."""
+    if basis.searched is None:
+        return
+    for model in dict.fromkeys(model for model, role in replica_roles(basis.graph) if role != "gen"):
+        for name in MODEL_SETTINGS:
+            if not basis.is_chosen(key := f"models.{model}.{name}"):
+                yield key, getattr(basis.request.model(model), name)
 
 
 def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -196,9 +196,7 @@ class OptionTable:
         for offload in self._offloads(replica):
             if offload == config.offload:
                 continue
-            changed = self._with_tokens(
-                replica.model, config.tokens_per_microbatch, config.activation_checkpointing, offload
-            )
+            changed = replace(config, offload=offload)
             seconds, total = dict(option.seconds), option.total
             for node, added in self._offload_seconds(replica, offload).items():
                 seconds[node.name] += added

@@ -89,13 +89,13 @@ def _cells(figures: PlanFigures, speed_up: float | None) -> Iterator[str]:
 
 
 def _following(row: Changed) -> Iterator[str]:
-    """Yield what the plan decided otherwise because of a change, in a few lines: settings, then devices."""
+    """Yield what the plan decided otherwise because of a change, in a few lines: devices, then settings."""
     decided = row.diff.decided if row.diff else ()
     changes = [c for c in decided if c.topic == "setting" and c.subject in row.decided_keys]
     placed = [change for change in decided if change.topic in FOLLOWING]
     if any(change.topic == "group" for change in placed):  # which says where its replicas are
         placed = [change for change in placed if not change.subject.endswith(" devices")]
-    changes += placed
+    changes = [*placed, *changes]
     for change in changes[:MOST_CHANGES]:
         yield f"{_what(change)}: {change.before or UNKNOWN} -> {change.after or UNKNOWN}"
     if len(changes) > MOST_CHANGES:

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from hflow.base.text import format_share
+from hflow.base.text import format_setting, format_share
 from hflow.planner.plan.forecast import Limit, Remedy
 from hflow.report.tables import Phrase, TableCell, TableView, Tone
 
@@ -106,4 +106,7 @@ def limit_text(limit: Limit) -> str:
 
 
 def _settings(remedy: Remedy) -> str:
-    return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in remedy.settings)
+    quoted = (
+        (key, shlex.quote(value) if isinstance(value, str) else value) for key, value in remedy.settings
+    )
+    return " ".join(format_setting(key, value) for key, value in quoted)

@@ -1,0 +1,138 @@
+"""Warnings where overrides replace a model, the cluster or rows, but not the settings made for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hflow.base.errors import ConfigError
+from hflow.config import DataConfig, ModelConfig, RunConfig, flatten, load_config
+from hflow.config.schema import OPEN_SETTINGS
+from hflow.graph.ir import Graph
+from hflow.launch.planning.models import model_shape
+from hflow.launch.planning.this_machine import HERE
+
+_DATA_KEY = re.compile(r"[+~]*data[.@]")
+_PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
+"""How overrides of a dataset, and of the length of prompts, begin."""
+_OF_CLUSTER = re.compile(r"placement|groups\..*")
+_OF_MODELS = re.compile(r"workload\..*|" + "|".join(key.replace("NAME", r"\w+") for key in OPEN_SETTINGS))
+_CLUSTER = re.compile("cluster")
+_OF_LENGTHS = re.compile(r"workload\.response_.*")
+"""Settings that fit a cluster, models, and the most tokens of a response."""
+
+
+def replaced_warnings(
+    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yield a warning for each thing that overrides replace while settings made for it stay.
+
+    Args:
+        config: the configuration.
+        graph: the recipe's graph.
+        recipe: path of the recipe's Python file.
+        overrides: with which the configuration was composed.
+    """
+    if overrides:
+        yield from _data_warnings(config, graph, recipe, overrides)
+        try:
+            yield from _size_warnings(config, load_config(recipe), graph, overrides)
+        except ConfigError:  # the recipe was left open for the overrides
+            return
+
+
+def _size_warnings(
+    config: RunConfig, before: RunConfig, graph: Graph, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yield a warning that names the settings of the recipe's files for another cluster or other models.
+
+    Args:
+        config: the configuration.
+        before: that of the recipe's files.
+        graph: the recipe's graph.
+        overrides: with which the configuration was composed.
+    """
+    default, now = dict(flatten(RunConfig(name=config.name))), dict(flatten(config))
+    own = {key: value for key, value in flatten(before) if not _is_default(key, value, default)}
+    kept = [key for key, value in own.items() if now.get(key) == value and not _names(overrides, key)]
+    reasons: list[tuple[str, re.Pattern[str]]] = []
+    if _names(overrides, "cluster") and "cluster" in own and now["cluster"] != own["cluster"]:
+        reasons.append((f"cluster={before.cluster}", _OF_CLUSTER))
+    for model in graph.models:
+        key = f"models.{model.name}"
+        is_named = any(
+            _names(overrides, name) for name in (f"{key}.path", f"{key}.architecture", f"model@{key}")
+        )
+        if is_named and model_shape(before, graph, model) != model_shape(config, graph, model):
+            reasons.append((f"its own {key}", _OF_MODELS))
+            if before.cluster.startswith("cpu-"):
+                reasons.append((f"its own {key}", _CLUSTER))
+    for node, values in before.nodes.items():
+        most = values.get("max_tokens")
+        if most is not None and config.nodes.get(node, {}).get("max_tokens") != most:
+            reasons.append((f"nodes.{node}.max_tokens={most}", _OF_LENGTHS))
+    for reason in dict.fromkeys(reason for reason, _ in reasons):
+        patterns = [pattern for name, pattern in reasons if name == reason]
+        keys = [key for key in kept if any(pattern.fullmatch(key) for pattern in patterns)]
+        kept = [key for key in kept if key not in keys]
+        if keys:
+            nulls = " ".join(f"{key}={HERE if key == 'cluster' else 'null'}" for key in keys)
+            yield (
+                f"the recipe sets {' and '.join(keys) if len(keys) < 3 else ', '.join(keys)} for {reason}, "
+                f"which you replaced. Set what fits yours, or leave it to the plan: {nulls}"
+            )
+
+
+def _is_default(key: str, value: object, default: dict[str, object]) -> bool:
+    """Return whether a value is that of a key that nobody has set."""
+    parts = key.split(".")
+    if parts[0] == "models" and len(parts) > 2:
+        default = dict(flatten(ModelConfig()))
+        key = ".".join(parts[2:])
+    return default.get(key) == value
+
+
+def _names(overrides: Sequence[str], key: str) -> bool:
+    """Return whether an override sets a key."""
+    return any(text.lstrip("+~").partition("=")[0] == key for text in overrides)
+
+
+def _data_warnings(
+    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
+) -> Iterator[str]:
+    """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them.
+
+    Args:
+        config: the configuration.
+        graph: the recipe's graph.
+        recipe: path of the recipe's Python file.
+        overrides: with which the configuration was composed.
+    """
+    others = [text for text in overrides if not _DATA_KEY.match(text)]
+    is_given = any(_PROMPT_KEY.match(text) for text in overrides)
+    if config.workload.prompt is None or is_given or len(others) == len(overrides):
+        return
+    try:
+        before = load_config(recipe, others)
+    except ConfigError:  # its data was left open for the overrides
+        return
+    trained = {stream.dataset for stream in graph.streams if stream.trained}
+    for name in (dataset.name for dataset in graph.datasets if dataset.name in trained):
+        old, new = before.data.get(name, DataConfig()), config.data.get(name, DataConfig())
+        if (old.path or old.generator or old.sources) and _rows(old) != _rows(new):
+            yield (
+                f"the plan assumes prompts of {config.workload.prompt} tokens, as workload.prompt says for "
+                f"data.{name}.{_rows(old)}, but the rows are now those of {_rows(new)}. If their "
+                "prompts have another length, set workload.prompt. After a first run, workload.prompt=null "
+                "workload.response_mean=null workload.response_cv=null calibrate=RUN takes its lengths."
+            )
+
+
+def _rows(config: DataConfig) -> str:
+    """Return the key that says which rows a dataset has."""
+    if config.sources:
+        return f"sources={{{','.join(config.sources)}}}"
+    if config.generator is not None:
+        return f"generator={config.generator}"
+    return f"path={config.path if isinstance(config.path, str) else list(config.path or ())}"
