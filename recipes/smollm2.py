@@ -23,7 +23,7 @@ recipe = Recipe(
         use(rewards.regex, name="score", returns="reward", pattern=LAST_NUMBER),
         nodes.group_advantage,
         use(nodes.actor_train, actor, prox="none"),
-        use(nodes.chat_gen, actor, name="eval_gen", data=heldout, every=10, temperature=0.0),
+        use(nodes.chat_gen, actor, name="eval_gen", data=heldout, every=5, temperature=0.0),
         use(rewards.regex, name="accuracy", on="eval_gen", returns="accuracy", pattern=LAST_NUMBER),
     ],
 )

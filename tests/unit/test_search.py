@@ -556,38 +556,44 @@ def test_an_engine_that_generates_slowly_is_named(cluster: str) -> None:
     assert 1 - followed / before == pytest.approx(limit.remedies[0].gain, abs=0.01)
 
 
-LONG = ("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=400")
-SMALL = ("model@models.actor=qwen2.5-1.5b", "models.actor.path=null", *LONG)
+ANSWERS = ("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=400")
+ALONE = ("model@models.actor=qwen2.5-1.5b", "models.actor.path=null", *ANSWERS)
 
 
 def test_settings_are_chosen_where_there_is_nothing_to_place() -> None:
     """On one device, on a CPU, and with replicas placed by hand."""
-    found = compile_recipe(RECIPES / "grpo.py", (*SMALL, "cluster=h100-1x1"))
+    found = compile_recipe(RECIPES / "grpo.py", (*ALONE, "cluster=h100-1x1"))
     assert not found.plan.forecast.candidates
     chosen = found.config.models["actor"]
     assert (chosen.gen.max_running, found.config.schedule.max_concurrent) == (512, 512)
     placed = ("cluster=h100-1x2", "placement='actor=0 actor.gen=1'")
-    found = compile_recipe(RECIPES / "grpo.py", (*SMALL, *placed))
+    found = compile_recipe(RECIPES / "grpo.py", (*ALONE, *placed))
     assert found.config.models["actor"].gen.max_running == 512
-    cpu = ("cluster=cpu-1x1", "model@models.actor=qwen2.5-0.5b", "models.actor.path=null", *LONG)
+    cpu = ("cluster=cpu-1x1", "model@models.actor=qwen2.5-0.5b", "models.actor.path=null", *ANSWERS)
     fitting = (*cpu, "device_memory_gib=18")
     tokens = compile_recipe(RECIPES / "grpo.py", fitting).config.models["actor"].tokens_per_microbatch
     assert tokens < 16384
-    with pytest.raises(PlanError, match="tokens_per_microbatch"):
-        compile_recipe(RECIPES / "grpo.py", (*fitting, "models.actor.tokens_per_microbatch=16384"))
+    with pytest.raises(PlanError, match=r"Set models\.actor\.tokens_per_microbatch=\d+ "):
+        compile_recipe(
+            RECIPES / "grpo.py",
+            (
+                *fitting,
+                *("models.actor.tokens_per_microbatch=16384", "models.actor.activation_checkpointing=false"),
+            ),
+        )
 
 
 def test_an_offloaded_engine_keeps_its_sequences() -> None:
     """A search with every value of `offload` finds seconds that the plan has as well."""
     found = compile_recipe(
-        RECIPES / "grpo.py", (*SMALL, "cluster=h100-1x1", "models.actor.gen.engine=embedded")
+        RECIPES / "grpo.py", (*ALONE, "cluster=h100-1x1", "models.actor.gen.engine=embedded")
     )
     assert plan_figures(found.plan).seconds_per_step == pytest.approx(14.48, abs=0.01)
 
 
 def test_a_set_value_that_makes_a_step_longer_is_named() -> None:
     slow = ("models.actor.tokens_per_microbatch=2048", "models.actor.activation_checkpointing=true")
-    limited = (*SMALL, "cluster=h100-1x1", *slow)
+    limited = (*ALONE, "cluster=h100-1x1", *slow)
     plan = compile_recipe(RECIPES / "grpo.py", limited, with_limits=True).plan
     named = [limit_text(limit) for limit in plan.forecast.limits]
     for setting in slow:
@@ -603,9 +609,9 @@ def test_a_set_value_that_makes_a_step_longer_is_named() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_table_of_placements_has_the_seconds_of_the_plan(staleness: int) -> None:
-    keys = (*SMALL, "cluster=h100-1x4", f"schedule.max_staleness={staleness}")
+    keys = (*ALONE, "cluster=h100-1x4", f"schedule.max_staleness={staleness}")
     plan = compile_recipe(RECIPES / "grpo.py", keys).plan
-    assert plan.forecast.candidates[0].seconds == plan_figures(plan).seconds_per_step
+    assert plan.forecast.candidates[0].seconds == pytest.approx(plan_figures(plan).seconds_per_step)
     seconds = [row.seconds for row in plan.forecast.candidates]
     assert seconds == sorted(seconds)
 

@@ -32,7 +32,14 @@ from hflow.planner.plan.forecast import Candidate
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
-from hflow.planner.search import PLACEMENT, PastSearches, free_settings, with_settings, without_places
+from hflow.planner.search import (
+    PLACEMENT,
+    PastSearches,
+    SearchResult,
+    free_settings,
+    with_settings,
+    without_places,
+)
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, simulated_period
 
 AUTO = "auto"
@@ -227,12 +234,13 @@ def compile_read(
     if free:
         placement = None if config.placement == AUTO else config.placement
         searched = replace(request, placement=placement, free=free)
-        found = (searches or PastSearches(simulated_period)).search(graph, searched)
-        if PLACEMENT in free:
-            candidates = found.candidates
-        config = with_choices(config, found.overrides)
-        request = requested(config)
-        request = replace(request, warnings=(*request.warnings, *found.warnings))
+        found = _search(searches or PastSearches(simulated_period), graph, searched)
+        if found is not None:
+            if PLACEMENT in free:
+                candidates = found.candidates
+            config = with_choices(config, found.overrides)
+            request = requested(config)
+            request = replace(request, warnings=(*request.warnings, *found.warnings))
     elif config.placement == AUTO:  # the recipe has no model to place
         config, request = replace(config, placement=None), replace(request, placement=None)
     compiled_plan = compile_plan(
@@ -245,6 +253,20 @@ def compile_read(
     )
     bodies = read.recipe.bodies(options_of(graph))
     return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
+
+
+def _search(searches: PastSearches, graph: Graph, request: PlanRequest) -> SearchResult | None:
+    """Return what was found; None if no settings fit where replicas are: `compile_plan` says why then.
+
+    Raises:
+        PlanError: if no placement fits.
+    """
+    try:
+        return searches.search(graph, request)
+    except PlanError:
+        if PLACEMENT in request.free:
+            raise
+        return None
 
 
 def plan_file_text(compiled: Compiled) -> str:
