@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command_line import CommandLine
+from serve_kit import serving
 
 from hflow import twin
 from hflow.base.errors import ConfigError
@@ -88,6 +90,48 @@ def test_a_layout_computes_what_one_process_does(
     assert result.failed_metrics == ()
     assert result.failed_weights == ()
     assert min(pair.scale for pair in result.metrics if pair.name.endswith("/grad_norm")) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("changes", "most_kl"),
+    [
+        (["models.actor.gen.engine=vllm"], 1e-4),
+        (["models.actor.lora.r=8", "models.actor.optim.lr=1e-3"], 1e-6),
+        (["models.actor.backend=megatron"], 1e-6),
+    ],
+    ids=["vllm", "lora", "megatron"],
+)
+def test_engine_and_trainer_agree_after_an_update(
+    changes: list[str],
+    most_kl: float,
+    checkpoint: Path,
+    hflow: CommandLine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second step samples from updated weights: `engine_kl` compares them with the trainer's."""
+    monkeypatch.chdir(tmp_path)
+    hflow.prints("run", "smollm2", *SMALL, "steps=3", *changes)
+    lines = Path("runs/smollm2/latest/metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "actor_train/engine_kl" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert max(row["actor_train/engine_kl"] for row in steps) < most_kl
+    assert max(row["actor_train/grad_norm"] for row in steps) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_it_is_served(engine: str) -> None:
+    with (
+        serving("hflow:smollm2", "--engine", engine, "gen.max_model_len=128") as served,
+        served.client() as client,
+    ):
+        asked: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+        (name,) = [model.id for model in client.models.list()]
+        reply = client.chat.completions.create(model=name, messages=asked, temperature=0, max_tokens=8)
+        assert "Paris" in (reply.choices[0].message.content or "")
 
 
 def test_what_is_refused(hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
