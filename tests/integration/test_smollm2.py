@@ -113,7 +113,8 @@ def test_engine_and_trainer_agree_after_an_update(
 ) -> None:
     """The second step samples from updated weights: `engine_kl` compares them with the trainer's."""
     monkeypatch.chdir(tmp_path)
-    hflow.prints("run", "smollm2", *SMALL, "steps=3", *changes)
+    small = [override for override in SMALL if not override.startswith("nodes.chat_gen.group")]
+    hflow.prints("run", "smollm2", *small, "steps=3", *changes)
     lines = Path("runs/smollm2/latest/metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if "actor_train/engine_kl" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
