@@ -178,7 +178,8 @@ async def _started(workers: Workers, setup: WorkerSetup, observer: RunObserver) 
         )
         yield
     finally:
-        await workers.close()
+        with observer.wait_for("workers to end"):
+            await workers.close()
         _remove(directories)
 
 
