@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from hflow.base.errors import ConfigError, HflowError
+from hflow.base.files import resolved
 from hflow.launch.results.runs import read_report
 from hflow.report.html.run import render_run_page
 
@@ -78,7 +79,7 @@ class RunPage:
 
     def __init__(self, run: str) -> None:
         report = read_report(run, is_live=True)
-        self._run = str(report.record.directory.path.resolve())
+        self._run = str(resolved(report.record.directory.path))
         self.state = f"{report.record.name}: {report.record.state}"
         self._lock = threading.Lock()
         self._page = b""
@@ -117,8 +118,8 @@ def serve_page(page: RunPage, port: int) -> ThreadingHTTPServer:
         return _Server((HOST, port), Handler)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {HOST}, port {port}: {error.strerror or error}; choose another --port, or 0 for "
-            "a free one"
+            f"cannot listen on {HOST}, port {port}: {error.strerror or error}; choose another --port, or "
+            "0 for a free one"
         ) from error
 
 
