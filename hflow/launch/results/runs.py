@@ -153,8 +153,33 @@ class MeasuredTrace:
 
     start: float | None = None
     """When the first span began, in seconds since the epoch; None: the trace does not tell."""
+    end: float | None = None
+    """When the trace was written. It has all that had ended by then."""
     spans: tuple[MeasuredSpan, ...] = ()
     """In order of their start; empty if there is no trace."""
+
+    def until_now(self, activity: Activity | None, now: float) -> tuple[MeasuredSpan, ...]:
+        """Return the spans, and those of what workers still do, which end now.
+
+        If work has ended since the trace was written, they end with the trace.
+
+        Args:
+            activity: what workers do.
+            now: seconds since the epoch.
+        """
+        if self.start is None or self.end is None or activity is None:
+            return self.spans
+        is_whole = all(work.start <= self.end for work in activity.work)
+        end = now if is_whole else self.end
+        doing = [
+            MeasuredSpan(
+                f"worker {worker}", work.lane, work.name, work.start - self.start, end - self.start, work.step
+            )
+            for work in activity.work
+            for worker in work.workers
+            if work.start < end
+        ]
+        return (*self.spans, *doing)
 
 
 @dataclass(frozen=True)
@@ -216,13 +241,17 @@ def read_trace(path: Path) -> MeasuredTrace:
         return MeasuredTrace()
     try:
         file = read_json_object(path, "trace of a run")
-        start = file.get("otherData", {}).get("start")
+        start, end = (_number(file.get("otherData", {}), key) for key in ("start", "end"))
         spans = sorted(_spans(file["traceEvents"]), key=lambda span: span.start)
-        return MeasuredTrace(None if start is None else float(start), tuple(spans))
+        return MeasuredTrace(start, end, tuple(spans))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not the trace of a run: {error!r}; delete it") from error
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else float(values[key])
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[MeasuredSpan]:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,9 @@ from typing_extensions import override
 from hflow.base.errors import ConfigError, HflowError
 from hflow.base.files import resolved
 from hflow.launch.results.runs import read_report
+from hflow.launch.targets import resolve
 from hflow.report.html.run import render_run_page
+from hflow.runtime.saving.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
 SHORTEST_SECONDS = 1.0
@@ -78,7 +81,7 @@ class RunPage:
     """
 
     def __init__(self, run: str) -> None:
-        report = read_report(run, is_live=True)
+        report = read_report(str(find_watched(run).path), is_live=True)
         self._run = str(resolved(report.record.directory.path))
         self.state = f"{report.record.name}: {report.record.state}"
         self._lock = threading.Lock()
@@ -102,6 +105,23 @@ class RunPage:
     def _update(self) -> None:
         report = read_report(self._run, is_live=True)
         self._page = render_run_page(report, time.time()).encode()
+
+
+def find_watched(run: str) -> RunDirectory:
+    """Return the run that a user names. A run that starts is not the latest yet, but it is the one meant.
+
+    Raises:
+        ConfigError: if there is no such run.
+    """
+    named = resolve(run).require_run()
+    is_latest = resolved(named.path).name != named.path.name
+    if is_latest and not named.is_running:
+        others = sorted(resolved(named.path).parent.glob("[!.]*/plan.json"), reverse=True)
+        starting = (
+            other for other in map(RunDirectory, (file.parent for file in others)) if other.is_running
+        )
+        return next(starting, named)
+    return named
 
 
 def serve_page(page: RunPage, port: int) -> ThreadingHTTPServer:
@@ -133,7 +153,9 @@ class _Server(ThreadingHTTPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that has gone away."""
+        """Report an error, unless a browser has gone away."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _PageHandler(BaseHTTPRequestHandler):

@@ -56,7 +56,10 @@ class Activity:
             what, start = self.awaited
             return f"waiting for {what}", start
         nodes = [work for work in self.work if work.lane == DEVICE]
-        others = [work for work in self.work if work.lane != DEVICE]
+        is_generating = bool(self.samples) or not nodes
+        others = [
+            work for work in self.work if work.lane == WEIGHTS or (work.lane == GENERATE and is_generating)
+        ]
         shown = [*nodes, *others]
         if not shown:
             return None

@@ -15,7 +15,7 @@ from hflow.runtime.records.trace import Trace
 
 ACTIVITY_SECONDS = 0.5
 """Time between two looks at what the run does."""
-TRACE_SECONDS = 3.0
+TRACE_SECONDS = 1.0
 """Shortest time between two writes of the trace."""
 TRACE_SHARE = 0.05
 """Largest share of the time in which the trace is written. A large one is written less often."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,11 +49,12 @@ class Trace:
             WriteError: when it cannot be written.
         """
         with self._lock:
+            end = time.time()
             lanes = {key: tuple(spans) for key, spans in sorted(self._lanes.items())}
         origin = min((span.start for spans in lanes.values() for span in spans), default=0.0)
         # One call of json for each event, as other threads wait during a call.
         events = ",\n".join(json.dumps(event) for event in _events(lanes, origin))
-        other = json.dumps({"start": origin})
+        other = json.dumps({"start": origin, "end": end})
         replace_text(
             path, f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{events}\n]}}\n'
         )

@@ -51,19 +51,13 @@ def live_gantt(trace: MeasuredTrace, activity: Activity | None, now: float) -> G
         activity: what they do.
         now: seconds since the epoch.
     """
-    if not trace.spans or trace.start is None:
+    spans = trace.until_now(activity, now)
+    if not spans:
         return None
-    end = now - trace.start
-    doing = [
-        MeasuredSpan(f"worker {worker}", work.lane, work.name, work.start - trace.start, end, work.step)
-        for work in (activity.work if activity else ())
-        for worker in work.workers
-    ]
-    spans = [*trace.spans, *doing]
     ends = sorted(_step_ends(trace.spans).values())
     start = ends[-NUM_STEPS - 1] if len(ends) > NUM_STEPS else spans[0].start
-    seconds = end - start
-    return _chart(spans, start, end, f"in the last {format_seconds(seconds)}", "") if seconds > 0 else None
+    end = max(span.end for span in spans)
+    return _chart(spans, start, end, f"in the last {_elapsed(start, end)}", "") if end > start else None
 
 
 def _step_ends(spans: Sequence[MeasuredSpan]) -> dict[int, float]:
@@ -273,12 +267,11 @@ def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
     groups, others = curve_groups(record.curves, record.results, train_nodes, report.units)
     are_newest, now = now is not None, now if record.is_running else None
     if now is None:
-        measured, no_measured = (
-            measured_gantt(report.trace.spans),
-            FEW_STEPS if report.trace.spans else NO_TRACE,
-        )
+        measured = measured_gantt(report.trace.spans)
+        no_measured = FEW_STEPS if report.trace.spans else NO_TRACE
     else:
-        measured, no_measured = live_gantt(report.trace, report.activity, now), NO_SPANS
+        measured = live_gantt(report.trace, report.activity, now)
+        no_measured = NO_SPANS
     samples = tuple(sample_views(report))
     keys = [key for key in COLOURED if any(sample.numbers.get(key) is not None for sample in samples)]
     total = sum(report.ledger.ends.values()) if report.ledger else 0
@@ -333,7 +326,8 @@ def now_view(report: RunReport, now: float) -> NowView:
 def _now_sentences(activity: Activity, num_steps: int, now: float) -> Iterator[str]:
     if activity.phase is not None:
         phase, start = activity.phase
-        yield f"Since {_elapsed(start, now)}: {phase}"
+        is_node = any(work.lane == DEVICE for work in activity.work)
+        yield f"{phase if is_node else phase[0].upper() + phase[1:]}: {_elapsed(start, now)}"
     if activity.step_start is not None:
         yield f"The step has taken {_elapsed(activity.step_start, now)} so far"
     if activity.seconds_per_step:
