@@ -68,7 +68,7 @@ def test_a_killed_run_is_not_what_it_was_when_it_ended_before(
     assert "failed or killed after 1 of 5 steps" in hflow.prints("report", "mine")
     run = Path("runs/mine/latest")
     kept = read_trace(run / "trace.json")
-    assert {"actor_gen", "generate actor@gen"} & {span.name for span in kept.spans}, "whole, after a kill"
+    assert "score" in {span.name for span in kept.spans}, "the trace is whole after a kill"
     doing = read_activity(run / "activity.json")
     assert doing is not None
     assert [(work.name, work.step) for work in doing.work] == [("advantage", 1)]
