@@ -311,7 +311,7 @@ def now_view(report: RunReport, now: float) -> NowView:
     num_hidden = max(0, num_workers - MAX_LANES)
     num_steps = int(record.config["steps"]) - record.steps
     return NowView(
-        line=". ".join(_now_sentences(activity, num_steps, now)) + ".",
+        line=" ".join(f"{line}." for line in _now_sentences(activity, num_steps, now)),
         samples=tuple(
             (stream, f"{done:,} of {wanted:,}", round(100 * done / max(1, wanted), 1))
             for stream, (done, wanted) in activity.samples.items()
