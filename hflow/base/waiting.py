@@ -19,7 +19,7 @@ WaitFor = Callable[[Awaited], AbstractContextManager[None]]
 
 
 def awaited_text(what: Awaited) -> str:
-    """Return what is awaited."""
+    """Return the text of what is awaited."""
     return what if isinstance(what, str) else what()
 
 

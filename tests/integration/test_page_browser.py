@@ -28,7 +28,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import Limit, Remedy
 from hflow.report.html.plan import render_page
 from hflow.report.html.run import render_compare_page, render_run_page
-from hflow.runtime.records.activity import Activity, Work, write_activity
+from hflow.runtime.records.activity import Activity, OngoingWork, write_activity
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.shapes.model_shape import ModelShape
@@ -435,7 +435,7 @@ def test_the_page_of_a_run_follows_it_and_keeps_what_the_reader_chose(
         rows = [{"step": 7, "actor_gen/reward": 0.75, "rollout/accepted": 28.0}]
         with run.metrics.open("a") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
-        work = (Work("actor_train", "device", (0,), now, 7),)
+        work = (OngoingWork("actor_train", "device", (0,), now, 7),)
         write_activity(run.activity, Activity(now, None, work, {"gen": (3, 8)}))
         playwright.expect(page.locator(".verdict")).to_contain_text("7 of 20 steps", timeout=60_000)
         playwright.expect(page.locator("#now")).to_contain_text("actor_train, step 7")

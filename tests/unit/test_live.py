@@ -9,7 +9,7 @@ import pytest
 from hflow.base import waiting
 from hflow.base.terminal import SafeConsole
 from hflow.report.text.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
-from hflow.runtime.records.activity import Activity, Work
+from hflow.runtime.records.activity import Activity, OngoingWork
 
 
 def shown(live: bool | None, terminal: bool, rows: list[LiveRow]) -> str:
@@ -70,7 +70,10 @@ def test_the_panel_moves_within_a_step():
     now = time.time()
     activity = Activity(
         step_start=now - 65,
-        work=(Work("actor_train", "device", (0,), now - 12, 3), Work("generate x", "generate", (1,), now, 3)),
+        work=(
+            OngoingWork("actor_train", "device", (0,), now - 12, 3),
+            OngoingWork("generate x", "generate", (1,), now, 3),
+        ),
         samples={"actor_gen": (384, 512), "eval_gen": (2, 40)},
         seconds_per_step=100.0,
     )

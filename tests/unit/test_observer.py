@@ -15,7 +15,7 @@ from hflow.launch.planning.compile import plan
 from hflow.launch.running.run_observer import RunObserver
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.report.text.live import Display, LiveRow
-from hflow.runtime.records.activity import Work
+from hflow.runtime.records.activity import OngoingWork
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.run_directory import read_metrics
@@ -108,7 +108,7 @@ def test_the_rollout_is_shown_between_steps_of_an_asynchronous_run(
 
 def test_the_activity_of_a_run_is_what_its_workers_do_now(tmp_path: Path) -> None:
     display = Noted()
-    trained = Work("actor_train", "device", (0, 1), 20.0, 3)
+    trained = OngoingWork("actor_train", "device", (0, 1), 20.0, 3)
     with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
         seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", []), log, Trace(), display)
         with seen.wait_for("Ray to start"):

@@ -19,7 +19,7 @@ from hflow.base.errors import ConfigError
 from hflow.launch.results.runs import read_report
 from hflow.launch.results.watch import RunPage, find_watched, serve_page, ssh_tunnel
 from hflow.report.html.run import render_run_page
-from hflow.runtime.records.activity import Activity, Work, read_activity, write_activity
+from hflow.runtime.records.activity import Activity, OngoingWork, read_activity, write_activity
 from hflow.runtime.records.live_files import LiveFiles
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.run_directory import RunDirectory
@@ -111,8 +111,8 @@ def test_a_run_that_goes_on_shows_what_it_does(run: Path) -> None:
         assert "Still going, 1 of 20 steps. This page follows it." in text
         assert f"Waiting for actor@gen {EVIL}: 40 s." in text
         work = (
-            Work("actor_train", "device", (0,), now - 12, 6),
-            Work("generate actor@gen", "generate", (1,), now - 30, 5),
+            OngoingWork("actor_train", "device", (0,), now - 12, 6),
+            OngoingWork("generate actor@gen", "generate", (1,), now - 30, 5),
         )
         busy = Activity(now - 34, None, work, {"actor_gen": (3, 8)}, 10.0, ("be careful",))
         write_activity(directory.activity, busy)
@@ -152,9 +152,9 @@ def test_the_timeline_ends_now_unless_the_trace_is_behind(tmp_path: Path) -> Non
     assert (measured.start, measured.end) == (100.0, pytest.approx(time.time(), abs=3600))
     assert measured.end is not None
     end = measured.end
-    known = measured.until_now(Activity(work=(Work("a", "device", (0,), end - 5, 1),)), end + 60)
+    known = measured.until_now(Activity(work=(OngoingWork("a", "device", (0,), end - 5, 1),)), end + 60)
     assert [(span.name, span.end) for span in known[1:]] == [("a", end - 40)]
-    work = (Work("a", "device", (0,), end - 5, 1), Work("b", "device", (1,), end + 5, 2))
+    work = (OngoingWork("a", "device", (0,), end - 5, 1), OngoingWork("b", "device", (1,), end + 5, 2))
     behind = measured.until_now(Activity(work=work), end + 60)
     assert [(span.name, span.end) for span in behind[1:]] == [("a", end - 100)]
 

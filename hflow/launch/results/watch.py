@@ -48,7 +48,7 @@ class WatchedRun:
     """A run whose page is served."""
 
     run: str
-    """Its name, and its state."""
+    """Name and state of the run."""
     url: str
     tunnel: str | None
     """The command that makes the page reachable on the user's own machine; None: this is it."""
@@ -77,7 +77,7 @@ class RunPage:
     """The page of a run, which is made again when it is asked for and some time has passed.
 
     Args:
-        run: as for `watch`. The name is resolved once, so that a later run does not take its place.
+        run: the run, as for `watch`. It is resolved once, so that a later run does not take its place.
     """
 
     def __init__(self, run: str) -> None:

@@ -26,7 +26,7 @@ from hflow.report.text.live import Display, Lags, LiveRow, RolloutView
 from hflow.report.text.samples import sample_markdown
 from hflow.runtime.events import Refusal
 from hflow.runtime.records import step_metrics as metrics
-from hflow.runtime.records.activity import Activity, Work
+from hflow.runtime.records.activity import Activity, OngoingWork
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.sample_texts import write_samples
 from hflow.runtime.records.trace import Trace
@@ -88,7 +88,7 @@ class RunObserver:
         self._step = 0
         self._step_start: float | None = None
         """When the step before was complete; None: workers start."""
-        self._work: dict[Work, None] = {}
+        self._work: dict[OngoingWork, None] = {}
         """What workers do, in the order in which it began."""
         self._samples_done: Mapping[str, tuple[int, int]] = {}
         self._noted: set[tuple[str, Refusal]] = set()
@@ -192,18 +192,18 @@ class RunObserver:
         self._samples_done, self._step_start = {}, None
         return self._display.wait_for(what)
 
-    def on_begin(self, work: Work) -> None:
+    def on_begin(self, work: OngoingWork) -> None:
         """Show what workers begin to do."""
         if self._step_start is None:
             self._step_start = time.time()
         self._work[work] = None
 
-    def on_finish(self, work: Work) -> None:
+    def on_finish(self, work: OngoingWork) -> None:
         """Show that work has ended."""
         self._work.pop(work, None)
 
     def activity(self) -> Activity:
-        """Return what the run does now. Called from any thread."""
+        """Return the activity of the run at this moment. Called from any thread."""
         return Activity(
             step_start=self._step_start,
             awaited=self._display.awaited,

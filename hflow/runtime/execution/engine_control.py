@@ -15,7 +15,7 @@ from dataclasses import replace
 from hflow.base.errors import RunError
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
 from hflow.runtime.execution.run_context import RunContext
-from hflow.runtime.records.activity import GENERATE, WEIGHTS, Work
+from hflow.runtime.records.activity import GENERATE, WEIGHTS, OngoingWork
 from hflow.runtime.state.run_state import RunState
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupTask, WeightsLoaded
@@ -33,7 +33,7 @@ class EngineControl:
         self._run = run
         self._streams = {stream.name: stream for stream in run.plan.schedule.streams}
         self._rebalancer = rebalancer
-        self._work: dict[str, Work] = {}
+        self._work: dict[str, OngoingWork] = {}
         """Engine replica -> what it does."""
 
     async def publish(self, replica: str, version: int) -> Sequence[Event]:
@@ -73,7 +73,7 @@ class EngineControl:
     def _begin(self, replica: str, name: str, lane: str, version: int) -> None:
         """Report what an engine begins to do, and that it has finished what it did before."""
         self._finish(replica)
-        work = Work(name, lane, self._run.plan.replica(replica).heads, time.time(), version)
+        work = OngoingWork(name, lane, self._run.plan.replica(replica).heads, time.time(), version)
         self._work[replica] = work
         self._run.observer.on_begin(work)
 

@@ -27,7 +27,7 @@ from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, str
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.execution.streaming_runner import StreamingRunner
-from hflow.runtime.records.activity import DEVICE, Work
+from hflow.runtime.records.activity import DEVICE, OngoingWork
 from hflow.runtime.saving.run_saving import RunSaving
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
@@ -427,7 +427,7 @@ class Executor:
     async def _run_save(self, node: str, step: int) -> None:
         model = node.removeprefix(SAVE_PREFIX)
         workers = next(r.workers for r in self._run.plan.replicas if r.model == model and r.role != "gen")
-        with self._run.working(Work(f"save {model}", DEVICE, workers, time.time(), step)):
+        with self._run.working(OngoingWork(f"save {model}", DEVICE, workers, time.time(), step)):
             await self._saving.copy_model(model, step + 1)
         self._enqueue(ev.NodeDone(node, step))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.ledger import Ledger
-from hflow.runtime.records.activity import Work
+from hflow.runtime.records.activity import OngoingWork
 from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.workers.interface import Workers
@@ -49,7 +49,7 @@ class RunContext:
         return cls(plan, workers, observer, checkpoints, ledger, seed, StepMetrics(plan), placer)
 
     @contextmanager
-    def working(self, work: Work) -> Iterator[None]:
+    def working(self, work: OngoingWork) -> Iterator[None]:
         """Report that workers do something while the context lasts."""
         self.observer.on_begin(work)
         try:

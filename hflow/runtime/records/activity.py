@@ -19,7 +19,7 @@ DEVICE, GENERATE, WEIGHTS = "device", "generate", "weights"
 
 
 @dataclass(frozen=True)
-class Work:
+class OngoingWork:
     """Something that workers do now. Like `Span`, which it becomes when it has ended."""
 
     name: str
@@ -40,7 +40,7 @@ class Activity:
     """When the step before was complete, or the run began; None: workers are not ready."""
     awaited: tuple[str, float] | None = None
     """What is awaited while workers start, and since when."""
-    work: tuple[Work, ...] = ()
+    work: tuple[OngoingWork, ...] = ()
     """What workers do, in the order in which it began."""
     samples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Stream -> samples that are done and wanted, of a batch or an evaluation that is being generated."""
@@ -92,7 +92,7 @@ def read_activity(path: Path) -> Activity | None:
         return Activity(
             step_start=row["step_start"],
             awaited=None if row["awaited"] is None else (str(row["awaited"][0]), float(row["awaited"][1])),
-            work=tuple(Work(**{**work, "workers": tuple(work["workers"])}) for work in row["work"]),
+            work=tuple(OngoingWork(**{**work, "workers": tuple(work["workers"])}) for work in row["work"]),
             samples={name: (int(done), int(wanted)) for name, (done, wanted) in row["samples"].items()},
             seconds_per_step=float(row["seconds_per_step"]),
             warnings=tuple(map(str, row["warnings"])),

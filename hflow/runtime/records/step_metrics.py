@@ -17,7 +17,7 @@ from hflow.graph.queries import PREFERRED, reported_field
 from hflow.metrics import Metric, declare
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
-from hflow.runtime.records.activity import Work
+from hflow.runtime.records.activity import OngoingWork
 from hflow.types import EpisodeState
 from hflow.types.engine import EngineStats
 from hflow.workers.interface import BodyRetry, ComputeReady, SampleReady, Span, WorkerReport
@@ -167,11 +167,11 @@ class RunEvents(Protocol):
         """Receive what the user should know, in one line."""
         ...
 
-    def on_begin(self, work: Work) -> None:
+    def on_begin(self, work: OngoingWork) -> None:
         """Receive what workers begin to do."""
         ...
 
-    def on_finish(self, work: Work) -> None:
+    def on_finish(self, work: OngoingWork) -> None:
         """Receive work that has ended; it had begun."""
         ...
 

@@ -13,7 +13,7 @@ from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
 from hflow.report.tables import TableView
-from hflow.runtime.records.activity import DEVICE, GENERATE, Activity, Work
+from hflow.runtime.records.activity import DEVICE, GENERATE, Activity, OngoingWork
 
 if TYPE_CHECKING:
     from hflow.launch.results.runs import MeasuredSpan, MeasuredTrace, RunReport
@@ -300,11 +300,11 @@ def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
 
 
 def now_view(report: RunReport, now: float) -> NowView:
-    """Return what a run does at a moment, in seconds since the epoch."""
+    """Return the view of a run at a moment, in seconds since the epoch."""
     activity, record = report.activity or Activity(), report.record
     cluster = record.plan.get("cluster", {})
     num_workers = int(cluster.get("num_nodes", 0)) * int(cluster.get("devices_per_node", 0))
-    doing: dict[int, Work] = {}
+    doing: dict[int, OngoingWork] = {}
     for work in sorted(activity.work, key=lambda work: work.lane != DEVICE):
         for worker in work.workers:
             doing.setdefault(worker, work)
@@ -334,7 +334,7 @@ def _now_sentences(activity: Activity, num_steps: int, now: float) -> Iterator[s
         yield f"About {_elapsed(now, now + activity.seconds_left(num_steps, now))} left"
 
 
-def _device_row(worker: int, work: Work | None, now: float) -> tuple[str, str, str]:
+def _device_row(worker: int, work: OngoingWork | None, now: float) -> tuple[str, str, str]:
     if work is None:
         return f"worker {worker}", "idle", ""
     kind = "step" if work.lane == DEVICE else "version"
