@@ -36,6 +36,7 @@ from hflow.runtime.events import Refusal
 from hflow.runtime.execution.executor import Executor
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.ledger import Ledger, audit, make_header
+from hflow.runtime.records.activity import OngoingWork
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -82,7 +83,13 @@ class Rows:
         self.steps.append(dict(values))
         self.log.write(step + 1, values)
 
-    def on_rollout(self, values: Mapping[str, float]) -> None:
+    def on_rollout(self, values: Mapping[str, float], samples: Mapping[str, tuple[int, int]]) -> None:
+        pass
+
+    def on_begin(self, work: OngoingWork) -> None:
+        pass
+
+    def on_finish(self, work: OngoingWork) -> None:
         pass
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:

@@ -115,6 +115,11 @@ app.command(
 
 
 app.command(
+    epilog=_examples("watch grpo", "watch runs/grpo/20260131-142500 --port 0"),
+)(results.watch)
+
+
+app.command(
     epilog=_examples(
         "compare grpo grpo_async",
         "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",

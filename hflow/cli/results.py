@@ -1,4 +1,4 @@
-"""`hflow report`, `compare`, `eval` and `export`: what can be done with the results of runs.
+"""`hflow report`, `watch`, `compare`, `eval` and `export`: what can be done with the results of runs.
 
 `hflow why` and `hflow samples`: query the ledger of a run.
 """
@@ -14,7 +14,7 @@ from hflow import launch
 from hflow.base.errors import ConfigError
 from hflow.base.terminal import print_data, print_json, print_text, show
 from hflow.base.text import format_bytes
-from hflow.cli.arguments import Overrides, optional_recipe_file, write_html
+from hflow.cli.arguments import Overrides, StoppedByUser, optional_recipe_file, write_html
 from hflow.report.text.compare import names_text, render_comparison
 from hflow.report.text.ledger import as_csv, render_samples, render_story
 from hflow.report.text.results import render_evaluation, render_run_report
@@ -24,15 +24,16 @@ TARGET = "A run's directory, NAME for the newest run in runs/NAME, or the direct
 METRIC = "A metric, or a glob such as 'time/*'. May be repeated."
 
 
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's directory, or NAME for the newest run in runs/NAME.", show_default=False
+    ),
+]
+
+
 def report(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run's directory, or NAME for the newest run in runs/NAME.",
-            show_default=False,
-        ),
-    ],
+    run: Run,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
     ] = None,
@@ -46,6 +47,26 @@ def report(
 
     write_html(html, render_run_page(found))
     print_text(f"{html}: page of {found.record.name}, {found.record.state}")
+
+
+def watch(
+    run: Run,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0 for a free one.")
+    ] = 8100,
+) -> None:
+    """Serve a page that follows a run, on this machine only, until Ctrl-C. The run may have ended."""
+    try:
+        launch.watch(run, port, _print_watched)
+    except KeyboardInterrupt:
+        raise StoppedByUser from None
+
+
+def _print_watched(watched: launch.WatchedRun) -> None:
+    print_text(watched.run)
+    print_text(f"{watched.url} follows it; Ctrl-C ends this command, not the run")
+    if watched.tunnel is not None:
+        print_text(f"on your own machine: {watched.tunnel}")
 
 
 def compare(
@@ -181,12 +202,6 @@ def export(
 LIMIT = 20
 """Default number of rows of a table."""
 
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A run's directory, or NAME for the newest run in runs/NAME.", show_default=False
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
         why_texts,
     )
     from hflow.launch.results.runs import RunReport, read_report
+    from hflow.launch.results.watch import WatchedRun, watch
     from hflow.launch.running.run_recipe import resume, run, run_plan
     from hflow.launch.running.twin import TwinReport, twin
     from hflow.planner.plan.rows import Plan
@@ -64,6 +65,7 @@ _NAMES = {
     "hflow.launch.results.compare": "Comparison compare",
     "hflow.launch.results.ledger": ("SAMPLE_COLUMNS count_samples samples samples_with_text why why_texts"),
     "hflow.launch.results.runs": "RunReport read_report",
+    "hflow.launch.results.watch": "WatchedRun watch",
     "hflow.launch.running.run_recipe": "resume run run_plan",
     "hflow.launch.running.twin": "TwinReport twin",
     "hflow.planner.plan.rows": "Plan",

@@ -88,7 +88,9 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
     """
     directory = resolve(run).require_run()
     if not directory.trace.is_file():
-        raise ConfigError(f"{directory.path} has no {directory.trace.name}, as it has not ended; wait for it")
+        raise ConfigError(f"{directory.path} has no {directory.trace.name}; choose another run")
+    if directory.is_running:
+        raise ConfigError(f"the run in {directory.path} has not ended; wait for it, or choose another run")
     file = read_plan_file(directory.path)
     config = file.configuration()
     base = calibration_of(file.rows["hardware"]["calibration"], file.path)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from hflow.base.waiting import WaitFor, wait_silently
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Replica
 from hflow.weights.publisher import BucketHandles, PublishReport
@@ -25,6 +26,7 @@ from hflow.workers.interface import (
     WorkerSetup,
     build_phase,
     publish_span,
+    replicas_text,
 )
 from hflow.workers.messages import MESSAGES
 from hflow.workers.real_devices import check_devices, find_devices
@@ -53,13 +55,17 @@ class InprocWorkers(Workers):
 
     @override
     async def start(
-        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+        self,
+        setup: WorkerSetup,
+        report_progress: Callable[[str], None] = lambda line: None,
+        wait_for: WaitFor = wait_silently,
     ) -> None:
         report_progress(build_phase(setup.plan))
         self._plan = setup.plan
         hosted = tuple(range(setup.plan.cluster.num_devices))
         self._threads = ThreadPoolExecutor(2 * len(hosted), "hflow-worker")
-        self._worker = await _on(self._device, lambda: _build(setup, hosted))
+        with wait_for(replicas_text(setup.plan, hosted) or "the worker"):
+            self._worker = await _on(self._device, lambda: _build(setup, hosted))
         self._pulling = frozenset(route.dst for route in setup.plan.weights if route.how == "pull")
         for replica, _ in setup.plan.schedule.publishers:
             self._separate_engines[replica] = ThreadPoolExecutor(1, f"hflow-{replica}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.base.durable_files import FileChecksum
+from hflow.base.waiting import WaitFor, wait_silently
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.types.engine import EngineStats, SleepLevel
@@ -40,13 +41,17 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     async def start(
-        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+        self,
+        setup: WorkerSetup,
+        report_progress: Callable[[str], None] = lambda line: None,
+        wait_for: WaitFor = wait_silently,
     ) -> None:
         """Create the workers, join their process groups and build replicas; returns when all are ready.
 
         Args:
             setup: what every worker receives.
             report_progress: called with a line when a phase begins.
+            wait_for: shows what is awaited.
         """
 
     async def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
@@ -406,8 +411,18 @@ class Span:
 
 def build_phase(plan: Plan) -> str:
     """Return the line that says which models and engines workers begin to build."""
-    built = ", ".join(f"{replica.name} ({replica.backend})" for replica in plan.replicas)
+    built = replicas_text(plan, range(plan.cluster.num_devices))
     return f"building {built}" if built else "preparing workers"
+
+
+def replicas_text(plan: Plan, workers: Container[int]) -> str:
+    """Return the replicas that have ranks on some workers, as in `actor@train (torch), actor@gen (vllm)`."""
+    names = (
+        f"{replica.name} ({replica.backend})"
+        for replica in plan.replicas
+        if any(worker in workers for worker in replica.workers)
+    )
+    return ", ".join(names)
 
 
 def publish_span(report: PublishReport) -> Span:

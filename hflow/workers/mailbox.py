@@ -13,6 +13,8 @@ LINGER_SECONDS = 0.01
 """Longest time that an event waits for others while more are due. A message costs the controller and the
 worker as much as many events do."""
 PAUSE_SECONDS_PER_WORKER = 0.001
+ENGINE_LANE = "generate"
+"""Lane of the spans of engines: each is a turn, from when the engine woke until it slept."""
 
 
 def pause_seconds(num_workers: int) -> float:
@@ -49,6 +51,8 @@ class Mailbox:
         self._error: BaseException | None = None
         self._closed = False
         self._num_due = 0
+        self._has_turn = False
+        """Whether the turn of an engine has ended."""
 
     def expect(self, num_events: int) -> None:
         """Announce that so many more events will be put."""
@@ -64,9 +68,15 @@ class Mailbox:
             self._changed.notify()
 
     def add_span(self, span: Span) -> None:
-        """Add a span, to be reported with the next event."""
+        """Add a span, to be reported with the next event.
+
+        That of an engine's turn is reported soon, as no event may come before its next turn.
+        """
         with self._changed:
             self._spans.append(span)
+            if span.lane == ENGINE_LANE:
+                self._has_turn = True
+                self._changed.notify()
 
     def add_retry(self, retry: BodyRetry) -> None:
         """Add a body that is tried again. It is reported soon, as no event may come for a long time."""
@@ -87,19 +97,21 @@ class Mailbox:
             self._changed.notify()
 
     def wait(self) -> WorkerReport:
-        """Wait until there are events or retries, or the mailbox is closed, and take everything.
+        """Wait until there are events, retries or a turn, or the mailbox is closed, and take everything.
 
         Raises:
             BaseException: the error that a background thread failed with.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._events or self._retries) or self._is_over())
+            self._changed.wait_for(
+                lambda: bool(self._events or self._retries) or self._has_turn or self._is_over()
+            )
             delay = max(self._linger, self._reported_at + self._pause - time.monotonic())
             self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), delay)
             if self._error is not None:
                 raise self._error
             report = WorkerReport(self._worker, tuple(self._events), tuple(self._spans), tuple(self._retries))
-            self._events, self._spans, self._retries = [], [], []
+            self._events, self._spans, self._retries, self._has_turn = [], [], [], False
             self._reported_at = time.monotonic()
             return report
 

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from hflow.launch.results.runs import read_trace
+from hflow.runtime.records.activity import read_activity
+
 RECIPE = """
 import os
 import signal
+import time
 from pathlib import Path
 
 from hflow import Dataset, Model, PerSequence, Recipe, Text, compute, nodes, use
@@ -24,6 +28,9 @@ actor = Model("actor", trainable=True)
 @compute(returns="advantages")
 def advantage(reward: PerSequence) -> PerSequence:
     if Path("kill").exists():
+        files = [Path("runs/mine/latest") / name for name in ("trace.json", "activity.json")]
+        while not all(file.exists() for file in files) or "advantage" not in files[1].read_text():
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return reward
 
@@ -59,7 +66,19 @@ def test_a_killed_run_is_not_what_it_was_when_it_ended_before(
     command = [sys.executable, "-m", "hflow", "run", "--resume", "mine", "steps=5"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
     assert "failed or killed after 1 of 5 steps" in hflow.prints("report", "mine")
+    run = Path("runs/mine/latest")
+    kept = read_trace(run / "trace.json")
+    assert "score" in {span.name for span in kept.spans}, "the trace is whole after a kill"
+    doing = read_activity(run / "activity.json")
+    assert doing is not None
+    assert [(work.name, work.step) for work in doing.work] == [("advantage", 1)]
     Path("kill").unlink()
     hflow.prints("run", "--resume", "mine", "steps=3")
     assert json.loads(Path("runs/mine/latest/summary.json").read_text())["steps"] == 3
     assert "done after 3 steps" in hflow.prints("report", "mine")
+    assert not (run / "activity.json").exists()
+    assert [path.name for path in sorted(run.resolve().glob("trace*"))] == [
+        "trace-1.json",
+        "trace-2.json",
+        "trace.json",
+    ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,16 +17,22 @@ import pytest
 from forecast_samples import with_forecast
 from model_configs import model_config
 from plan_graphs import ppo, request
+from playwright import sync_api as playwright
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from run_files import DONE, reward_rows, write_full_run, write_run
 
 from hflow.launch.results.compare import compare
 from hflow.launch.results.runs import read_report
+from hflow.launch.results.watch import RunPage, serve_page
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.forecast import Limit, Remedy
 from hflow.report.html.plan import render_page
 from hflow.report.html.run import render_compare_page, render_run_page
+from hflow.runtime.records.activity import Activity, OngoingWork, write_activity
+from hflow.runtime.records.trace import Trace
+from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.shapes.model_shape import ModelShape
+from hflow.workers.interface import Span
 
 ROOT = Path(__file__).parents[2]
 
@@ -400,3 +409,45 @@ def test_compared_runs_are_read_in_one_plot(
         page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
         assert readings.all_inner_texts() == ["A 0.3 at step 3", "B 0.6 at step 2"]
         assert "batch" in page.locator("#config").inner_text()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_page_of_a_run_follows_it_and_keeps_what_the_reader_chose(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    run = RunDirectory(write_full_run(tmp_path / "run"))
+    now, trace = time.time(), Trace()
+    for step in range(6):
+        trace.add(0, Span("actor_train", "device", now + step - 6.5, now + step - 6, {"step": step}))
+    trace.write(run.trace)
+    errors: list[str] = []
+    with run.locked(), serve_page(RunPage(str(run.path)), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = browser.new_page(viewport={"width": width, "height": 844})
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert "Still going, 6 of 20 steps" in page.locator(".verdict").inner_text()
+        page.locator("#others summary").click()
+        page.locator("#others-find").fill("accepted")
+        page.locator("[data-colour=version]").click()
+        page.locator("#samples-find").fill("gen/9")
+        rows = [{"step": 7, "actor_gen/reward": 0.75, "rollout/accepted": 28.0}]
+        with run.metrics.open("a") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+        work = (OngoingWork("actor_train", "device", (0,), now, 7),)
+        write_activity(run.activity, Activity(now, None, work, {"gen": (3, 8)}))
+        playwright.expect(page.locator(".verdict")).to_contain_text("7 of 20 steps", timeout=60_000)
+        playwright.expect(page.locator("#now")).to_contain_text("actor_train, step 7")
+        reading = page.locator('#curves .curve[data-metric="actor_gen/reward"] output')
+        playwright.expect(reading).to_have_text("0.75")
+        assert page.locator("#others .curve:visible").count() == 1, "what was open and searched stays"
+        assert page.locator("[data-colour=version]").get_attribute("aria-pressed") == "true"
+        assert page.locator(".sample:visible").count() == 1
+        assert page.evaluate("document.activeElement.id") == "samples-find"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        run.plan.write_text("no json")
+        playwright.expect(page.locator("#watch-state")).to_contain_text("plan.json is not", timeout=60_000)
+        page.close()
+        server.shutdown()
+    assert [error for error in errors if "503" not in error] == []

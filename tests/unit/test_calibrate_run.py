@@ -191,8 +191,10 @@ def test_runs_that_cannot_teach_are_refused(compiled: Compiled, tmp_path: Path, 
         ConfigError, match=r"short has 7 complete steps, but calibrate needs 8; choose a longer"
     ):
         hardware_of(tmp_path / "short")
+    with RunDirectory(run).locked(), pytest.raises(ConfigError, match=r"run has not ended; wait for it"):
+        hardware_of(run)
     (run / "trace.json").unlink()
-    with pytest.raises(ConfigError, match=r"run has no trace.json, as it has not ended; wait for it"):
+    with pytest.raises(ConfigError, match=r"run has no trace.json; choose another run"):
         hardware_of(run)
 
     two = compile_recipe(RECIPE, (*SETTINGS, "cluster=cpu-1x2"))

@@ -106,6 +106,7 @@ def test_commands_and_options_do_not_change():
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": ["--gpus", "--json"],
         "samples": ["--count", "--csv", "--json", "--limit", "--text", "--where", "run"],
+        "watch": ["--port", "run"],
         "why": ["--json", "run", "sample"],
     }
 

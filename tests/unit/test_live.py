@@ -2,11 +2,14 @@
 
 import io
 import math
+import time
 
 import pytest
 
+from hflow.base import waiting
 from hflow.base.terminal import SafeConsole
 from hflow.report.text.live import LiveDisplay, LiveRow, PlainDisplay, open_display, sparkline
+from hflow.runtime.records.activity import Activity, OngoingWork
 
 
 def shown(live: bool | None, terminal: bool, rows: list[LiveRow]) -> str:
@@ -61,6 +64,72 @@ def test_the_panel_shows_the_last_row_and_the_curves():
     assert "step 8/8" in panel
     assert "▁▂▃▄▅▆▇█" in panel
     assert "saved [bold]here[/bold]" in panel
+
+
+def test_the_panel_moves_within_a_step():
+    now = time.time()
+    activity = Activity(
+        step_start=now - 65,
+        work=(
+            OngoingWork("actor_train", "device", (0,), now - 12, 3),
+            OngoingWork("generate x", "generate", (1,), now, 3),
+        ),
+        samples={"actor_gen": (384, 512), "eval_gen": (2, 40)},
+        seconds_per_step=100.0,
+    )
+    text = io.StringIO()
+    console = SafeConsole(file=text, force_terminal=False, width=120)
+    with open_display("grpo", live=True, console=console) as display:
+        display.follow(lambda: activity)
+        display.update(LiveRow(3, 5, {"reward": 0.5}))
+        assert isinstance(display, LiveDisplay)
+        console.print(display._render())
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    assert lines[0][-2:] == ["0:02:15", "left"], "two steps without what this one has taken"
+    assert lines[2] == ["now", "0:00:12", "actor_train,", "generating"]
+    assert lines[3] == [
+        "this",
+        "step",
+        "0:01:05",
+        "so",
+        "far",
+        "384",
+        "of",
+        "512",
+        "actor_gen",
+        "2",
+        "of",
+        "40",
+        "eval_gen",
+    ]
+    assert "now" not in text.getvalue().split("reward")[-1], "not of a run that has ended"
+
+
+def test_the_panel_says_what_is_awaited():
+    text = io.StringIO()
+    console = SafeConsole(file=text, force_terminal=True, width=120, color_system=None)
+    with open_display("grpo", console=console) as display, display.wait_for("Ray to start"):
+        assert isinstance(display, LiveDisplay)
+        console.print(display._render())
+    assert "0:00:00 waiting for Ray to start" in text.getvalue()
+
+
+def test_plain_lines_name_a_long_wait(monkeypatch: pytest.MonkeyPatch):
+    """Each is twice as long as the one before; a short wait has no line."""
+    monkeypatch.setattr(waiting, "FIRST_LINE_SECONDS", 0.05)
+    text, parts = io.StringIO(), iter(["2 workers", "1 worker", "1 worker"])
+    with open_display(live=False, console=SafeConsole(file=text)) as display:
+        with display.wait_for(lambda: next(parts)):
+            while text.getvalue().count("\n") < 2:
+                time.sleep(0.01)
+        lines = text.getvalue().splitlines()
+        monkeypatch.setattr(waiting, "FIRST_LINE_SECONDS", 60.0)
+        with display.wait_for("Ray to start"):
+            assert display.awaited is not None
+        assert display.awaited is None
+    assert lines[:2] == ["waiting for 2 workers: 0 s", "waiting for 1 worker: 0 s"]
+    assert "Ray" not in text.getvalue()
+    assert waiting.wait_line("Ray to start", 20.0) == "waiting for Ray to start: 20 s"
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,14 @@ def test_a_run_directory_and_latest(tmp_path: Path):
 
 def test_the_files_of_a_run(tmp_path: Path):
     run = RunDirectory.create(tmp_path, "grpo", "steps: 3\n", "{}\n")
-    files = [run.config, run.plan, run.metrics, run.trace, run.summary]
+    files = [run.config, run.plan, run.metrics, run.trace, run.summary, run.activity]
     assert [f.name for f in files] == [
         "config.yaml",
         "plan.json",
         "metrics.jsonl",
         "trace.json",
         "summary.json",
+        "activity.json",
     ]
     assert {f.parent for f in files} == {run.path}
     directories = (run.samples, run.sample_log, run.weights, run.checkpoints, run.tensorboard)

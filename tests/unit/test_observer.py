@@ -15,6 +15,7 @@ from hflow.launch.planning.compile import plan
 from hflow.launch.running.run_observer import RunObserver
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.report.text.live import Display, LiveRow
+from hflow.runtime.records.activity import OngoingWork
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.run_directory import read_metrics
@@ -92,7 +93,7 @@ def test_the_rollout_is_shown_between_steps_of_an_asynchronous_run(
     with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
         seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", asked), log, Trace(), display)
         seen.on_step(0, {**BUSY, **COUNTS})
-        seen.on_rollout({**COUNTS, "rollout/running": 7.0})
+        seen.on_rollout({**COUNTS, "rollout/running": 7.0}, {})
     (refreshed,) = display.refreshed
     assert (refreshed.step, refreshed.values) == (1, {})
     assert (refreshed.rollout is not None) is shows
@@ -103,6 +104,30 @@ def test_the_rollout_is_shown_between_steps_of_an_asynchronous_run(
             0.5,
         )
     assert [row["rollout/running"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [3.0]
+
+
+def test_the_activity_of_a_run_is_what_its_workers_do_now(tmp_path: Path) -> None:
+    display = Noted()
+    trained = OngoingWork("actor_train", "device", (0, 1), 20.0, 3)
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", tmp_path)) as log:
+        seen = RunObserver(plan(ROOT / "recipes/grpo_async.py", []), log, Trace(), display)
+        with seen.wait_for("Ray to start"):
+            waiting = seen.activity()
+        assert waiting.phase is not None
+        assert (waiting.phase[0], waiting.step_start) == ("waiting for Ray to start", None)
+        seen.on_begin(trained)
+        seen.on_rollout(COUNTS, {"actor_gen": (3, 8)})
+        seen.on_warning("be careful")
+        now = seen.activity()
+        assert (now.work, now.samples, now.warnings) == ((trained,), {"actor_gen": (3, 8)}, ("be careful",))
+        assert now.phase == ("actor_train", 20.0)
+        assert now.step_start is not None
+        seen.on_step(0, BUSY)
+        seen.on_finish(trained)
+        after = seen.activity()
+        assert (after.work, after.seconds_per_step) == ((), BUSY["time/step_seconds"])
+        with seen.wait_for("workers to start"):
+            assert seen.activity().samples == {}, "nothing of a start before"
 
 
 def test_report_show_picks_other_metrics(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_ledger_s_history_is_counted_without_what_was_done_again(run: Path, 
 
 
 def test_the_measured_chart_is_two_steps_of_the_trace(report: RunReport) -> None:
-    chart = measured_gantt(report.spans)
+    chart = measured_gantt(report.trace.spans)
     assert chart is not None
     assert chart.period == "1 s"
     lanes = [lane for lane in chart.lanes if lane.name == "worker 1"]
@@ -52,7 +52,7 @@ def test_the_measured_chart_is_two_steps_of_the_trace(report: RunReport) -> None
         ("4", 80, 20),
     ], "from the end of step 2 to the end of step 4, two seconds"
     assert lanes[1].idle == "60 %"
-    assert measured_gantt(report.spans[:2]) is None
+    assert measured_gantt(report.trace.spans[:2]) is None
 
 
 def test_the_planned_chart_is_that_of_the_plan(report: RunReport) -> None:

@@ -23,6 +23,18 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
+def test_the_samples_of_a_batch_are_counted_as_they_are_finished():
+    script = Script(grpo(shared=True), hold={"gen#1", "gen#3", "score", "actor_train"})
+    script.run()
+    assert script.state.num_generated() == {"gen": 2}, "0 and 2; a reward does not count"
+    for waiting in ("gen#1", "gen#3"):
+        script.release(waiting)
+    assert script.state.num_generated() == {"gen": 4}
+    for sample_id in range(4):
+        script.release(f"score {sample_id}")
+    assert script.state.num_generated() == {}, "the batch is formed, and no group is open"
+
+
 # -------------------------------------------------------------------------- whole traces
 def test_grpo_colocated():
     assert Script(grpo(shared=True)).run() == lines("""

@@ -1,6 +1,8 @@
 """Traces of runs in the format of the trace viewer."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 from hypothesis import given
@@ -33,6 +35,31 @@ def test_a_trace_names_workers_and_lanes_and_places_spans(tmp_path: Path):
     assert (spans["step 3"]["ts"], spans["step 3"]["dur"]) == (0, 3_000_000)
     assert (spans["actor_train"]["ts"], spans["actor_train"]["dur"]) == (500_000, 1_500_000)
     assert spans["actor_train"]["args"] == {"step": 3}
+
+
+def test_a_trace_tells_when_it_begins_and_was_written(tmp_path: Path):
+    trace = Trace()
+    trace.add(0, Span("a", "nodes", 1000.5, 1002.0))
+    trace.write(tmp_path / "trace.json")
+    other = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert other["start"] == 1000.5
+    assert other["end"] > 1002.0
+
+
+def test_a_trace_is_written_while_spans_are_added(tmp_path: Path):
+    trace, path, num_spans = Trace(), tmp_path / "trace.json", 500
+
+    def add() -> None:
+        for number in range(num_spans):
+            trace.add(number % 7, Span("a", f"lane {number % 50}", number, number + 1.0))
+            time.sleep(0)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    while adding.is_alive():
+        read(trace, path)
+    adding.join()
+    assert len([event for event in read(trace, path) if event["ph"] == "X"]) == num_spans
 
 
 def test_every_lane_has_its_own_thread(tmp_path: Path):

@@ -15,6 +15,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from worker_kit import setup_of
 
 from hflow.base.errors import RunError, WorkerFailureError
+from hflow.base.waiting import WaitFor, wait_silently
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.rows import Replica, WeightRoute
 from hflow.runtime.execution.executor import _first_exception
@@ -128,7 +129,11 @@ def test_an_engine_that_could_not_load_does_not_wake() -> None:
 class StartedActors(RayActors):
     """Processes that Ray has started."""
 
-    def start(self, report_progress: Callable[[str], None] = lambda line: None) -> None:
+    def start(
+        self,
+        report_progress: Callable[[str], None] = lambda line: None,
+        wait_for: WaitFor = wait_silently,
+    ) -> None:
         """They run."""
 
     def actors(self, number: int) -> list[Any]:

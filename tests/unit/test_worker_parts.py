@@ -157,6 +157,14 @@ def test_a_poll_takes_all_that_happened() -> None:
     assert mailbox.wait() == WorkerReport(3, ())
 
 
+def test_an_engine_s_turn_is_reported_without_an_event() -> None:
+    mailbox = Mailbox(0, linger=0.0)
+    asleep, turn = Span("sleep", "weights", 0.9, 1.0), Span("generate actor@gen", "generate", 0.0, 1.0)
+    mailbox.add_span(asleep)
+    mailbox.add_span(turn)
+    assert mailbox.wait() == WorkerReport(0, (), (asleep, turn))
+
+
 def test_an_event_waits_for_those_that_are_to_come() -> None:
     mailbox = Mailbox(0, linger=600.0)
     mailbox.expect(3)

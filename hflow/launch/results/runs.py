@@ -13,6 +13,7 @@ from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.launch.targets import resolve
 from hflow.metrics import find_metric
 from hflow.runtime.ledger.query import LedgerOverview, read_overview
+from hflow.runtime.records.activity import Activity, read_activity
 from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
@@ -76,11 +77,12 @@ class RunRecord:
         return f"{self.summary.get('reason')} after {self.summary.get('steps')} steps"
 
 
-def read_run(run: str) -> RunRecord:
+def read_run(run: str, *, may_lack_metrics: bool = False) -> RunRecord:
     """Return the record of a run.
 
     Args:
         run: a run's directory, or NAME for the latest run in `runs/NAME`.
+        may_lack_metrics: accept a run that has not completed its first step.
 
     Raises:
         ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
@@ -97,7 +99,7 @@ def read_run(run: str) -> RunRecord:
         for name, value in row.items():
             if name != "step" and value is not None:
                 curves.setdefault(name, {})[int(row["step"] or 0)] = value
-    if not curves:
+    if not curves and not may_lack_metrics:
         ended = f"it failed: {error}" if error else "it ended before its first step"
         when = "wait for its first step" if is_running else f"{ended}; name another run"
         raise ConfigError(f"the run in {directory.path} has no metrics yet; {when}")
@@ -127,6 +129,8 @@ def _is_plan(file: Mapping[str, Any]) -> bool:
 
 MAX_TEXTS = 200
 """Texts that a report shows, at equal distances over the run."""
+NEWEST_STEPS, NEWEST_SAMPLES = 3, 48
+"""Steps whose texts a live report shows, and the samples that it shows beside them, which finished last."""
 
 
 @dataclass(frozen=True)
@@ -144,79 +148,126 @@ class MeasuredSpan:
 
 
 @dataclass(frozen=True)
+class MeasuredTrace:
+    """What the workers of a run did."""
+
+    start: float | None = None
+    """When the first span began, in seconds since the epoch; None: the trace does not tell."""
+    end: float | None = None
+    """When the trace was written. It has all that had ended by then."""
+    spans: tuple[MeasuredSpan, ...] = ()
+    """In order of their start; empty if there is no trace."""
+
+    def until_now(self, activity: Activity | None, now: float) -> tuple[MeasuredSpan, ...]:
+        """Return the spans, and those of what workers still do, which end now.
+
+        If work has ended since the trace was written, they end with the trace.
+
+        Args:
+            activity: what workers do.
+            now: seconds since the epoch.
+        """
+        if self.start is None or self.end is None or activity is None:
+            return self.spans
+        is_whole = all(work.start <= self.end for work in activity.work)
+        end = now if is_whole else self.end
+        doing = [
+            MeasuredSpan(
+                f"worker {worker}", work.lane, work.name, work.start - self.start, end - self.start, work.step
+            )
+            for work in activity.work
+            for worker in work.workers
+            if work.start < end
+        ]
+        return (*self.spans, *doing)
+
+
+@dataclass(frozen=True)
 class RunReport:
     """A run, as `hflow report` shows it."""
 
     record: RunRecord
     units: Mapping[str, tuple[str, str]]
     """Metric that hflow computes -> (unit, meaning)."""
-    spans: tuple[MeasuredSpan, ...]
-    """In order of their start; empty if there is no trace."""
+    trace: MeasuredTrace
     ledger: LedgerOverview | None
     """None: the run has no ledger."""
     texts: Mapping[tuple[str, int], Sequence[SampleRow]]
     """Root stream and id of a sample -> its texts, of some of those whose text was kept; empty: none was."""
     checkpoints: tuple[int, ...]
     """Completed steps of the checkpoints that exist."""
+    activity: Activity | None = None
+    """What a run that is going does now, or one that was killed did last."""
 
 
-def read_report(run: str) -> RunReport:
+def read_report(run: str, *, is_live: bool = False) -> RunReport:
     """Read what a run has written. It may still be going.
 
     Args:
         run: a run's directory, or NAME for the latest run in `runs/NAME`.
+        is_live: choose the samples that finished last. The run may lack metrics.
 
     Raises:
         ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
     """
-    record = read_run(run)
+    record = read_run(run, may_lack_metrics=is_live)
     directory = record.directory
-    rows = read_samples(directory.samples)
+    rows = read_samples(directory.samples, NEWEST_STEPS if is_live else None)
     chosen = rows[:: -(-len(rows) // MAX_TEXTS) or 1]
     for row in chosen:
         if not _is_text(row):
             raise ConfigError(f"{directory.samples} has a damaged row of sample {row['id']}; delete its file")
     texts = by_sample(chosen)
+    num_newest = NEWEST_SAMPLES if is_live else 0
     declared = {name: find_metric(name, builtin_metrics()) for name in record.curves}
     return RunReport(
         record=record,
         units={name: (metric.unit, metric.help) for name, metric in declared.items() if metric},
-        spans=tuple(sorted(read_spans(directory.trace), key=lambda span: span.start)),
-        ledger=read_overview(directory.ledger, texts) if directory.ledger.is_file() else None,
+        trace=read_trace(directory.trace),
+        ledger=read_overview(directory.ledger, texts, num_newest) if directory.ledger.is_file() else None,
         texts=texts,
         checkpoints=tuple(Checkpoints(directory.checkpoints).steps),
+        activity=None if record.summary is not None else read_activity(directory.activity),
     )
 
 
-def read_spans(path: Path) -> Iterator[MeasuredSpan]:
-    """Yield the spans of a trace; none if there is no file.
+def read_trace(path: Path) -> MeasuredTrace:
+    """Return the trace in a file; an empty one if there is no file.
 
     Raises:
         ConfigError: for a file that is not a trace of hflow.
     """
     if not path.is_file():
-        return
+        return MeasuredTrace()
     try:
-        events: list[Mapping[str, Any]] = read_json_object(path, "trace of a run")["traceEvents"]
-        names = {
-            event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"
-        }
-        for event in events:
-            if event["ph"] == "X":
-                args = event["args"]
-                step = args.get("step", args.get("version"))
-                yield MeasuredSpan(
-                    worker=names[event["pid"]],
-                    lane=str(event["cat"]),
-                    name=str(event["name"]),
-                    start=event["ts"] * 1e-6,
-                    end=(event["ts"] + event["dur"]) * 1e-6,
-                    step=int(step) if step is not None else None,
-                )
+        file = read_json_object(path, "trace of a run")
+        start, end = (_number(file.get("otherData", {}), key) for key in ("start", "end"))
+        spans = sorted(_spans(file["traceEvents"]), key=lambda span: span.start)
+        return MeasuredTrace(start, end, tuple(spans))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not the trace of a run: {error!r}; delete it") from error
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else float(values[key])
+
+
+def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[MeasuredSpan]:
+    names = {event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
+    for event in events:
+        if event["ph"] == "X":
+            args = event["args"]
+            step = args.get("step", args.get("version"))
+            yield MeasuredSpan(
+                worker=names[event["pid"]],
+                lane=str(event["cat"]),
+                name=str(event["name"]),
+                start=event["ts"] * 1e-6,
+                end=(event["ts"] + event["dur"]) * 1e-6,
+                step=int(step) if step is not None else None,
+            )
 
 
 def _is_text(row: SampleRow) -> bool:

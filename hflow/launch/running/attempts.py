@@ -78,7 +78,7 @@ class Attempts:
             setup = resumed_setup(self.setup, self.compiled, point) if point else self.setup
             self.signals.stop_by(None)
             try:
-                async with _started(workers, setup, self.observer.on_progress):
+                async with _started(workers, setup, self.observer):
                     return await self._execute(workers, point)
             except WorkerFailureError as failure:
                 if self.signals.is_requested:  # it may have reached the workers too
@@ -166,21 +166,20 @@ class Attempts:
 
 
 @asynccontextmanager
-async def _started(
-    workers: Workers, setup: WorkerSetup, report_progress: Callable[[str], None]
-) -> AsyncIterator[None]:
+async def _started(workers: Workers, setup: WorkerSetup, observer: RunObserver) -> AsyncIterator[None]:
     start = time.monotonic()
     directories = [path for path in (setup.weights_directory, setup.sample_log_directory) if path]
     try:
         _remove(directories)  # a controller that was killed may have left files
-        await workers.start(setup, report_progress)
+        await workers.start(setup, observer.on_progress, observer.wait_for)
         freeze_gc()
-        report_progress(
+        observer.on_progress(
             f"workers are ready after {time.monotonic() - start:.0f} s; generating the first samples"
         )
         yield
     finally:
-        await workers.close()
+        with observer.wait_for("workers to end"):
+            await workers.close()
         _remove(directories)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hflow.base.secrets import mask_secrets
+from hflow.base.waiting import Awaited
 from hflow.config.schema import ReportConfig
 from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.shown_metrics import ShownMetrics, builtin_metrics
@@ -23,6 +26,7 @@ from hflow.report.text.live import Display, Lags, LiveRow, RolloutView
 from hflow.report.text.samples import sample_markdown
 from hflow.runtime.events import Refusal
 from hflow.runtime.records import step_metrics as metrics
+from hflow.runtime.records.activity import Activity, OngoingWork
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.sample_texts import write_samples
 from hflow.runtime.records.trace import Trace
@@ -82,12 +86,18 @@ class RunObserver:
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
         self._step = 0
+        self._step_start: float | None = None
+        """When the step before was complete; None: workers start."""
+        self._work: dict[OngoingWork, None] = {}
+        """What workers do, in the order in which it began."""
+        self._samples_done: Mapping[str, tuple[int, int]] = {}
         self._noted: set[tuple[str, Refusal]] = set()
         self._noted_retries: set[str] = set()
         self.shown: dict[str, float] = {}
         """Last values of what is shown, by label."""
         self.warnings: list[str] = []
         """What the run was warned of."""
+        display.follow(self.activity)
 
     @property
     def not_evaluated(self) -> Mapping[str, tuple[int, int]]:
@@ -96,7 +106,7 @@ class RunObserver:
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step and show it."""
-        self._step = step + 1
+        self._step, self._step_start = step + 1, time.time()
         seconds = values[metrics.STEP_SECONDS.name]
         average = self._seconds_per_step
         self._seconds_per_step = SMOOTHING * average + (1 - SMOOTHING) * seconds if average else seconds
@@ -113,9 +123,10 @@ class RunObserver:
         """Continue the curves from a checkpoint of `step` completed steps."""
         self._log.rewind(step)
 
-    def on_rollout(self, values: Mapping[str, float]) -> None:
+    def on_rollout(self, values: Mapping[str, float], samples: Mapping[str, tuple[int, int]]) -> None:
         """Show the present state of generation, while a step is under way."""
         self._rollout.update(values)
+        self._samples_done = samples
         self._display.refresh(self._row({}))
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -174,6 +185,33 @@ class RunObserver:
     def on_progress(self, phase: str) -> None:
         """Show which phase of the start has begun."""
         self._display.note(phase)
+
+    def wait_for(self, what: Awaited) -> AbstractContextManager[None]:
+        """Show what workers that start wait for. Nothing of an earlier start runs any more."""
+        self._work.clear()
+        self._samples_done, self._step_start = {}, None
+        return self._display.wait_for(what)
+
+    def on_begin(self, work: OngoingWork) -> None:
+        """Show what workers begin to do."""
+        if self._step_start is None:
+            self._step_start = time.time()
+        self._work[work] = None
+
+    def on_finish(self, work: OngoingWork) -> None:
+        """Show that work has ended."""
+        self._work.pop(work, None)
+
+    def activity(self) -> Activity:
+        """Return the activity of the run at this moment. Called from any thread."""
+        return Activity(
+            step_start=self._step_start,
+            awaited=self._display.awaited,
+            work=tuple(self._work),
+            samples=self._samples_done,
+            seconds_per_step=self._seconds_per_step,
+            warnings=tuple(self.warnings),
+        )
 
     def on_span(self, worker: int, span: Span) -> None:
         """Keep a span for the trace."""

@@ -44,6 +44,7 @@ from hflow.models.hub import fetch_model, has_weights
 from hflow.observer import RunInfo
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
+from hflow.runtime.records.live_files import LiveFiles
 from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -202,9 +203,10 @@ async def _run_in_loop(
                 stack.push_async_callback(processes.close)
             processes.refuse_impossible()
         hashing = _in_background(find_inputs) if resumed is None else None
-        await _check_models_while_ray_starts(compiled, setup, processes, display.note)
+        await _check_models_while_ray_starts(compiled, setup, processes, display)
         if hashing is not None:
-            inputs = await hashing
+            with display.wait_for("checksums of data and models"):
+                inputs = await hashing
         directory, checkpoints, set_aside = stack.enter_context(_open_directory(compiled, resumed, inputs))
         setup = replace(setup, weights_directory=str(resolved(directory.weights)))
         if processes is not None and not processes.is_shared:
@@ -229,14 +231,15 @@ async def _run_in_loop(
 
 
 async def _check_models_while_ray_starts(
-    compiled: Compiled, setup: WorkerSetup, processes: RayActors | None, note: Callable[[str], None]
+    compiled: Compiled, setup: WorkerSetup, processes: RayActors | None, display: Display
 ) -> None:
     """Check models. Meanwhile Ray starts, and workers import torch as this process does for the checks."""
     model_checks = _in_background(partial(import_module, "hflow.launch.running.model_checks"))
     if processes is not None:
         with suppress(WorkerFailureError):  # `Attempts` starts them again
-            processes.start(note)
-    (await model_checks).check_models(compiled, setup)
+            processes.start(display.note, display.wait_for)
+    with display.wait_for("the checks of models"):
+        (await model_checks).check_models(compiled, setup)
 
 
 def _in_background(work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -362,11 +365,12 @@ def _observer(
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
         observer = RunObserver(compiled.plan, log, trace, display, report, checkpoints, directory, observers)
+        files = LiveFiles(trace, directory.trace, observer.activity, directory.activity)
         try:
             yield observer
         finally:
             observer.close("failed")  # it has no effect after the end of a run that did not fail
             try:
-                trace.write(directory.trace)
+                files.close()
             except WriteError as error:  # what ended the run is more important
                 display.note(str(error))

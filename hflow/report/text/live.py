@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import abc
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -23,6 +25,8 @@ from rich.text import Text
 
 from hflow.base.terminal import SafeConsole
 from hflow.base.text import format_share
+from hflow.base.waiting import Awaited, awaited_text, print_waits
+from hflow.runtime.records.activity import Activity
 
 MAX_BINS = 9
 """Columns of the histogram of lags. The last one counts all larger lags too."""
@@ -194,6 +198,31 @@ class LiveRow:
 class Display(abc.ABC):
     """Shows rows. It is a context manager; leaving it restores the terminal."""
 
+    _awaited: tuple[Awaited, float] | None = None
+
+    @property
+    def awaited(self) -> tuple[str, float] | None:
+        """What is awaited while a run starts, and since when, in seconds since the epoch."""
+        awaited = self._awaited
+        return None if awaited is None else (awaited_text(awaited[0]), awaited[1])
+
+    @contextmanager
+    def wait_for(self, what: Awaited) -> Iterator[None]:
+        """Show what is awaited, and for how long, while the context lasts."""
+        before, self._awaited = self._awaited, (what, time.time())
+        try:
+            yield
+        finally:
+            self._awaited = before
+
+    def follow(self, activity: Callable[[], Activity]) -> None:
+        """Show what a run does within a step. A display that cannot do so does nothing.
+
+        Args:
+            activity: returns what it does now; called on any thread.
+        """
+        return None
+
     @abc.abstractmethod
     def update(self, row: LiveRow) -> None:
         """Show a new row."""
@@ -238,6 +267,12 @@ class PlainDisplay(Display):
             rollout = rollout_summary(row.rollout)
             self.note("  ".join([*_parts(row, self._values), *rollout, *_speed(row)]))
 
+    @contextmanager
+    def wait_for(self, what: Awaited) -> Iterator[None]:
+        """Print a line when the wait has taken 10, 20, 40 ... seconds."""
+        with super().wait_for(what), print_waits(self.note)(what):
+            yield
+
     def note(self, text: str) -> None:
         """Print a line without wrapping it."""
         self._console.print(text, soft_wrap=True, highlight=False)
@@ -249,7 +284,9 @@ class LiveDisplay(Display):
     def __init__(self, console: Console, title: str = "") -> None:
         self._title = title
         self._curves: dict[str, list[float]] = defaultdict(list)
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._row: LiveRow | None = None
+        self._activity: Callable[[], Activity] | None = None
+        self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._render)
 
     def update(self, row: LiveRow) -> None:
         """Redraw with a new row."""
@@ -259,7 +296,16 @@ class LiveDisplay(Display):
 
     def refresh(self, row: LiveRow) -> None:
         """Redraw with the row's progress and rollout, but without adding its values."""
-        self._live.update(_panel(self._title, row, self._curves))
+        self._row = row
+
+    def follow(self, activity: Callable[[], Activity]) -> None:
+        """Show what happens within a step too, whenever the panel is drawn."""
+        self._activity = activity
+
+    def _render(self) -> Group:
+        activity = Activity(awaited=self.awaited) if self._activity is None else self._activity()
+        curves = {label: tuple(curve) for label, curve in tuple(self._curves.items())}
+        return _panel(self._title, self._row, curves, activity, time.time())
 
     def note(self, text: str) -> None:
         """Print a line above the panel."""
@@ -272,6 +318,7 @@ class LiveDisplay(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._activity = None
         self._live.stop()
         if not self._live.console.is_terminal:
             self._live.console.line()
@@ -326,22 +373,47 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-def _panel(title: str, row: LiveRow, curves: Mapping[str, Sequence[float]]) -> Group:
-    lines = list(rollout_lines(row.rollout)) if row.rollout else []
+def _panel(
+    title: str, row: LiveRow | None, curves: Mapping[str, Sequence[float]], activity: Activity, now: float
+) -> Group:
+    lines = list(activity_lines(activity, now))
+    if row is None:
+        return Group(_table(lines, 0))
+    lines += rollout_lines(row.rollout) if row.rollout else ()
     width = max((len(label) for label in (*curves, *(label for label, _ in lines))), default=0)
     values = _grid(min_width=width)
     values.add_column(justify="right", min_width=VALUE_WIDTH, no_wrap=True)
     for label, curve in curves.items():
         values.add_row(label, f"{curve[-1]:.4g}", Text(sparkline(curve, CURVE_WIDTH), style="cyan"))
-    rollout = _grid(min_width=width)
+    return Group(_head(title, row, activity, now), values, _table(lines, width))
+
+
+def activity_lines(activity: Activity, now: float) -> Iterator[tuple[str, Text]]:
+    """Yield the heading and the content of the lines that say what happens within a step."""
+    if activity.phase is not None:
+        phase, start = activity.phase
+        yield "now", Text(f"{_clock(max(0.0, now - start)):>9} {phase}")
+    elif activity.step_start is not None:
+        yield "now", Text()
+    if activity.step_start is not None:
+        samples = [f"{done:>9,} of {wanted:,} {name}" for name, (done, wanted) in activity.samples.items()]
+        elapsed = f"{_clock(max(0.0, now - activity.step_start)):>9} so far  "
+        yield "this step", Text("".join([elapsed, *samples]))
+
+
+def _table(lines: Sequence[tuple[str, Text]], width: int) -> Table:
+    table = _grid(min_width=width)
     for label, line in lines:
-        rollout.add_row(label, line)
-    return Group(_head(title, row), values, rollout)
+        table.add_row(label, line)
+    return table
 
 
-def _head(title: str, row: LiveRow) -> Table:
+def _head(title: str, row: LiveRow, activity: Activity, now: float) -> Table:
     """Return the first line. The bar takes the width that the text leaves."""
     tokens, left = _speed(row)
+    if activity.step_start is not None:
+        seconds = activity.seconds_left(row.num_steps - row.step, now)
+        left = f"{_clock(seconds)} left" if activity.seconds_per_step else ""
     step = f"step {row.step:>{len(str(row.num_steps))}}/{row.num_steps}"
     head = _grid()
     head.add_column(no_wrap=True)

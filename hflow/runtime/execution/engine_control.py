@@ -7,6 +7,7 @@ the weights that were sent. Every method returns the events that the state machi
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from dataclasses import replace
 from hflow.base.errors import RunError
 from hflow.runtime.events import Asleep, Awake, Event, NodeFailed, Published, Refusal
 from hflow.runtime.execution.run_context import RunContext
+from hflow.runtime.records.activity import GENERATE, WEIGHTS, OngoingWork
 from hflow.runtime.state.run_state import RunState
 from hflow.types.engine import SleepLevel
 from hflow.workers.interface import GroupTask, WeightsLoaded
@@ -31,6 +33,8 @@ class EngineControl:
         self._run = run
         self._streams = {stream.name: stream for stream in run.plan.schedule.streams}
         self._rebalancer = rebalancer
+        self._work: dict[str, OngoingWork] = {}
+        """Engine replica -> what it does."""
 
     async def publish(self, replica: str, version: int) -> Sequence[Event]:
         """Copy weights to where an engine can load them, before their devices do anything asked later."""
@@ -44,14 +48,17 @@ class EngineControl:
         Raises:
             RunError: when it holds other weights than were sent.
         """
+        self._begin(replica, f"weights {replica}", WEIGHTS, version)
         loaded = await self._run.workers.wake(replica, version)
         checksum = verify_weights(replica, version, loaded)
         if checksum is not None:
             self._run.ledger.record_weights(replica, version, checksum)
+        self._begin(replica, f"generate {replica}", GENERATE, version)
         return [Awake(replica, version)]
 
     async def sleep(self, replica: str, level: SleepLevel) -> Sequence[Event]:
         """Interrupt an engine and balance the work between the engines of its replica."""
+        self._finish(replica)
         await self._run.workers.sleep(replica, level)
         num_moved, refused = await self._rebalancer.balance(replica)
         self._run.metrics.add_moved(num_moved)
@@ -62,6 +69,17 @@ class EngineControl:
                 self._run.placer.finished(name, sample // stream.group_size)
                 events.append(NodeFailed(stream.source, sample, Refusal.FAILED))
         return [*events, Asleep(replica)]
+
+    def _begin(self, replica: str, name: str, lane: str, version: int) -> None:
+        """Report what an engine begins to do, and that it has finished what it did before."""
+        self._finish(replica)
+        work = OngoingWork(name, lane, self._run.plan.replica(replica).heads, time.time(), version)
+        self._work[replica] = work
+        self._run.observer.on_begin(work)
+
+    def _finish(self, replica: str) -> None:
+        if (work := self._work.pop(replica, None)) is not None:
+            self._run.observer.on_finish(work)
 
 
 def verify_weights(replica: str, version: int, loaded: WeightsLoaded) -> str | None:

@@ -27,6 +27,7 @@ from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, str
 from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.execution.streaming_runner import StreamingRunner
+from hflow.runtime.records.activity import DEVICE, OngoingWork
 from hflow.runtime.saving.run_saving import RunSaving
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
@@ -93,6 +94,11 @@ class Executor:
         self._events: asyncio.Queue[tuple[int | None, Sequence[Any]]] = asyncio.Queue()
         """Events of the run (worker None), and what workers report, in the order of arrival."""
         self._streams = {stream.name: stream for stream in plan.schedule.streams}
+        self._num_wanted = {
+            name: stream.group_size * (rows[name].num_rows if stream.batch is None else stream.batch)
+            for name, stream in self._streams.items()
+        }
+        """Stream -> samples of a batch, or of an evaluation."""
         self._stream_of_source = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         evaluations = dict(snapshot.evaluations) if snapshot else {}
@@ -264,7 +270,14 @@ class Executor:
                 self._run.observer.on_retry(worker, retry)
             self._events.put_nowait((worker, report.events))
             if values := self._run.metrics.refresh(self._state.rollout_counts):
-                self._run.observer.on_rollout(values)
+                self._report_rollout(values)
+
+    def _report_rollout(self, values: Mapping[str, float]) -> None:
+        """Report the present counts, and the samples that are finished of those wanted."""
+        wanted = self._num_wanted
+        finished = self._state.num_generated().items()
+        samples = {name: (min(number, wanted[name]), wanted[name]) for name, number in finished}
+        self._run.observer.on_rollout(values, samples)
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         """Return the state machine's event for a worker's event, and record the worker's."""
@@ -389,6 +402,7 @@ class Executor:
         self._batches.add_batch(batch)
         summary = self._spawn_report(self._batches.summarize(batch, is_evaluation))
         self._summaries[stream.name, step] = summary
+        self._report_rollout(self._state.rollout_counts())
 
     async def _run_batch_node(self, node: str, step: int) -> None:
         await self._batches.run_node(node, step)
@@ -411,7 +425,10 @@ class Executor:
 
     # Saving
     async def _run_save(self, node: str, step: int) -> None:
-        await self._saving.copy_model(node.removeprefix(SAVE_PREFIX), step + 1)
+        model = node.removeprefix(SAVE_PREFIX)
+        workers = next(r.workers for r in self._run.plan.replicas if r.model == model and r.role != "gen")
+        with self._run.working(OngoingWork(f"save {model}", DEVICE, workers, time.time(), step)):
+            await self._saving.copy_model(model, step + 1)
         self._enqueue(ev.NodeDone(node, step))
 
     def _take_checkpoint(self, snapshot: RunSnapshot) -> None:

@@ -7,6 +7,7 @@ the outputs are.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from hflow.data_plane.redistribute import Shards, redistribute
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution.run_context import RunContext
+from hflow.runtime.records.activity import DEVICE, OngoingWork
 from hflow.workers.interface import NodeResult, NodeTask, ShardInput
 
 
@@ -95,12 +97,13 @@ class NodeExecution:
         moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
         transfer = self._run.workers.transfer(moves) if moves else _nothing()
-        if any(move.src in self._run.workers.replaceable for move in moves):
-            # The source may fail meanwhile. The node must not run then before the moves are done again.
-            moved_bytes = await transfer
-            results = await self._run.workers.run(tasks)
-        else:
-            moved_bytes, results = await asyncio.gather(transfer, self._run.workers.run(tasks))
+        with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step)):
+            if any(move.src in self._run.workers.replaceable for move in moves):
+                # The source may fail meanwhile. The node must not run then before the moves are done again.
+                moved_bytes = await transfer
+                results = await self._run.workers.run(tasks)
+            else:
+                moved_bytes, results = await asyncio.gather(transfer, self._run.workers.run(tasks))
         locations.add_moves(moves)
         self._record(node, locations, results)
         return ExecutionResult(results, moved_bytes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hflow.data_plane.group_placement import GroupPlacer
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.ledger import Ledger
+from hflow.runtime.records.activity import OngoingWork
 from hflow.runtime.records.step_metrics import RunEvents, StepMetrics
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.workers.interface import Workers
@@ -44,3 +47,12 @@ class RunContext:
         """Return the context of a run that has counted and placed nothing yet."""
         placer = GroupPlacer(plan)
         return cls(plan, workers, observer, checkpoints, ledger, seed, StepMetrics(plan), placer)
+
+    @contextmanager
+    def working(self, work: OngoingWork) -> Iterator[None]:
+        """Report that workers do something while the context lasts."""
+        self.observer.on_begin(work)
+        try:
+            yield
+        finally:
+            self.observer.on_finish(work)

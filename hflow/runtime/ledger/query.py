@@ -168,12 +168,13 @@ class LedgerOverview:
     """Column -> value, of the chosen samples or of whole groups at equal distances over the run."""
 
 
-def read_overview(path: Path, among: Collection[tuple[str, int]] = ()) -> LedgerOverview:
+def read_overview(path: Path, among: Collection[tuple[str, int]] = (), num_newest: int = 0) -> LedgerOverview:
     """Return the overview of a ledger, also while its run writes it.
 
     Args:
         path: path of the ledger.
         among: stream and id of the samples to return; empty: some of all.
+        num_newest: also return so many samples that finished last, and these before all others.
 
     Raises:
         ConfigError: when there is no ledger, or it is damaged.
@@ -199,18 +200,36 @@ def read_overview(path: Path, among: Collection[tuple[str, int]] = ()) -> Ledger
                     AND s.seq < w.seq)), r.step) - r.step
             FROM rewinds AS r ORDER BY r.seq"""
         ).fetchall()
+        newest = _newest(database, num_newest)
+        chosen = {*among, *newest}
+        samples = select(path, among=chosen).to_json() if chosen else _samples(database)
+        if num_newest:
+            samples.sort(key=lambda row: row["finished_at"] or 0.0, reverse=True)
         return LedgerOverview(
             ends={**dict(ends), **({"in flight": in_flight} if in_flight else {})},
             refused=tuple(RefusedRow(*row) for row in refused),
             rewinds=tuple(RewindRow(step, max(0, lost)) for step, lost in rewinds),
-            samples=tuple(select(path, among=among).to_json() if among else _samples(database)),
+            samples=tuple(samples),
         )
 
 
-def _samples(database: sqlite3.Connection) -> list[Mapping[str, Any]]:
+def _newest(database: sqlite3.Connection, number: int) -> list[tuple[str, int]]:
+    """Return stream and id of the samples that finished last. Ids ascend in the order of admission."""
+    found: list[tuple[int, str, int]] = []
+    for stream, name, size in database.execute("SELECT id, name, group_size FROM streams").fetchall():
+        rows = database.execute(
+            f"SELECT f.seq, f.sample FROM finished AS f WHERE f.stream = ? AND {survives('f')} "
+            "ORDER BY f.sample DESC LIMIT ?",
+            (stream, number * size),
+        )
+        found += [(seq, name, sample) for seq, sample in rows]
+    return [(name, sample) for _, name, sample in sorted(found, reverse=True)[:number]]
+
+
+def _samples(database: sqlite3.Connection) -> list[dict[str, Any]]:
     """Return whole groups of each stream, at equal distances over the run."""
     names = ", ".join(f'"{name}"' for name in COLUMNS)
-    found: list[Mapping[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for stream, name, size in database.execute(
         "SELECT id, name, group_size FROM streams ORDER BY is_trained DESC, id"
     ).fetchall():

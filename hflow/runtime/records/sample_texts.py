@@ -161,14 +161,18 @@ def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> No
     _write(path, (*kept, *rows))
 
 
-def read_samples(directory: Path) -> list[SampleRow]:
-    """Return the rows of all files, in the order of steps.
+def read_samples(directory: Path, num_files: int | None = None) -> list[SampleRow]:
+    """Return the rows of files, in the order of steps.
+
+    Args:
+        directory: the directory of the files.
+        num_files: read so many of the last ones; None: all.
 
     Raises:
         ConfigError: for a file that is damaged.
     """
-    paths = directory.glob("step-*.jsonl")
-    return [row for path in sorted(paths, key=_number) for row in _read(path)]
+    paths = sorted(directory.glob("step-*.jsonl"), key=_number)
+    return [row for path in paths[-num_files if num_files else 0 :] for row in _read(path)]
 
 
 def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:

@@ -17,6 +17,7 @@ from hflow.graph.queries import PREFERRED, reported_field
 from hflow.metrics import Metric, declare
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
+from hflow.runtime.records.activity import OngoingWork
 from hflow.types import EpisodeState
 from hflow.types.engine import EngineStats
 from hflow.workers.interface import BodyRetry, ComputeReady, SampleReady, Span, WorkerReport
@@ -131,8 +132,14 @@ class RunEvents(Protocol):
         """Receive the row of a completed training step."""
         ...
 
-    def on_rollout(self, values: Mapping[str, float]) -> None:
-        """Receive the present `rollout/` and `episodes/` counts, while a step is under way."""
+    def on_rollout(self, values: Mapping[str, float], samples: Mapping[str, tuple[int, int]]) -> None:
+        """Receive the present state of generation, while a step is under way.
+
+        Args:
+            values: the `rollout/` and `episodes/` counts.
+            samples: stream -> samples that are finished and wanted, of a batch or evaluation that is being
+                generated.
+        """
         ...
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -158,6 +165,14 @@ class RunEvents(Protocol):
 
     def on_warning(self, warning: str) -> None:
         """Receive what the user should know, in one line."""
+        ...
+
+    def on_begin(self, work: OngoingWork) -> None:
+        """Receive what workers begin to do."""
+        ...
+
+    def on_finish(self, work: OngoingWork) -> None:
+        """Receive work that has ended; it had begun."""
         ...
 
     def on_span(self, worker: int, span: Span) -> None:

@@ -7,8 +7,10 @@ require the spans of one thread to be nested, so spans of a lane that overlap ot
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +32,53 @@ class Trace:
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self._lanes: dict[tuple[int, str], deque[Span]] = defaultdict(lambda: deque(maxlen=max_spans))
+        self._lock = threading.Lock()
+        self.num_added = 0
+        """Spans that were added, whether or not they are kept."""
 
     def add(self, worker: int, span: Span) -> None:
         """Add a span of a worker (`CONTROLLER` for the controller)."""
-        self._lanes[worker, span.lane].append(span)
+        with self._lock:
+            self._lanes[worker, span.lane].append(span)
+            self.num_added += 1
 
     def write(self, path: Path) -> None:
-        """Write the kept spans as one JSON file.
+        """Write the kept spans as one JSON file, on any thread. The file is a whole trace at any time.
 
         Raises:
             WriteError: when it cannot be written.
         """
-        replace_text(path, json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+        with self._lock:
+            end = time.time()
+            lanes = {key: tuple(spans) for key, spans in sorted(self._lanes.items())}
+        origin = min((span.start for spans in lanes.values() for span in spans), default=0.0)
+        # One call of json for each event, as other threads wait during a call.
+        events = ",\n".join(json.dumps(event) for event in _events(lanes, origin))
+        other = json.dumps({"start": origin, "end": end})
+        replace_text(
+            path, f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{events}\n]}}\n'
+        )
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return the trace events: names of processes and threads, then one complete event per span.
 
-        Times are microseconds since the start of the first span that is kept.
-        """
-        origin = min((span.start for spans in self._lanes.values() for span in spans), default=0.0)
-        names, span_events = [], []
-        workers: set[int] = set()
-        for tid, (worker, lane, spans) in enumerate(self._rows(), start=1):
+def _events(lanes: Mapping[tuple[int, str], Sequence[Span]], origin: float) -> Iterator[dict[str, Any]]:
+    """Yield the trace events: names of processes and threads, each followed by a complete event per span.
+
+    Args:
+        lanes: worker and lane -> its spans, in the order in which they are shown.
+        origin: when the trace begins, in seconds since the epoch. Events have microseconds since then.
+    """
+    workers: set[int] = set()
+    tid = 0
+    for (worker, lane), spans in lanes.items():
+        for index, row in enumerate(nested_rows(spans)):
+            tid += 1
             if worker not in workers:
                 workers.add(worker)
-                names += _process_events(worker)
-            names.append(_name_event("thread_name", worker, tid, lane))
-            span_events += [_span_event(span, worker, tid, origin) for span in spans]
-        return names + span_events
-
-    def _rows(self) -> Iterator[tuple[int, str, list[Span]]]:
-        """Yield (worker, name of the thread, its nested spans), sorted by worker and lane."""
-        for (worker, lane), spans in sorted(self._lanes.items()):
-            for index, row in enumerate(nested_rows(spans)):
-                yield worker, lane if index == 0 else f"{lane} ({index + 1})", row
+                yield from _process_events(worker)
+            name = lane if index == 0 else f"{lane} ({index + 1})"
+            yield _name_event("thread_name", worker, tid, name)
+            for span in row:
+                yield _span_event(span, worker, tid, origin)
 
 
 def nested_rows(spans: Iterable[Span]) -> list[list[Span]]:

@@ -5,7 +5,7 @@ OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
-    trace-1.json (of the part before the run was resumed)  lock (while it runs)  trackers.json
+    trace-1.json (of the part before the run was resumed)  lock, activity.json (while it runs)  trackers.json
 """
 
 from __future__ import annotations
@@ -173,6 +173,11 @@ class RunDirectory:
     def trace(self) -> Path:
         """What each worker did and when, as a Chrome trace."""
         return self.path / "trace.json"
+
+    @property
+    def activity(self) -> Path:
+        """What the run does now, while it runs; a run that was killed leaves what it did last."""
+        return self.path / "activity.json"
 
     @property
     def ledger(self) -> Path:

@@ -162,6 +162,10 @@ class RunState:
             counts[VERSION.name] = self.engine_version(trained.stream.name)
         return counts
 
+    def num_generated(self) -> dict[str, int]:
+        """Return stream -> samples that are finished for its next batch, or evaluation, if more are open."""
+        return {name: stream.num_generated for name, stream in self._streams.items() if stream.groups}
+
     def engine_version(self, stream: str) -> int:
         """Return the version of the weights that generate a stream; -1 without an engine."""
         return self.parts.engine_version(stream)

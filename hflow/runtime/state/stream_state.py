@@ -49,6 +49,13 @@ class StreamState:
         self.exhausted = False
         self._emit = emit
 
+    @property
+    def num_generated(self) -> int:
+        """Samples that the source has finished for the next batch, or for this evaluation."""
+        accepted = sum(len(group.members) for group in self._accepted())
+        members = (member for group in self.groups.values() for member in group.members.values())
+        return accepted + sum(not member.generating for member in members)
+
     # Events
     def open_group(self) -> None:
         """Admit the next group."""

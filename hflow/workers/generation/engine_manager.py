@@ -18,6 +18,7 @@ from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 from hflow.workers.generation.episode_loop import EpisodeLoop
 from hflow.workers.interface import Span
+from hflow.workers.mailbox import ENGINE_LANE
 from hflow.workers.process_setup import free_device_bytes
 
 
@@ -133,7 +134,7 @@ class EngineManager:
         self._sleep(replica, level)
         start = self._awake_since.pop(replica)
         args = {"version": self._versions[replica]}
-        self._on_span(Span(f"generate {replica}", "generate", start, time.time(), args))
+        self._on_span(Span(f"generate {replica}", ENGINE_LANE, start, time.time(), args))
 
     def _sleep(self, replica: str, level: SleepLevel) -> None:
         if level is SleepLevel.PAUSE:

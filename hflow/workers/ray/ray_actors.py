@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hflow.base.errors import RunError, WorkerFailureError
+from hflow.base.waiting import WaitFor, wait_silently
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.processes.guard import children
 from hflow.workers.process_setup import ray_address
@@ -70,7 +71,11 @@ class RayActors:
         self._actors: list[Any] = []
         self._report: Callable[[str], None] = lambda line: None
 
-    def start(self, report_progress: Callable[[str], None] = lambda line: None) -> None:
+    def start(
+        self,
+        report_progress: Callable[[str], None] = lambda line: None,
+        wait_for: WaitFor = wait_silently,
+    ) -> None:
         """Reserve the cluster's devices and start an actor on each, unless this is done.
 
         It does not wait until the actors have imported torch, which takes longer than to start them.
@@ -84,7 +89,8 @@ class RayActors:
         if self._reservation is None:
             self.refuse_impossible()
             report_progress(f"starting Ray and {self._cluster.num_devices} workers")
-            reservation = self._reservation = reserve(self._cluster)
+            with wait_for("Ray to start" if ray_address(self._cluster) is None else "the Ray cluster"):
+                reservation = self._reservation = reserve(self._cluster)
             self._actors = [self._new_actor(w, reservation) for w in range(len(self._environments))]
 
     def refuse_impossible(self) -> None:

@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from hflow.base.errors import HflowError, WorkerFailureError
 from hflow.base.recipe_files import pack
+from hflow.base.text import pluralize
+from hflow.base.waiting import WaitFor, wait_silently
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.routing import replaceable_workers
 from hflow.planner.plan.rows import Replica
@@ -32,6 +34,7 @@ from hflow.workers.interface import (
     Workers,
     WorkerSetup,
     build_phase,
+    replicas_text,
 )
 from hflow.workers.messages import MESSAGES, activity_of
 from hflow.workers.process_groups import ProcessRank, collective_workers
@@ -132,19 +135,23 @@ class RayWorkers(Workers):
 
     @override
     async def start(
-        self, setup: WorkerSetup, report_progress: Callable[[str], None] = lambda line: None
+        self,
+        setup: WorkerSetup,
+        report_progress: Callable[[str], None] = lambda line: None,
+        wait_for: WaitFor = wait_silently,
     ) -> None:
         self._plan, self._timeout = setup.plan, setup.collective_timeout
         self._hang_seconds = setup.hang_seconds
         self.replaceable = replaceable_workers(setup.plan) if setup.sample_log_directory else {}
         self._weights = RayWeights(setup.plan, self._send, self._wait_all, self._call)
         workers = range(setup.plan.cluster.num_devices)
-        self._processes.start(report_progress)
+        self._processes.start(report_progress, wait_for)
         self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
         pickled = pickle_with_bodies(setup, bodies)
         # Wait until every process has started, so that none times out in `build` while another imports torch.
-        places = await self._call_devices("place", dict.fromkeys(workers, ()))
+        with wait_for(f"{pluralize(len(workers), 'worker')} to start"):
+            places = await self._call_devices("place", dict.fromkeys(workers, ()))
         machines = [machine for machine, _ in places]
         found = [devices for _, devices in places]
         check_devices(setup.plan, found, package_versions())
@@ -158,7 +165,13 @@ class RayWorkers(Workers):
         ranks = [ProcessRank(w, members, address) if address and w in members else None for w in workers]
         build = self._build.in_object_store()
         arguments = {w: build.of(machines[w], ranks[w]) for w in workers}
-        await self._call_devices("build", arguments)
+        with wait_for(self._unbuilt):
+            await self._call_devices("build", arguments)
+
+    def _unbuilt(self) -> str:
+        """Return the replicas of the workers that have not answered."""
+        unanswered = {worker for pending in self._pending for worker in tuple(pending.unanswered)}
+        return replicas_text(self._plan, unanswered) or "workers"
 
     @override
     async def transfer(self, moves: Sequence[Move]) -> int:

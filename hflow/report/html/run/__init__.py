@@ -31,11 +31,16 @@ COMPARE_SECTIONS = (("curves", "Curves"), ("values", "Values"), ("config", "Conf
 """(id, title) of the sections that a page's head links to."""
 
 
-def render_run_page(report: RunReport) -> str:
-    """Return the HTML page of a run, for `hflow report RUN --html FILE`."""
-    view = run_page_view(report)
+def render_run_page(report: RunReport, now: float | None = None) -> str:
+    """Return the HTML page of a run, for `hflow report RUN --html FILE` and `hflow watch RUN`.
+
+    Args:
+        report: what the run has written.
+        now: seconds since the epoch: the page follows the run, and fetches itself again; None: it does not.
+    """
+    view, is_live = run_page_view(report, now), now is not None
     curves = [curve for group in view.groups for curve in group.curves]
-    return _render("run.html.jinja", view, RUN_SECTIONS, (*curves, *view.others))
+    return _render("run.html.jinja", view, RUN_SECTIONS, (*curves, *view.others), is_live=is_live)
 
 
 def render_compare_page(comparison: Comparison) -> str:
@@ -45,17 +50,24 @@ def render_compare_page(comparison: Comparison) -> str:
 
 
 def _render(
-    template: str, view: Any, sections: tuple[tuple[str, str], ...], curves: Iterable[CurveView]
+    template: str,
+    view: Any,
+    sections: tuple[tuple[str, str], ...],
+    curves: Iterable[CurveView],
+    *,
+    is_live: bool = False,
 ) -> str:
+    scripts = ("run.js", "watch.js") if is_live else ("run.js",)
     points = {curve.name: [line.points for line in curve.lines] for curve in curves}
     return (
         page_environment(__name__)
         .get_template(template)
         .render(
             view=view,
+            is_live=is_live,
             sections=sections,
             style=joined_files("hflow.report.html.plan", STYLES) + joined_files(__name__, ("run.css",)),
-            script=joined_files("hflow.report.html.plan", SCRIPTS) + joined_files(__name__, ("run.js",)),
+            script=joined_files("hflow.report.html.plan", SCRIPTS) + joined_files(__name__, scripts),
             data=script_json(points),
         )
     )

@@ -13,9 +13,10 @@ from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
 from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
 from hflow.report.tables import TableView
+from hflow.runtime.records.activity import DEVICE, GENERATE, Activity, OngoingWork
 
 if TYPE_CHECKING:
-    from hflow.launch.results.runs import MeasuredSpan, RunReport
+    from hflow.launch.results.runs import MeasuredSpan, MeasuredTrace, RunReport
 
 
 MAX_LANES = 16
@@ -24,16 +25,12 @@ MAX_BARS = 120
 """Bars of a lane: the longest."""
 NUM_STEPS = 2
 """Steps of the chart."""
-DEVICE, GENERATE = "device", "generate"
 LANE_ORDER = (GENERATE, "weights", DEVICE)
 
 
 def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
     """Return the chart of two steps in the middle of the trace; None without two complete steps."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.lane == DEVICE and span.step is not None:
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+    ends = _step_ends(spans)
     steps = sorted(ends)
     if len(steps) <= NUM_STEPS:
         return None
@@ -42,6 +39,37 @@ def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
     start, end = ends[before], ends[last]
     if end <= start:
         return None
+    title = f"from the end of step {before} to the end of step {last}"
+    return _chart(spans, start, end, title, format_seconds((end - start) / max(1, last - before)))
+
+
+def live_gantt(trace: MeasuredTrace, activity: Activity | None, now: float) -> Gantt | None:
+    """Return the chart of the last steps until now, with what workers do now; None before the first span.
+
+    Args:
+        trace: what workers have done.
+        activity: what they do.
+        now: seconds since the epoch.
+    """
+    spans = trace.until_now(activity, now)
+    if not spans:
+        return None
+    ends = sorted(_step_ends(trace.spans).values())
+    start = ends[-NUM_STEPS - 1] if len(ends) > NUM_STEPS else spans[0].start
+    end = max(span.end for span in spans)
+    return _chart(spans, start, end, f"in the last {_elapsed(start, end)}", "") if end > start else None
+
+
+def _step_ends(spans: Sequence[MeasuredSpan]) -> dict[int, float]:
+    """Return step -> end of its last node on a device."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.lane == DEVICE and span.step is not None:
+            ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+    return ends
+
+
+def _chart(spans: Sequence[MeasuredSpan], start: float, end: float, title: str, period: str) -> Gantt:
     lanes: dict[tuple[str, str], list[MeasuredSpan]] = {}
     for span in spans:
         if span.start < end and span.end > start:
@@ -52,8 +80,8 @@ def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
     charts = tuple(_lane(worker, lane, lanes[worker, lane], start, end) for worker, lane in shown)
     used = sorted({(bar.step, bar.colour) for chart in charts for bar in chart.bars if bar.step})
     return Gantt(
-        period=format_seconds((end - start) / max(1, last - before)),
-        periods=(f"from the end of step {before} to the end of step {last}",),
+        period=period,
+        periods=(title,),
         lanes=charts,
         ticks=tuple(ticks(end - start)),
         steps=tuple(used),
@@ -125,7 +153,8 @@ def _lane_order(lane: str) -> int:
 
 
 STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
-NO_TRACE = "The run has no trace: it is written when the run ends."
+NO_TRACE = "The run has no trace."
+NO_SPANS = "Nothing is written yet of what workers did."
 FEW_STEPS = "The trace has fewer than three steps, so none is drawn."
 TERMS: tuple[tuple[str, str], ...] = (
     ("step", "One round: samples are generated and scored, then the models learn from them once."),
@@ -182,12 +211,28 @@ class SampleView:
 
 
 @dataclass(frozen=True)
+class NowView:
+    """What a run does at this moment."""
+
+    line: str
+    """The phase, and for how long."""
+    samples: tuple[tuple[str, str, float], ...]
+    """(stream, `384 of 512`, percent) of what is being generated."""
+    devices: tuple[tuple[str, str, str], ...]
+    """(worker, what it does, for how long)."""
+    note: str
+    """The devices that are left out."""
+
+
+@dataclass(frozen=True)
 class RunPageView:
     """The page."""
 
     title: str
     state: str
     is_running: bool
+    now: NowView | None
+    """None: the run does not go on, or the page does not follow it."""
     story: tuple[str, ...]
     tiles: tuple[FigureTile, ...]
     groups: tuple[CurveGroup, ...]
@@ -200,6 +245,8 @@ class RunPageView:
     colours: tuple[str, ...]
     """What samples can be coloured by."""
     num_samples: str
+    are_newest: bool
+    """Whether the samples are those that finished last."""
     has_texts: bool
     refused: TableView | None
     faults: tuple[str, ...]
@@ -207,13 +254,24 @@ class RunPageView:
     terms: tuple[tuple[str, str], ...]
 
 
-def run_page_view(report: RunReport) -> RunPageView:
-    """Return the content of a run's page."""
+def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
+    """Return the content of a run's page.
+
+    Args:
+        report: what the run has written.
+        now: seconds since the epoch, on a page that follows the run while it goes on; None: on a report.
+    """
     record = report.record
     nodes = record.plan["graph"]["nodes"]
     train_nodes = [node["spec"]["name"] for node in nodes if node["spec"]["verb"] == "train"]
     groups, others = curve_groups(record.curves, record.results, train_nodes, report.units)
-    measured = measured_gantt(report.spans)
+    are_newest, now = now is not None, now if record.is_running else None
+    if now is None:
+        measured = measured_gantt(report.trace.spans)
+        no_measured = FEW_STEPS if report.trace.spans else NO_TRACE
+    else:
+        measured = live_gantt(report.trace, report.activity, now)
+        no_measured = NO_SPANS
     samples = tuple(sample_views(report))
     keys = [key for key in COLOURED if any(sample.numbers.get(key) is not None for sample in samples)]
     total = sum(report.ledger.ends.values()) if report.ledger else 0
@@ -221,22 +279,72 @@ def run_page_view(report: RunReport) -> RunPageView:
         title=record.name,
         state=record.state,
         is_running=record.is_running,
+        now=None if now is None else now_view(report, now),
         story=tuple(story(report)),
         tiles=tuple(_tiles(report)),
         groups=groups,
         others=others,
         measured=measured,
-        no_measured="" if measured else FEW_STEPS if report.spans else NO_TRACE,
+        no_measured="" if measured else no_measured,
         planned=planned_gantt(record.plan),
         samples=samples,
         colours=tuple(keys),
         num_samples=f"{len(samples):,} of {pluralize(total, 'sample')}",
+        are_newest=are_newest,
         has_texts=bool(report.texts),
         refused=_refused(report),
         faults=tuple(faults(report)),
         config=tuple(flat_text(record.config))[:MAX_KEYS],
         terms=TERMS,
     )
+
+
+def now_view(report: RunReport, now: float) -> NowView:
+    """Return the view of a run at a moment, in seconds since the epoch."""
+    activity, record = report.activity or Activity(), report.record
+    cluster = record.plan.get("cluster", {})
+    num_workers = int(cluster.get("num_nodes", 0)) * int(cluster.get("devices_per_node", 0))
+    doing: dict[int, OngoingWork] = {}
+    for work in sorted(activity.work, key=lambda work: work.lane != DEVICE):
+        for worker in work.workers:
+            doing.setdefault(worker, work)
+    num_hidden = max(0, num_workers - MAX_LANES)
+    num_steps = int(record.config["steps"]) - record.steps
+    return NowView(
+        line=" ".join(f"{line}." for line in _now_sentences(activity, num_steps, now)),
+        samples=tuple(
+            (stream, f"{done:,} of {wanted:,}", round(100 * done / max(1, wanted), 1))
+            for stream, (done, wanted) in activity.samples.items()
+        ),
+        devices=tuple(
+            _device_row(worker, doing.get(worker), now) for worker in range(num_workers)[:MAX_LANES]
+        ),
+        note=f"{pluralize(num_hidden, 'more worker')} not shown." if num_hidden else "",
+    )
+
+
+def _now_sentences(activity: Activity, num_steps: int, now: float) -> Iterator[str]:
+    if activity.phase is not None:
+        phase, start = activity.phase
+        is_node = any(work.lane == DEVICE for work in activity.work)
+        yield f"{phase if is_node else phase[0].upper() + phase[1:]}: {_elapsed(start, now)}"
+    if activity.step_start is not None:
+        yield f"The step has taken {_elapsed(activity.step_start, now)} so far"
+    if activity.seconds_per_step:
+        yield f"About {_elapsed(now, now + activity.seconds_left(num_steps, now))} left"
+
+
+def _device_row(worker: int, work: OngoingWork | None, now: float) -> tuple[str, str, str]:
+    if work is None:
+        return f"worker {worker}", "idle", ""
+    kind = "step" if work.lane == DEVICE else "version"
+    return f"worker {worker}", f"{work.name}, {kind} {work.step}", _elapsed(work.start, now)
+
+
+def _elapsed(start: float, now: float) -> str:
+    """Format a time that passes: in whole seconds or minutes, as the page is drawn every few seconds."""
+    seconds = max(0, round(now - start))
+    return f"{seconds} s" if seconds < 100 else f"{seconds // 60} min {seconds % 60} s"
 
 
 def story(report: RunReport) -> Iterator[str]:
@@ -274,10 +382,11 @@ def faults(report: RunReport) -> Iterator[str]:
         if row.steps_lost:
             where = f"the checkpoint of step {row.step}" if row.step else "its beginning"
             yield f"The run went back to {where}; {pluralize(row.steps_lost, 'step')} done again."
-    for span in report.spans:
+    for span in report.trace.spans:
         if span.lane == "faults":
             yield f"Workers were started again in {format_seconds(span.end - span.start)} ({span.name})."
-    for warning in (report.record.summary or {}).get("warnings", ()):
+    warnings = report.activity.warnings if report.activity else ()
+    for warning in (report.record.summary or {}).get("warnings", warnings):
         yield str(warning)
 
 
@@ -352,7 +461,7 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
             name=f"{row['stream']}/{row['id']}",
             stream=row["stream"],
             step="" if row["step"] is None else str(row["step"]),
-            end=row["end"] or "in flight",
+            end=row["end"] or ("in flight" if row["finished_at"] is None else "finished"),
             why=why if row["end"] != "trained" else "",
             reward="" if row["reward"] is None else format_number(row["reward"]),
             versions=versions,

@@ -1,12 +1,13 @@
 // Reading curves, finding metrics, colouring and finding samples.
-const curvePoints = JSON.parse(document.getElementById("data").textContent);
+// `hflow watch` replaces sections, and sets up what is new in them.
+let curvePoints = JSON.parse(document.getElementById("data").textContent);
 const PLOT_WIDTH = 360;
 
 function shortNumber(value) {
   return Math.abs(value) >= 1e5 ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
-for (const figure of document.querySelectorAll(".curve")) {
+function setUpCurve(figure) {
   const lines = curvePoints[figure.dataset.metric];
   const outputs = [...figure.querySelectorAll("output")];
   const plot = figure.querySelector(".plot");
@@ -33,35 +34,31 @@ for (const figure of document.querySelectorAll(".curve")) {
 }
 
 function findIn(input, items, textOf, done) {
-  input?.addEventListener("input", () => {
+  const find = () => {
     const words = input.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
     for (const item of items) {
       const text = textOf(item).toLowerCase();
       item.hidden = !words.every((word) => text.includes(word));
     }
     done?.();
-  });
+  };
+  input?.addEventListener("input", find);
+  if (input?.value) find();
 }
-findIn(
-  document.getElementById("others-find"),
-  [...document.querySelectorAll("#others .curve")],
-  (figure) => figure.dataset.metric,
-);
 
-const samples = [...document.querySelectorAll(".sample")];
-const sampleCount = document.getElementById("samples-count");
-function countSamples() {
-  if (!sampleCount) return;
-  const shown = samples.filter((sample) => !sample.hidden).length;
-  sampleCount.textContent = `${shown} of ${samples.length} shown`;
+function setUpCurves() {
+  document.querySelectorAll(".curve").forEach(setUpCurve);
+  findIn(
+    document.getElementById("others-find"),
+    [...document.querySelectorAll("#others .curve")],
+    (figure) => figure.dataset.metric,
+  );
 }
-findIn(document.getElementById("samples-find"), samples, (sample) => sample.textContent, countSamples);
-countSamples();
 
-const sampleTokens = [...document.querySelectorAll(".tok")];
 function colourTokens(name) {
   document.getElementById("sample-list").classList.toggle("is-by-token", name !== undefined);
   if (name === undefined) return;
+  const sampleTokens = [...document.querySelectorAll(".tok")];
   // A log-prob is coloured by its probability: one very unlikely token would make all others look alike.
   const values = sampleTokens.map((token) => Number(token.dataset[name]));
   const low = values.reduce((a, b) => Math.min(a, b), Infinity);
@@ -74,6 +71,7 @@ function colourTokens(name) {
 }
 
 function colourBy(key) {
+  const samples = [...document.querySelectorAll(".sample")];
   const numbers = samples.map((sample) => JSON.parse(sample.dataset.numbers)[key]);
   const known = numbers.filter((number) => number !== null);
   const low = Math.min(...known);
@@ -90,8 +88,24 @@ function colourBy(key) {
     chip.setAttribute("aria-pressed", String(chip.dataset.colour === key));
   }
 }
-for (const chip of document.querySelectorAll("[data-colour]")) {
-  chip.addEventListener("click", () => colourBy(chip.dataset.colour));
+
+function setUpSamples() {
+  const samples = [...document.querySelectorAll(".sample")];
+  const sampleCount = document.getElementById("samples-count");
+  function countSamples() {
+    if (!sampleCount) return;
+    const shown = samples.filter((sample) => !sample.hidden).length;
+    sampleCount.textContent = `${shown} of ${samples.length} shown`;
+  }
+  countSamples();
+  findIn(document.getElementById("samples-find"), samples, (sample) => sample.textContent, countSamples);
+  const chips = [...document.querySelectorAll("[data-colour]")];
+  for (const chip of chips) chip.addEventListener("click", () => colourBy(chip.dataset.colour));
+  const chosen = chips.find((chip) => chip.getAttribute("aria-pressed") === "true") ?? chips[0];
+  if (chosen) colourBy(chosen.dataset.colour);
 }
-const firstChip = document.querySelector("[data-colour]");
-if (firstChip) colourBy(firstChip.dataset.colour);
+
+const setUps = { curves: setUpCurves, samples: setUpSamples };
+// The sections as they were sent, before anything changes them.
+const sentSections = new Map([...document.querySelectorAll("section")].map((one) => [one.id || "top", one.outerHTML]));
+for (const setUp of Object.values(setUps)) setUp();
