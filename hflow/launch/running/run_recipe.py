@@ -361,7 +361,17 @@ def _observer(
     report = compiled.config.report
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
-        observer = RunObserver(compiled.plan, log, trace, display, report, checkpoints, directory, observers)
+        observer = RunObserver(
+            compiled.plan,
+            log,
+            trace,
+            display,
+            report,
+            checkpoints,
+            directory,
+            observers,
+            shows_output=compiled.config.workers != "debug",
+        )
         try:
             yield observer
         finally:

@@ -32,6 +32,7 @@ from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.training.interface import FIRST_PASS_STREAM
 from hflow.types import Unit
 from hflow.types.kernels import LayerKernels
+from hflow.workers.bodies.body_output import log_levels
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 from hflow.workers.process_setup import device_environment
 
@@ -68,6 +69,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         collective_timeout=compiled.config.collective_timeout,
         hang_seconds=compiled.config.faults.hang_seconds,
         endpoint_host=compiled.config.endpoint_host,
+        log_levels=log_levels(),
         recipe_directory=str(resolved(compiled.recipe).parent),
     )
 
