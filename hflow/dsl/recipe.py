@@ -208,6 +208,12 @@ class Recipe:
                 )
         self._check_node_names()
 
+    @property
+    def file(self) -> Path | None:
+        """The Python file that defines the recipe; None: it is defined in a notebook or a shell."""
+        name = getattr(sys.modules.get(self.module), "__file__", None)
+        return Path(name) if name and Path(name).is_file() else None
+
     def spec(self) -> RecipeSpec:
         """Return the recipe as a frozen value, with the nodes that hflow adds.
 
@@ -233,7 +239,7 @@ class Recipe:
             options: node -> options that a configuration changed, for node types that override `run`.
         """
         nodes = (*self.nodes, *implicit_nodes(self.nodes))
-        directory = str(Path(getattr(sys.modules.get(self.module), "__file__", None) or ".").resolve().parent)
+        directory = str(Path.cwd() if self.file is None else self.file.resolve().parent)
         return {node.name: node_body(node, (options or {}).get(node.name, {}), directory) for node in nodes}
 
     def check_bodies(self, graph: Graph) -> None:

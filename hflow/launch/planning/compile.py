@@ -16,7 +16,7 @@ from typing import Any
 from hflow.base.errors import ConfigError, PlanError, RecipeError
 from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.config import DataConfig, ModelConfig, RunConfig, to_mapping, to_yaml
-from hflow.dsl import apply_overrides, override_values
+from hflow.dsl import Recipe, apply_overrides, override_values
 from hflow.graph.ir import Graph
 from hflow.launch.planning.data_settings import replaced_data_warnings
 from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
@@ -98,14 +98,14 @@ class Compiled:
     """Node name -> the decorated function."""
     plan: Plan
     recipe: Path
-    """The recipe's Python file."""
+    """The recipe's Python file, or `session_recipe`."""
     observers: tuple[Observer, ...] = ()
     """The recipe's observers."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
 
 
-def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
+def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
     """Read a recipe and its configuration, and return its checked graph.
 
     Raises:
@@ -115,7 +115,7 @@ def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
     return RecipeReader(recipe).read(overrides).graph
 
 
-def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
+def plan(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a recipe.
 
     Raises:
@@ -127,12 +127,12 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
 
 def simulate(
-    recipe: str | Path, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
+    recipe: str | Path | Recipe, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
 ) -> Simulation:
     """Run a recipe's plan on a virtual clock. No device is needed.
 
     Args:
-        recipe: path of the recipe's Python file.
+        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
         overrides: configuration as `key=value`.
         steps: training steps; None: the plan's steps, or as many as show a steady speed.
         seed: seed of the response lengths.
@@ -163,7 +163,7 @@ def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
 
 
 def compile_recipe(
-    recipe: str | Path,
+    recipe: str | Path | Recipe,
     overrides: Sequence[str] = (),
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
@@ -174,7 +174,7 @@ def compile_recipe(
     """Compile a recipe without torch and ray.
 
     Args:
-        recipe: path of the recipe's Python file.
+        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
         overrides: configuration as `key=value`.
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from hflow.base.terminal import SafeConsole
 from hflow.base.text import format_share
+from hflow.report.text.notebook import NotebookLive
 
 MAX_BINS = 9
 """Columns of the histogram of lags. The last one counts all larger lags too."""
@@ -249,7 +250,11 @@ class LiveDisplay(Display):
     def __init__(self, console: Console, title: str = "") -> None:
         self._title = title
         self._curves: dict[str, list[float]] = defaultdict(list)
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._live = (
+            NotebookLive(console)
+            if console.is_jupyter
+            else Live(console=console, refresh_per_second=4, transient=False)
+        )
 
     def update(self, row: LiveRow) -> None:
         """Redraw with a new row."""
@@ -282,11 +287,11 @@ def open_display(title: str = "", live: bool | None = None, console: Console | N
 
     Args:
         title: heading of the panel, usually the run's name.
-        live: True for the panel, False for lines; None: the panel if the console is a terminal.
+        live: True for the panel, False for lines; None: the panel if the console is a terminal or a notebook.
         console: where to print; standard output by default.
     """
     console = console or SafeConsole()
-    as_panel = console.is_terminal if live is None else live
+    as_panel = console.is_terminal or console.is_jupyter if live is None else live
     return LiveDisplay(console, title) if as_panel else PlainDisplay(console)
 
 
