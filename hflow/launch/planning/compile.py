@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ class Compiled:
     """The recipe's observers."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
+    row_functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """The recipe's functions that make rows, by name."""
 
 
 def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
@@ -242,7 +244,16 @@ def compile_read(
         simulate=simulated_period,
     )
     bodies = read.recipe.bodies(options_of(graph))
-    return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
+    return Compiled(
+        config,
+        graph,
+        bodies,
+        compiled_plan,
+        recipe,
+        read.recipe.observers,
+        read.set_keys,
+        read.recipe.row_functions,
+    )
 
 
 def plan_file_text(compiled: Compiled) -> str:
