@@ -78,7 +78,7 @@ class Workers(abc.ABC):
         return report
 
     async def body_lines(self, worker: int, num_lines: int) -> tuple[BodyLine, ...]:
-        """Return what bodies have printed since the last report that was received. For a run that ends."""
+        """Return the lines of bodies since the last report that was received. For a run that ends."""
         lines: tuple[BodyLine, ...] = await self._call(worker, "body_lines", worker, num_lines)
         return lines
 

@@ -270,7 +270,7 @@ class Worker:
         return dataclasses.replace(report, engine_stats=self._engines.take_stats(), episodes=episodes)
 
     def body_lines(self, worker: int, num_lines: int) -> tuple[BodyLine, ...]:
-        """Return what bodies have printed, after so many lines that were received before."""
+        """Return the lines of bodies after those that were received before."""
         self._computes.read_output()
         return self._mailboxes[worker].lines_after(num_lines)
 

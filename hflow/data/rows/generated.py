@@ -28,7 +28,7 @@ class GeneratedRows:
     Args:
         function: the function.
         split: the argument `split`, if it has such a parameter.
-        arguments: its other arguments.
+        arguments: all other arguments.
         schema: the columns to read.
 
     Raises:

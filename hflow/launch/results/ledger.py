@@ -73,7 +73,7 @@ def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
 
 
 def why_output(run: str, history: SampleHistory) -> list[LoggedLine]:
-    """Return what bodies have printed for the sample of a history or its group, with their tracebacks."""
+    """Return the lines that bodies have printed for a history's sample or its group, with tracebacks."""
     sample = history.sample
     found = read_body_lines(_find_ledger(run).bodies, sample["stream"], sample["id"], sample["group_id"])
     return list(found)

@@ -118,8 +118,8 @@ def read_body_lines(path: Path, stream: str, sample: int, group: int) -> Iterato
     Args:
         path: the file; if there is none, no body has printed anything.
         stream: the sample's root stream.
-        sample: its id.
-        group: the id of its group.
+        sample: the id of the sample.
+        group: the id of the sample's group.
     """
     wanted = {("sample", f"{stream}/{sample}"), ("group", f"{stream}/{group}")}
     if path.is_file():

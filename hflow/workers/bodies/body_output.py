@@ -74,7 +74,7 @@ def body_call(body: Callable[..., Any], node: str, key: int) -> Iterator[None]:
 
     Args:
         body: the body.
-        node: its node.
+        node: the name of the node.
         key: the sample or group that the body is called for; of a batch node, the step.
     """
     call = _Call(node, key)
