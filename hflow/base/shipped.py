@@ -36,6 +36,14 @@ def is_recipe_file(recipe: str) -> bool:
     return recipe.endswith(".py")
 
 
+def session_recipe(name: str) -> Path:
+    """Return the path in the place of a recipe's file, if it is defined in a notebook or a shell.
+
+    There is no such file, but a YAML file beside it configures the recipe.
+    """
+    return Path.cwd() / name
+
+
 def find_recipe(recipe: str) -> Path:
     """Return the file of a recipe.
 

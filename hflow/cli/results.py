@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +17,7 @@ from hflow.base.terminal import print_data, print_json, print_text, show
 from hflow.base.text import format_bytes
 from hflow.cli.arguments import Overrides, StoppedByUser, optional_recipe_file, write_html
 from hflow.report.text.compare import names_text, render_comparison
-from hflow.report.text.ledger import as_csv, render_samples, render_story
+from hflow.report.text.ledger import as_csv, render_output, render_samples, render_story
 from hflow.report.text.results import render_evaluation, render_run_report
 from hflow.report.text.samples import render_samples_with_text, render_texts
 
@@ -217,12 +218,14 @@ def why(
 ) -> None:
     """Show the history of one sample: which weights generated it, its reward, and whether it was trained."""
     history = launch.why(run, sample)
-    texts = launch.why_texts(run, history)
+    texts, output = launch.why_texts(run, history), launch.why_output(run, history)
     if json:
         by_stream = {text["stream"]: text["turns"] for text in texts}
-        print_json({**history.to_json(), "texts": by_stream})
+        lines = [asdict(line) for line in output]
+        print_json({**history.to_json(), "texts": by_stream, "output": lines})
     else:
         show(render_story(history))
+        show(render_output(output))
         show(render_texts(texts))
 
 

@@ -221,7 +221,8 @@ class SourceConfig:
     (`@` and a branch, tag or commit may follow), or a list of these. In a YAML file it is relative to that
     file. The first 20,000 rows of each are checked before a run starts, others when they are read."""
     generator: str | None = None
-    """A named generator of rows, such as `addition` or `reasoning-gym:chain_sum`."""
+    """A named generator of rows, such as `addition` or `reasoning-gym:chain_sum`, or the name of a function
+    of the recipe that `@rows` decorates."""
     arguments: FrozenMapping[str, Any] = Field(default_factory=FrozenDict)
     """The arguments of a generator that has some, as in `{min_terms: 2}`."""
     split: str = "train"

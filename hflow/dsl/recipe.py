@@ -32,6 +32,7 @@ from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_p
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Definition, NodeType, Shapes, definition_of
 from hflow.dsl.options import SPEC_FIELDS
+from hflow.dsl.rows import row_functions
 from hflow.graph.errors import SourceLocation, caller_location, caller_module, recipe_error, relative_path
 from hflow.graph.ir import BodyRef, Graph, Knob, Level, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.model import Model
@@ -208,6 +209,17 @@ class Recipe:
                 )
         self._check_node_names()
 
+    @property
+    def file(self) -> Path | None:
+        """The Python file that defines the recipe; None: it is defined in a notebook or a shell."""
+        name = getattr(sys.modules.get(self.module), "__file__", None)
+        return Path(name) if name and Path(name).is_file() else None
+
+    @property
+    def row_functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions of the recipe's file that make rows (`@rows`), by name."""
+        return row_functions(vars(sys.modules[self.module]) if self.module in sys.modules else {})
+
     def spec(self) -> RecipeSpec:
         """Return the recipe as a frozen value, with the nodes that hflow adds.
 
@@ -233,7 +245,7 @@ class Recipe:
             options: node -> options that a configuration changed, for node types that override `run`.
         """
         nodes = (*self.nodes, *implicit_nodes(self.nodes))
-        directory = str(Path(getattr(sys.modules.get(self.module), "__file__", None) or ".").resolve().parent)
+        directory = str(Path.cwd() if self.file is None else self.file.resolve().parent)
         return {node.name: node_body(node, (options or {}).get(node.name, {}), directory) for node in nodes}
 
     def check_bodies(self, graph: Graph) -> None:

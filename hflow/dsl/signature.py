@@ -21,7 +21,7 @@ from hflow.dsl.annotations import (
 )
 from hflow.graph.errors import SourceLocation, recipe_error
 from hflow.graph.ir import Knob, Parameter
-from hflow.types import Tensor, TensorDict, Unit
+from hflow.types import State, Tensor, TensorDict, Unit
 
 TENSORDICT = "tensordict"
 """The kind of a parameter that receives many fields at once."""
@@ -118,9 +118,10 @@ class _SignatureReader:
             kind, hint = TENSORDICT, TensorDict
         if kind is not None and kind not in self._provides:
             provided = ", ".join(name.capitalize() for name in sorted(self._provides)) or "nothing"
-            raise self._error(
-                f"{hint.__name__} is not provided here; this body can have {provided}", parameter
-            )
+            fix = f"this body can have {provided}"
+            if hint is State and self._form in ("sample", "group"):
+                fix = "keep it in a body with per='batch', whose Sequences have the groups"
+            raise self._error(f"{hint.__name__} is not provided here; {fix}", parameter)
         return kind
 
     def members(self, parameter: inspect.Parameter, hint: Any) -> Iterator[Parameter]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
         samples,
         samples_with_text,
         why,
+        why_output,
         why_texts,
     )
     from hflow.launch.results.runs import RunReport, read_report
@@ -63,7 +64,9 @@ _NAMES = {
     "hflow.launch.planning.what_if": "what_if",
     "hflow.launch.recipe_copy": "NewRecipe new_recipe",
     "hflow.launch.results.compare": "Comparison compare",
-    "hflow.launch.results.ledger": ("SAMPLE_COLUMNS count_samples samples samples_with_text why why_texts"),
+    "hflow.launch.results.ledger": (
+        "SAMPLE_COLUMNS count_samples samples samples_with_text why why_output why_texts"
+    ),
     "hflow.launch.results.runs": "RunReport read_report",
     "hflow.launch.results.watch": "WatchedRun watch",
     "hflow.launch.running.run_recipe": "resume run run_plan",

@@ -16,6 +16,7 @@ from hflow.base.durable_files import FileChecksum
 from hflow.base.waiting import WaitFor, wait_silently
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Plan, Replica
+from hflow.types.body_line import BodyLine
 from hflow.types.engine import EngineStats, SleepLevel
 
 if TYPE_CHECKING:
@@ -71,10 +72,20 @@ class Workers(abc.ABC):
         """Queue sample- and group-level bodies; results come by `poll`."""
         await self._call(worker, "compute", worker, tasks)
 
-    async def poll(self, worker: int) -> WorkerReport:
-        """Wait until something happens on the worker, and return all of it."""
-        report: WorkerReport = await self._call(worker, "poll", worker)
+    async def poll(self, worker: int, num_lines: int = 0) -> WorkerReport:
+        """Wait until something happens on the worker, and return all of it.
+
+        Args:
+            worker: the worker.
+            num_lines: how many lines of bodies it has reported before.
+        """
+        report: WorkerReport = await self._call(worker, "poll", worker, num_lines)
         return report
+
+    async def body_lines(self, worker: int, num_lines: int) -> tuple[BodyLine, ...]:
+        """Return the lines of bodies since the last report that was received. For a run that ends."""
+        lines: tuple[BodyLine, ...] = await self._call(worker, "body_lines", worker, num_lines)
+        return lines
 
     @abc.abstractmethod
     async def transfer(self, moves: Sequence[Move]) -> int:
@@ -324,6 +335,8 @@ class WorkerSetup:
     """The address that endpoints of episodes listen on."""
     recipe_directory: str = ""
     """The directory of the recipe's file on the controller's machine."""
+    log_levels: Mapping[str, int] = field(default_factory=dict)
+    """What the controller's process logs (`bodies.body_output.log_levels`)."""
     node_states: Mapping[str, str] = field(default_factory=dict)
     """Node -> JSON of its `State`, with which it continues (`NodeResult.state`)."""
 
@@ -588,6 +601,8 @@ class WorkerReport:
     spans: tuple[Span, ...] = ()
     retries: tuple[BodyRetry, ...] = ()
     """Bodies that are tried again."""
+    lines: tuple[BodyLine, ...] = ()
+    """What bodies in the worker's process have printed. Only the first worker of a process reports it."""
     engine_stats: EngineStats = field(default_factory=EngineStats)
     """What its engines did since the last poll."""
     episodes: Mapping[str, int] = field(default_factory=dict)

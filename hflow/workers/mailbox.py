@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from hflow.types.body_line import BodyLine
 from hflow.workers.interface import BodyRetry, Span, WorkerEvent, WorkerReport
 
 LINGER_SECONDS = 0.01
@@ -48,6 +49,10 @@ class Mailbox:
         self._events: list[WorkerEvent] = []
         self._spans: list[Span] = []
         self._retries: list[BodyRetry] = []
+        self._lines: list[BodyLine] = []
+        """Lines of which it is not known that they were received."""
+        self._num_received = 0
+        """Lines before these."""
         self._error: BaseException | None = None
         self._closed = False
         self._num_due = 0
@@ -84,6 +89,19 @@ class Mailbox:
             self._retries.append(retry)
             self._changed.notify()
 
+    def add_lines(self, lines: Iterable[BodyLine]) -> None:
+        """Add what bodies have printed. It is reported soon, as no event may come for a long time."""
+        with self._changed:
+            self._lines.extend(lines)
+            self._changed.notify()
+
+    def lines_after(self, num_received: int) -> tuple[BodyLine, ...]:
+        """Return the lines after those that were received before, which are dropped."""
+        with self._changed:
+            del self._lines[: num_received - self._num_received]
+            self._num_received = num_received
+            return tuple(self._lines)
+
     def fail(self, error: BaseException) -> None:
         """Let every poll raise the error of a background thread."""
         with self._changed:
@@ -96,21 +114,35 @@ class Mailbox:
             self._closed = True
             self._changed.notify()
 
-    def wait(self) -> WorkerReport:
-        """Wait until there are events, retries or a turn, or the mailbox is closed, and take everything.
+    def wait(self, num_received: int = 0) -> WorkerReport:
+        """Wait for events, retries, a turn or lines, or until the mailbox is closed, and take everything.
+
+        Lines are only copied: they may be lost on their way when the run ends.
+
+        Args:
+            num_received: lines that were received before.
 
         Raises:
             BaseException: the error that a background thread failed with.
         """
         with self._changed:
+            self.lines_after(num_received)
             self._changed.wait_for(
-                lambda: bool(self._events or self._retries) or self._has_turn or self._is_over()
+                lambda: (
+                    bool(self._events or self._retries or self._lines) or self._has_turn or self._is_over()
+                )
             )
             delay = max(self._linger, self._reported_at + self._pause - time.monotonic())
             self._changed.wait_for(lambda: self._num_due <= 0 or self._is_over(), delay)
             if self._error is not None:
                 raise self._error
-            report = WorkerReport(self._worker, tuple(self._events), tuple(self._spans), tuple(self._retries))
+            report = WorkerReport(
+                self._worker,
+                tuple(self._events),
+                tuple(self._spans),
+                tuple(self._retries),
+                tuple(self._lines),
+            )
             self._events, self._spans, self._retries, self._has_turn = [], [], [], False
             self._reported_at = time.monotonic()
             return report

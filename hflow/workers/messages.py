@@ -52,6 +52,7 @@ MESSAGES: Mapping[str, Message] = {
     "detach_groups": Message("data"),
     "compute": Message("data", is_quick=True, is_repeated=False),
     "poll": Message("poll"),
+    "body_lines": Message("data"),
     "export": Message("export"),
     "pull": Message("device", lambda *_: "pulling samples"),
     "run": Message("device", _run_activity),

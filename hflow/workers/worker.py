@@ -30,6 +30,7 @@ from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
 from hflow.processes.error_location import error_with_location
 from hflow.training.interface import ModelBackend
+from hflow.types.body_line import BodyLine
 from hflow.types.engine import SleepLevel
 from hflow.types.node_setup import setup_of
 from hflow.types.recorded import requested_kinds
@@ -43,6 +44,7 @@ from hflow.weights.publisher import (
 )
 from hflow.workers.background_writer import BackgroundWriter
 from hflow.workers.bodies.batch_node_runner import BatchNodeRunner, merge_tasks
+from hflow.workers.bodies.body_output import BodyOutput, copy_log_levels
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.encode_runner import EncodeRunner
 from hflow.workers.bodies.pool_child import run_setup
@@ -102,6 +104,7 @@ class Worker:
             host: address of this machine, as the other workers know it.
             devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
         """
+        copy_log_levels(setup.log_levels)
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()
@@ -128,6 +131,7 @@ class Worker:
         )
         self._publisher = WeightPublisher(routes, channels, self._plan.cluster.device)
         self._build_bodies()
+        self._output = BodyOutput(self._mailboxes[hosted[0]].add_lines, setup.pool_processes == 0)
 
     def _build_models(
         self, rank: ProcessRank | None
@@ -194,6 +198,7 @@ class Worker:
             self._add_retry,
             self._fail,
             self._add_span,
+            self._mailboxes[self._hosted[0]].add_lines,
         )
         self._batch_nodes = BatchNodeRunner(
             self._plan,
@@ -254,15 +259,20 @@ class Worker:
         self._episodes.derive(by_verb["generate"], sink)
         self._computes.submit(by_verb["compute"], sink)
 
-    def poll(self, worker: int) -> WorkerReport:
-        """Wait for events of one hosted index."""
-        report = self._mailboxes[worker].wait()
+    def poll(self, worker: int, num_lines: int = 0) -> WorkerReport:
+        """Wait for events of one hosted index, which has reported so many lines of bodies before."""
+        report = self._mailboxes[worker].wait(num_lines)
         if self._log is not None and (samples := self._samples_in(report.events)):
             self._log.add(samples)
         is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices
         counts = self._episodes.state_counts().items() if is_first else ()
         episodes = {state.value: count for state, count in counts}
         return dataclasses.replace(report, engine_stats=self._engines.take_stats(), episodes=episodes)
+
+    def body_lines(self, worker: int, num_lines: int) -> tuple[BodyLine, ...]:
+        """Return the lines of bodies after those that were received before."""
+        self._computes.read_output()
+        return self._mailboxes[worker].lines_after(num_lines)
 
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine here has weights of another version."""
@@ -470,6 +480,7 @@ class Worker:
         """End threads and processes. Safe to call twice."""
         for mailbox in self._mailboxes.values():
             mailbox.close()
+        self._output.close()
         self._computes.close()
         self._encoder.close()
         self._episodes.close()

@@ -132,7 +132,7 @@ def test_every_worker_has_the_configured_environment(struck: Struck) -> None:
 def test_nothing_is_lost(struck: Struck) -> None:
     assert struck.summary is not None
     assert audit(struck.summary.directory / "ledger.sqlite") == []
-    assert struck.summary.samples["trained"] == STEPS * BATCH * GROUP_SIZE
+    assert struck.summary.sample_ends["trained"] == STEPS * BATCH * GROUP_SIZE
     assert struck.summary.steps == STEPS
 
 

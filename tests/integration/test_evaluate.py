@@ -117,7 +117,7 @@ def test_a_recipe_that_learns_nothing_scores_every_row_once(tmp_path: Path) -> N
     (tmp_path / "scores.py").write_text(RECIPE.partition("recipe =")[0] + ONLY_SCORES)
     overrides = [*TINY, f"data.train.limit={ROWS}", "workers=inproc", "steps=9"]
     summary = run(tmp_path / "scores.py", tmp_path, *overrides)
-    assert (summary.steps, dict(summary.samples)) == (0, {"evaluated": 2 * ROWS})
+    assert (summary.steps, dict(summary.sample_ends)) == (0, {"evaluated": 2 * ROWS})
     (row,) = read_metrics(summary.directory / "metrics.jsonl")
     assert row["step"] == 0
     assert summary.values == {"reward": row["actor_gen/reward"]}

@@ -87,7 +87,7 @@ def ledger_of(summary: RunSummary) -> Path:
     assert sum(row.get("score/retries", 0) for row in steps_of(summary)) > 0
     assert audit(ledger) == []
     assert (summary.reason, len(steps_of(summary))) == ("done", 6)
-    assert sum(summary.samples.values()) == count(ledger)
+    assert sum(summary.sample_ends.values()) == count(ledger)
     assert count(ledger, "end = 'trained' and reward is null") == 0
     return ledger
 
@@ -129,7 +129,7 @@ def test_a_reward_that_hangs_for_ever_drops_its_groups_and_nothing_else(tmp_path
     assert all(row["staleness/max"] <= bound == 2 for row in steps_of(summary))
     stale = select(ledger, "reason = 'stale'").to_json()
     assert stale
-    assert summary.samples["dropped"] == len(stale)
+    assert summary.sample_ends["dropped"] == len(stale)
     waited = next(row for row in stale if row["reward"] is None)
     assert (waited["end"], waited["message"]) == ("dropped", "score had not answered")
     story = read_history(ledger, str(waited["id"]))

@@ -90,7 +90,7 @@ def check(summary: RunSummary, steps: int) -> Path:
     ledger = summary.directory / "ledger.sqlite"
     assert audit(ledger) == []
     ends = json.loads((summary.directory / "summary.json").read_text())["samples"]
-    assert ends == summary.samples
+    assert ends == summary.sample_ends
     assert sum(ends.values()) == count(ledger)
     assert ends["trained"] == steps * 4 * 2
     assert count(ledger, "end = 'trained' and (reward is null or reward < 1)") == 0
@@ -165,8 +165,8 @@ def test_an_evaluation_counts_the_samples_that_its_mean_lacks(tmp_path: Path):
 def test_failed_rewards_and_filtered_groups_are_refused_with_their_reasons(tmp_path: Path):
     summary = picky(tmp_path, *INPROC, "steps=3")
     ledger = check(summary, 3)
-    assert summary.samples["evaluated"] == 6 * 3
-    assert "unused" not in summary.samples
+    assert summary.sample_ends["evaluated"] == 6 * 3
+    assert "unused" not in summary.sample_ends
     failed = select(ledger, "reason = 'failed'").to_json()
     assert failed
     assert {row["node"] for row in failed} == {"score"}

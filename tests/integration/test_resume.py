@@ -213,7 +213,7 @@ def of_format_1(tmp_path: Path) -> RunDirectory:
 def test_a_checkpoint_of_an_earlier_version_continues(of_format_1: RunDirectory):
     resumed = resume(str(of_format_1.path), live=False)
     assert (resumed.reason, resumed.steps) == ("done", 3)
-    assert resumed.samples["trained"] == 16
+    assert resumed.sample_ends["trained"] == 16
 
 
 BONUS = """
@@ -259,7 +259,7 @@ def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, 
     assert [group.is_accepted for group in saved.groups] == [True, True]
     recipe.write_text(after)
     resumed = resume(str(own.path), live=False)
-    assert (resumed.reason, resumed.steps, resumed.samples["trained"]) == ("done", 3, 16)
+    assert (resumed.reason, resumed.steps, resumed.sample_ends["trained"]) == ("done", 3, 16)
     (row,) = (row for row in results(resumed).values() if "actor_train/num_tokens" in row)
     fields = {"reward", "bonus", "points"}
     assert {name for name in fields if f"actor_gen/{name}" in row} >= {field}
@@ -461,7 +461,7 @@ def test_a_stopped_asynchronous_run_keeps_its_samples(tmp_path: Path):
     shutil.copytree(first.directory, copy, symlinks=True)
     resumed = resume(str(first.directory), live=False)
     assert (resumed.reason, resumed.steps) == ("done", 6)
-    assert resumed.samples["trained"] == 6 * 4 * 8
+    assert resumed.sample_ends["trained"] == 6 * 4 * 8
     assert audit(first.directory / "ledger.sqlite") == []
     synchronous = resume(str(copy), ["schedule.max_staleness=0"], live=False)
     lags = [row["staleness/max"] for step, row in results(synchronous).items() if step > first.steps]

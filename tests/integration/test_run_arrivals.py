@@ -24,7 +24,7 @@ def check(summary: RunSummary, least: float = 0.3) -> None:
     ledger = summary.directory / "ledger.sqlite"
     assert (summary.reason, len(steps_of(summary))) == ("done", 3)
     assert audit(ledger) == []
-    assert summary.samples["trained"] == 3 * 4 * 4
+    assert summary.sample_ends["trained"] == 3 * 4 * 4
     spread = "max(reward) - min(reward)"
     trained = f"select {spread} from samples where end = 'trained' group by id / 4"
     assert count(ledger, f"exists ({trained} having {spread} <= {least})") == 0

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hflow.base.errors import RunError
+from hflow.types.body_line import BodyLine
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import BodyRetry
@@ -58,6 +59,18 @@ class Counted:
 
     def __call__(self, x: int) -> int:
         return hang_on_seven(x) + os.getpid()
+
+
+def print_and_fail(x: int) -> int:
+    import sys
+
+    print("é" * 3000)
+    print("begun", end="")
+    print("", x, file=sys.stderr)
+    print("not ended", end="")
+    if x == 0:
+        os._exit(1)
+    raise ValueError("two\nlines")
 
 
 def loaded_modules(x: int) -> list[str]:
@@ -114,7 +127,9 @@ class Bench:
         spec = {name: value for name, value in options.items() if name != "seed"}
         bodies = {"body": PoolBody(body, **({"backoff": 0.01} | spec))}
         put = self._results.put
-        self.pool = Pool(bodies, num_processes, options.pop("seed", 0), put, self.retries.put, put)
+        self.lines: list[BodyLine] = []
+        seed = options.pop("seed", 0)
+        self.pool = Pool(bodies, num_processes, seed, put, self.retries.put, put, self.lines.extend)
 
     def run(self, calls: dict[int, dict[str, Any]]) -> dict[int, JobResult]:
         self.pool.submit("body", calls)
@@ -434,3 +449,21 @@ def test_only_the_async_body_that_ends_its_process_fails(bench: Callable[..., Be
     ended = bench(dies_on_four, retries=1).run(numbers(9))
     assert [key for key, result in ended.items() if result.reason] == [4]
     assert ended[4].message.startswith("its process died")
+
+
+def test_what_a_body_printed_arrives_before_its_result(bench: Callable[..., Bench]) -> None:
+    one = bench(print_and_fail)
+    assert one.run({7: {"x": 7}})[7].reason == "failed"
+    assert [line.key for line in one.lines] == [7] * len(one.lines)
+    printed = [line.text for line in one.lines if not line.is_traceback]
+    assert printed == ["é" * 3000, "begun 7", "not ended"]
+    first, *others = [line.text for line in one.lines if line.is_traceback]
+    assert first.startswith("Traceback")
+    assert "print_and_fail" in others[0]
+    assert others[-2:] == ["ValueError: two", "lines"]
+
+
+def test_what_a_body_printed_arrives_though_its_process_died(bench: Callable[..., Bench]) -> None:
+    one = bench(print_and_fail)
+    assert one.run({0: {"x": 0}})[0].reason == "failed"
+    assert [line.text for line in one.lines][:2] == ["é" * 3000, "begun 0"]

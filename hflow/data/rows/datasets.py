@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +16,14 @@ from hflow.base.hub import DATASET_PREFIX
 from hflow.base.registry import Registry
 from hflow.base.validation import CHECKED
 from hflow.config.schema import WeightedSourceConfig
+from hflow.data.rows.generated import GeneratedRows
 from hflow.data.rows.hf_datasets import is_saved, open_hub, open_saved
 from hflow.data.rows.row_files import JsonLines, Parquet
 from hflow.data.rows.row_schema import Check, RowSchema
 from hflow.types import Unit
 
+NUM_CHECKED_GENERATED = 100
+"""Rows of a function of the recipe that are checked before a run."""
 NUM_CHECKED_ROWS = 20_000
 """Rows of each source that are checked before a run. Others are checked when they are read."""
 
@@ -35,6 +38,13 @@ class DataSettings(WeightedSourceConfig):
     """The sources of a dataset that has several. It has no path and no generator then."""
     key: str = "data.NAME"
     """The source's key in the configuration, for errors."""
+    function: Callable[..., Any] | None = None
+    """The recipe's function that `generator` names; None: it names one of `GENERATORS`."""
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The recipe's functions that make the rows of this dataset."""
+        return [source.function for source in (self, *self.sources) if source.function is not None]
 
 
 class RowSource(Protocol):
@@ -64,18 +74,19 @@ class JoinedRows:
     """The rows of several sources, one source after the other.
 
     Attributes:
-        sizes: the number of rows of each source.
+        sources: the sources.
+        sizes: the number of rows of each.
     """
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self.sizes = tuple(map(len, sources))
-        self._sources = sources
+        self.sources = sources
         self._starts = list(accumulate(self.sizes, initial=0))
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files of all sources."""
-        return tuple(file for source in self._sources for file in source.files)
+        return tuple(file for source in self.sources for file in source.files)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -93,7 +104,7 @@ class JoinedRows:
     def _find(self, index: int) -> tuple[RowSource, int]:
         """Return the source of a row, and its number there."""
         source = bisect_right(self._starts, index) - 1
-        return self._sources[source], index - self._starts[source]
+        return self.sources[source], index - self._starts[source]
 
 
 def open_dataset(
@@ -153,6 +164,14 @@ def check_rows(settings: DataSettings, source: RowSource) -> None:
     Raises:
         DataError: for a row that does not have the declared columns.
     """
+    if settings.sources and isinstance(source, JoinedRows):
+        for part, rows in zip(settings.sources, source.sources, strict=True):
+            check_rows(part, rows)
+        return
+    if isinstance(source, _FirstRows):
+        source = source.source
+    if isinstance(source, GeneratedRows):
+        source.check(min(NUM_CHECKED_GENERATED, settings.limit or NUM_CHECKED_GENERATED))
     if settings.generator is not None:
         return
     sizes = source.sizes if isinstance(source, JoinedRows) else (len(source),)
@@ -207,10 +226,13 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
 
 
 def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
+    if settings.function is not None:
+        return GeneratedRows(settings.function, settings.split, settings.arguments, schema)
     name, _, task = str(settings.generator).partition(":")
     if name not in GENERATORS:
         raise DataError(
-            f"there is no generator {name!r} (known: {', '.join(GENERATORS)}){nearest(name, GENERATORS)}"
+            f"there is no generator {name!r} (known: {', '.join(GENERATORS)}, and the recipe's functions "
+            f"with @rows){nearest(name, GENERATORS)}"
         )
     source: RowSource = GENERATORS.load(name)(task, settings.split, settings.arguments, schema)
     return source
@@ -220,24 +242,24 @@ class _FirstRows:
     """The first rows of a source."""
 
     def __init__(self, source: RowSource, limit: int) -> None:
-        self._source = source
+        self.source = source
         self._limit = limit
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files of the source."""
-        return self._source.files
+        return self.source.files
 
     def __len__(self) -> int:
-        return min(self._limit, len(self._source))
+        return min(self._limit, len(self.source))
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the source."""
-        return self._source.row(index)
+        return self.source.row(index)
 
     def where(self, index: int) -> str:
         """Return the name of a row in errors."""
-        return self._source.where(index)
+        return self.source.where(index)
 
 
 _FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {

@@ -192,7 +192,8 @@ def compile_evaluation(
     request = plan_request(config, graph, recipe, learn_from_run)
     check_unused_keys(graph, request)
     plan = compile_plan(graph, request)
-    return Compiled(config, graph, {name: bodies[body] for name, body in body_of.items()}, plan, recipe)
+    bodies = {name: bodies[body] for name, body in body_of.items()}
+    return Compiled(config, graph, bodies, plan, recipe, row_functions=loaded.row_functions)
 
 
 def _without_placement(config: RunConfig) -> RunConfig:

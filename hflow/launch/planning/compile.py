@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from hflow.base.errors import ConfigError, PlanError, RecipeError
 from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
 from hflow.config import DataConfig, ModelConfig, RunConfig, to_mapping, to_yaml
-from hflow.dsl import apply_overrides, override_values
+from hflow.dsl import Recipe, apply_overrides, override_values
 from hflow.graph.ir import Graph
 from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
 from hflow.launch.planning.read_recipe import ReadRecipe, RecipeReader, options_of
@@ -106,14 +106,16 @@ class Compiled:
     """Node name -> the decorated function."""
     plan: Plan
     recipe: Path
-    """The recipe's Python file."""
+    """The recipe's Python file, or `session_recipe`."""
     observers: tuple[Observer, ...] = ()
     """The recipe's observers."""
     set_keys: frozenset[str] = frozenset()
     """Keys of the configuration that the recipe's files and overrides set."""
+    row_functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """The recipe's functions that make rows, by name."""
 
 
-def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
+def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
     """Read a recipe and its configuration, and return its checked graph.
 
     Raises:
@@ -123,7 +125,7 @@ def check(recipe: str | Path, overrides: Sequence[str] = ()) -> Graph:
     return RecipeReader(recipe).read(overrides).graph
 
 
-def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
+def plan(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a recipe.
 
     Raises:
@@ -135,12 +137,12 @@ def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
 
 def simulate(
-    recipe: str | Path, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
+    recipe: str | Path | Recipe, overrides: Sequence[str] = (), steps: int | None = None, seed: int = 0
 ) -> Simulation:
     """Run a recipe's plan on a virtual clock. No device is needed.
 
     Args:
-        recipe: path of the recipe's Python file.
+        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
         overrides: configuration as `key=value`.
         steps: training steps; None: the plan's steps, or as many as show a steady speed.
         seed: seed of the response lengths.
@@ -171,7 +173,7 @@ def compose_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
 
 
 def compile_recipe(
-    recipe: str | Path,
+    recipe: str | Path | Recipe,
     overrides: Sequence[str] = (),
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
@@ -182,7 +184,7 @@ def compile_recipe(
     """Compile a recipe without torch and ray.
 
     Args:
-        recipe: path of the recipe's Python file.
+        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
         overrides: configuration as `key=value`.
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.
@@ -252,7 +254,16 @@ def compile_read(
         simulate=simulated_period,
     )
     bodies = read.recipe.bodies(options_of(graph))
-    return Compiled(config, graph, bodies, compiled_plan, recipe, read.recipe.observers, read.set_keys)
+    return Compiled(
+        config,
+        graph,
+        bodies,
+        compiled_plan,
+        recipe,
+        read.recipe.observers,
+        read.set_keys,
+        read.recipe.row_functions,
+    )
 
 
 def _search(searches: PastSearches, graph: Graph, request: PlanRequest) -> SearchResult | None:

@@ -5,11 +5,11 @@ What reads rows imports pyarrow. It is imported only where there is a file to re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.base.errors import ConfigError
 from hflow.base.files import resolved
@@ -27,19 +27,31 @@ if TYPE_CHECKING:
 AnySource = TypeVar("AnySource", bound=SourceConfig)
 
 
-def data_settings(config: RunConfig, dataset: DatasetSpec) -> DataSettings:
+def data_settings(
+    config: RunConfig, dataset: DatasetSpec, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> DataSettings:
     """Return the settings of a dataset.
+
+    Args:
+        config: the configuration.
+        dataset: the dataset.
+        functions: the recipe's functions that make rows (`@rows`), by name.
 
     Raises:
         ConfigError: if the configuration names no rows, or too many.
     """
-    from hflow.data.rows.datasets import DataSettings
+    from hflow.data.rows.datasets import GENERATORS, DataSettings
+
+    for name in functions or ():
+        if name in GENERATORS:
+            raise ConfigError(f"hflow has a generator {name!r} of its own; rename the function with @rows")
 
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
             **vars(source) | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
+            function=(functions or {}).get(source.generator or ""),
         )
         for source_key, source in _sources(own, key, dataset)
     )

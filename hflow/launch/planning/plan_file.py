@@ -14,6 +14,7 @@ from typing import Any
 
 from hflow.base.errors import ConfigError, PlanError, RecipeError
 from hflow.base.files import read_json
+from hflow.base.shipped import is_recipe_file
 from hflow.base.validation import from_mapping
 from hflow.config import RunConfig, load_config, to_yaml
 from hflow.planner.diff import diff_plans
@@ -108,6 +109,13 @@ def recipe_file(file: PlanFile, recipe: str | Path | None = None) -> Path:
     Raises:
         RecipeError: if it is not where the plan was made.
     """
+    if recipe is None and not is_recipe_file(file.recipe):
+        name = Path(file.recipe).name
+        raise RecipeError(
+            f"{file.path} is a plan of a recipe {name!r} that was defined in a notebook or a shell; continue "
+            f"there with hflow.resume({str(file.path.parent)!r}, recipe=recipe), or write the recipe to a "
+            f"file and name it: hflow run --plan {file.path} {name}.py"
+        )
     path = Path(file.recipe if recipe is None else recipe)
     if path.is_file():
         return path

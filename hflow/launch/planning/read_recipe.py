@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError, nearest
-from hflow.base.shipped import find_recipe
+from hflow.base.files import resolved
+from hflow.base.recipe_files import use_directory
+from hflow.base.shipped import find_recipe, session_recipe
 from hflow.config import ConfigLoader, RunConfig, validate_names
 from hflow.dsl import Recipe, apply_overrides, load_recipe, overridable_keys
 from hflow.graph.build import build_graph
@@ -36,7 +38,7 @@ class ReadRecipe:
     """A recipe with its configuration and its checked graph, before it is planned."""
 
     path: Path
-    """The recipe's Python file."""
+    """The recipe's Python file, or `session_recipe`."""
     overrides: tuple[str, ...]
     config: RunConfig
     set_keys: frozenset[str]
@@ -52,14 +54,19 @@ class ReadRecipe:
 class RecipeReader:
     """Reads a recipe once, and its configuration with any overrides."""
 
-    def __init__(self, recipe: str | Path) -> None:
-        """Import a recipe's Python file, or a shipped recipe by its name.
+    def __init__(self, recipe: str | Path | Recipe) -> None:
+        """Import a recipe's Python file, or a shipped recipe by its name, unless it is an object.
 
         Raises:
             RecipeError: for an error in the recipe.
         """
-        self._path = find_recipe(str(recipe))
-        self._recipe = load_recipe(self._path)
+        if isinstance(recipe, Recipe):
+            self._path = recipe.file or session_recipe(recipe.name)
+            self._recipe = recipe
+            use_directory(resolved(self._path).parent)
+        else:
+            self._path = find_recipe(str(recipe))
+            self._recipe = load_recipe(self._path)
         self._configs = ConfigLoader(self._path)
 
     def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
@@ -73,6 +80,8 @@ class RecipeReader:
             RecipeError: for an error in the recipe.
             ConfigError: for an unknown key, or a value that does not fit.
         """
+        if isinstance(overrides, str):
+            raise ConfigError(f"overrides are a list of texts; write [{overrides!r}]")
         is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
         if config is None:
             config, set_keys = self._configs.load(overrides)

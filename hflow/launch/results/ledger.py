@@ -11,6 +11,7 @@ from hflow.launch.targets import resolve
 from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
+from hflow.runtime.records.body_log import LoggedLine, read_body_lines
 from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
 from hflow.runtime.saving.run_directory import RunDirectory
 
@@ -69,6 +70,13 @@ def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
     """Return the kept texts of the sample of a history; empty if its text was not kept."""
     texts = by_sample(read_samples(_find_ledger(run).samples))
     return texts.get((history.sample["stream"], history.sample["id"]), [])
+
+
+def why_output(run: str, history: SampleHistory) -> list[LoggedLine]:
+    """Return the lines that bodies have printed for a history's sample or its group, with tracebacks."""
+    sample = history.sample
+    found = read_body_lines(_find_ledger(run).bodies, sample["stream"], sample["id"], sample["group_id"])
+    return list(found)
 
 
 def samples_with_text(run: str, where: str | None = None, limit: int | None = None) -> SampleTextsFound:

@@ -140,7 +140,7 @@ class Attempts:
             seconds=seconds,
             reason=outcome.reason,
             plan_digest=compiled.plan.digest,
-            samples=samples,
+            sample_ends=samples,
             values=dict(self.observer.shown),
             not_evaluated=self.observer.not_evaluated,
             warnings=tuple(self.observer.warnings),
@@ -150,7 +150,10 @@ class Attempts:
         """Return the step that is safe, and the command that continues from there."""
         last = self.checkpoints.last
         saved = "nothing is saved yet" if last is None else f"step {last} is saved"
-        return f"{saved}; to continue: hflow run --resume {self.directory.path}"
+        command = f"hflow run --resume {self.directory.path}"
+        if not self.compiled.recipe.is_file():
+            command = f"hflow.resume({str(self.directory.path)!r}, recipe=recipe)"
+        return f"{saved}; to continue: {command}"
 
     def _stopped_early(self) -> RunSummary:
         """Return the summary of a run that was stopped while its workers started."""
@@ -161,7 +164,7 @@ class Attempts:
             seconds=0.0,
             reason="stopped",
             plan_digest=self.compiled.plan.digest,
-            samples={},
+            sample_ends={},
         )
 
 

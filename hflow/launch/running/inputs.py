@@ -58,7 +58,9 @@ def run_inputs(
     """
     paths = {f"data.{name}": list(files) for name, files in row_files.items()}
     paths |= {f"models.{spec.name}": list(_model_files(compiled, spec)) for spec in compiled.graph.models}
-    paths[RECIPE] = [compiled.recipe, *imported_files(resolved(compiled.recipe).parent)]
+    paths[RECIPE] = imported_files(resolved(compiled.recipe).parent)
+    if compiled.recipe.is_file():
+        paths[RECIPE].insert(0, compiled.recipe)
     inputs = {}
     for key, files in paths.items():
         before = None if known is None else known.inputs.get(key)

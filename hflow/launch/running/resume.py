@@ -9,6 +9,7 @@ from pathlib import Path
 from hflow.base.errors import ConfigError, PlanError, RunError
 from hflow.base.files import resolved
 from hflow.config import RunConfig
+from hflow.dsl import Recipe
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs, read_inputs
 from hflow.launch.planning.compile import Compiled, compile_recipe
@@ -88,12 +89,13 @@ class ResumedRun:
         return self.point.steps if self.point else 0
 
 
-def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
+def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None = None) -> ResumedRun:
     """Find a run and the checkpoint from which it continues, and compile its recipe.
 
     Args:
         run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
         overrides: configuration to change, such as `steps=500`.
+        recipe: the recipe, if it is defined in a notebook; None: that of the stored path.
 
     Raises:
         ConfigError: if there is no such run, or all its steps are done.
@@ -112,7 +114,7 @@ def find_resumed(run: str, overrides: Sequence[str] = ()) -> ResumedRun:
                 f"{directory.path}; remove it"
             )
     compiled = compile_recipe(
-        recipe_file(file),
+        recipe_file(file) if recipe is None else recipe,
         config=config,
         engines=file.engines,
         candidates=file.candidates,

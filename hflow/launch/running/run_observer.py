@@ -27,12 +27,14 @@ from hflow.report.text.samples import sample_markdown
 from hflow.runtime.events import Refusal
 from hflow.runtime.records import step_metrics as metrics
 from hflow.runtime.records.activity import Activity, OngoingWork
+from hflow.runtime.records.body_log import BodyLog
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.sample_texts import write_samples
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.state import run_state
+from hflow.types.body_line import BodyLine
 from hflow.workers.interface import BodyRetry, Span
 
 SMOOTHING = 0.9
@@ -51,8 +53,9 @@ class RunObserver:
         display: shows some of the metrics.
         report: which metrics these are, and what to warn of; None: the defaults.
         checkpoints: learns the metrics, of which one may choose the best checkpoint.
-        directory: the run's; None: texts of samples are not written.
+        directory: the run's; None: texts of samples, and what bodies print, are not written.
         observers: trackers, and the recipe's observers.
+        shows_output: whether the display shows what bodies print; False: the terminal has it already.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class RunObserver:
         checkpoints: Checkpoints | None = None,
         directory: RunDirectory | None = None,
         observers: ObserverThread | None = None,
+        *,
+        shows_output: bool = True,
     ) -> None:
         report = report or ReportConfig()
         self._shown_metrics = ShownMetrics(plan, report.show)
@@ -83,6 +88,8 @@ class RunObserver:
         self._checkpoints = checkpoints
         self._samples = directory.samples if directory else None
         self._observers = observers
+        show = display.note if shows_output else None
+        self._bodies = BodyLog(directory.bodies, plan.graph, show) if directory else None
         self._seconds_per_step = 0.0
         self._tokens_per_second = 0.0
         self._step = 0
@@ -160,6 +167,11 @@ class RunObserver:
             counted = metrics.REFUSED.member(reason)
             self._display.note(f"{node} refused a sample ({reason}): {message}; more count as {counted}")
 
+    def on_body_lines(self, worker: int, lines: Sequence[BodyLine]) -> None:
+        """Write what bodies have printed, and show some of it."""
+        if self._bodies is not None:
+            self._bodies.write(worker, lines)
+
     def on_retry(self, worker: int, retry: BodyRetry) -> None:
         """Keep a span of the wait, and show the first of each node; all are counted in the metrics."""
         end = retry.start + retry.wait
@@ -178,6 +190,8 @@ class RunObserver:
 
     def close(self, reason: str) -> None:
         """Let the observers finish: the run is `done`, was `stopped`, or has `failed`."""
+        if self._bodies is not None:
+            self._bodies.close()
         if self._observers is not None:
             self._observers.close(reason)
             self._warn_of_failures()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.files import resolved
 from hflow.base.terminal import SafeConsole
 from hflow.config import flatten, to_yaml
+from hflow.dsl import Recipe
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
@@ -69,13 +70,14 @@ class RunEnvironment:
     """Show nothing while it runs, and report to no tracker or observer."""
 
 
-def run(recipe: str | Path, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
-    """Run a recipe.
+def run(recipe: str | Path | Recipe, overrides: Sequence[str] = (), live: bool | None = None) -> RunSummary:
+    """Run a recipe. In a notebook, interrupting the kernel stops it, as Ctrl-C does in a terminal.
 
     Args:
-        recipe: path of the recipe's Python file, or the name of a shipped one.
+        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
         overrides: configuration as `key=value`.
-        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
+        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal or a
+            notebook.
 
     Raises:
         HflowError: for any error that a user can fix, before or during the run.
@@ -124,6 +126,8 @@ def resume(
     overrides: Sequence[str] = (),
     live: bool | None = None,
     environment: RunEnvironment | None = None,
+    *,
+    recipe: Recipe | None = None,
 ) -> RunSummary:
     """Continue a run from its last checkpoint, in its own directory.
 
@@ -132,11 +136,12 @@ def resume(
         overrides: configuration to change, such as `steps=500`.
         live: whether a panel shows progress, as for `run`.
         environment: factories and processes to use; None: those of `hflow run`.
+        recipe: the recipe, if it is defined in a notebook; None: that of the file with which the run began.
 
     Raises:
         HflowError: for the reasons of `run`, and if the run cannot continue.
     """
-    resumed = find_resumed(str(run), overrides)
+    resumed = find_resumed(str(run), overrides, recipe)
     return _run(resumed.compiled, live, environment or RunEnvironment(), resumed)
 
 
@@ -155,18 +160,34 @@ def _run(
 
 
 def _run_to_end(work: Callable[[], Coroutine[Any, Any, RunSummary]]) -> RunSummary:
-    """Run a coroutine on an event loop of its own. Where there is one, as in notebooks, it is a thread's."""
+    """Run a coroutine on an event loop of its own. Where there is one, as in notebooks, it is a thread's.
+
+    The first interrupt of a notebook's kernel stops the run, and the second one, or one before the run can
+    stop by itself, cancels it.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work())
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def begin() -> RunSummary:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await work()
+
     with ThreadPoolExecutor(1, "hflow-run") as thread:
-        result = thread.submit(asyncio.run, work())
+        result = thread.submit(asyncio.run, begin())
         while True:
             try:
                 return result.result()
+            except asyncio.CancelledError:  # before there was anything to save
+                raise KeyboardInterrupt from None
             except KeyboardInterrupt:
-                request_stop()
+                if not request_stop():
+                    loop, task = begun.result()
+                    loop.call_soon_threadsafe(task.cancel)
 
 
 def _fetch_models(compiled: Compiled, console: SafeConsole) -> None:
@@ -364,7 +385,17 @@ def _observer(
     report = compiled.config.report
     trace = Trace()
     with closing(MetricsLog(directory.metrics, directory.tensorboard, builtin_metrics())) as log:
-        observer = RunObserver(compiled.plan, log, trace, display, report, checkpoints, directory, observers)
+        observer = RunObserver(
+            compiled.plan,
+            log,
+            trace,
+            display,
+            report,
+            checkpoints,
+            directory,
+            observers,
+            shows_output=compiled.config.workers != "debug",
+        )
         files = LiveFiles(trace, directory.trace, observer.activity, directory.activity)
         try:
             yield observer

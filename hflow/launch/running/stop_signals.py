@@ -29,10 +29,12 @@ _active: WeakSet[StopSignals] = WeakSet()
 """The handlers of the runs that are going."""
 
 
-def request_stop() -> None:
-    """Ask all runs of this process to stop, as Ctrl-C does."""
-    for signals in tuple(_active):
+def request_stop() -> bool:
+    """Ask all runs of this process to stop, as Ctrl-C does. Returns whether one had not been asked before."""
+    asked = [signals for signals in tuple(_active) if not signals.is_requested]
+    for signals in asked:
         signals.request()
+    return bool(asked)
 
 
 class StopSignals:

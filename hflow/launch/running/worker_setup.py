@@ -14,6 +14,7 @@ from hflow.base.model_files import max_positions
 from hflow.base.shipped import shipped_recipes
 from hflow.config import ModelConfig, RunConfig
 from hflow.data.rows.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
+from hflow.data.rows.generated import ENDLESS
 from hflow.data.rows.row_order import RowOrder, WeightedOrder
 from hflow.data.text.tokenizer import TokenizerSettings, eos_ids
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
@@ -32,6 +33,7 @@ from hflow.runtime.execution.row_cursor import DatasetRows
 from hflow.training.interface import FIRST_PASS_STREAM
 from hflow.types import Unit
 from hflow.types.kernels import LayerKernels
+from hflow.workers.bodies.body_output import log_levels
 from hflow.workers.interface import NodeProgram, Workers, WorkerSetup
 from hflow.workers.process_setup import device_environment
 
@@ -59,7 +61,8 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
             if replica.role == "gen"
         },
         datasets={
-            dataset.name: data_settings(compiled.config, dataset) for dataset in compiled.graph.datasets
+            dataset.name: data_settings(compiled.config, dataset, compiled.row_functions)
+            for dataset in compiled.graph.datasets
         },
         tokenizers=tokenizer_settings(compiled),
         seed=compiled.config.seed,
@@ -68,6 +71,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
         collective_timeout=compiled.config.collective_timeout,
         hang_seconds=compiled.config.faults.hang_seconds,
         endpoint_host=compiled.config.endpoint_host,
+        log_levels=log_levels(),
         recipe_directory=str(resolved(compiled.recipe).parent),
     )
 
@@ -113,10 +117,11 @@ def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tup
     files: dict[str, tuple[Path, ...]] = {}
     for stream, name in dataset_of.items():
         assert name is not None, f"root stream {stream} has no dataset"
-        settings = data_settings(compiled.config, datasets[name])
+        settings = data_settings(compiled.config, datasets[name], compiled.row_functions)
         checks = conversation_checks(compiled.graph, name)
         source = open_dataset(settings, dict(datasets[name].columns), checks)
         check_rows(settings, source)
+        _refuse_endless(settings, is_trained[stream])
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
         files[name] = source.files
     return rows, files
@@ -127,7 +132,25 @@ def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained:
     if isinstance(source, JoinedRows) and settings.sources and is_trained:
         weights = [source.weight for source in settings.sources]
         return WeightedOrder(source.sizes, weights, seed, settings.shuffle)
-    return RowOrder(len(source), seed, settings.shuffle and is_trained)
+    return RowOrder(len(source), seed, settings.shuffle and is_trained and len(source) != ENDLESS)
+
+
+def _refuse_endless(settings: DataSettings, is_trained: bool) -> None:
+    """Refuse rows without an end where all of them are read, or a share of them is mixed with others.
+
+    Raises:
+        ConfigError: naming the key that ends them.
+    """
+    for source in settings.sources or (settings,):
+        if source.function is not None and source.limit is None and not (is_trained and source is settings):
+            why = (
+                "several sources are mixed by their numbers of rows"
+                if is_trained
+                else "evaluations read all rows"
+            )
+            raise ConfigError(
+                f"{source.key}.generator={source.generator} may not end, but {why}; set {source.key}.limit"
+            )
 
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:

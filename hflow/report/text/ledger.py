@@ -17,6 +17,7 @@ from hflow.base.text import pluralize
 
 if TYPE_CHECKING:
     from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory
+    from hflow.runtime.records.body_log import LoggedLine
 
 
 SHOWN = ("stream", "id", "row", "tokens", "oldest", "newest", "reward", "end", "step", "lag")
@@ -81,6 +82,19 @@ def render_story(story: SampleHistory) -> RenderableType:
     for at, what, more in _in_order(lines):
         table.add_row("" if at is None else f"{at:.3f} s", what, Text(safe_text(more)))
     return Group(head, table)
+
+
+def render_output(lines: Sequence[LoggedLine]) -> RenderableType:
+    """Render what bodies have printed for a sample, with their tracebacks; nothing if they have not."""
+    if not lines:
+        return Group()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(line.time, line.node, Text(safe_text(line.text)))
+    return Group(Text("printed by its bodies", style="bold"), table)
 
 
 def _in_order(lines: Iterable[Line]) -> list[Line]:

@@ -26,6 +26,7 @@ from rich.text import Text
 from hflow.base.terminal import SafeConsole
 from hflow.base.text import format_share
 from hflow.base.waiting import Awaited, awaited_text, print_waits
+from hflow.report.text.notebook import NotebookLive
 from hflow.runtime.records.activity import Activity
 
 MAX_BINS = 9
@@ -286,7 +287,11 @@ class LiveDisplay(Display):
         self._curves: dict[str, list[float]] = defaultdict(list)
         self._row: LiveRow | None = None
         self._activity: Callable[[], Activity] | None = None
-        self._live = Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._render)
+        self._live = (
+            NotebookLive(console, self._render)
+            if console.is_jupyter
+            else Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._render)
+        )
 
     def update(self, row: LiveRow) -> None:
         """Redraw with a new row."""
@@ -329,11 +334,11 @@ def open_display(title: str = "", live: bool | None = None, console: Console | N
 
     Args:
         title: heading of the panel, usually the run's name.
-        live: True for the panel, False for lines; None: the panel if the console is a terminal.
+        live: True for the panel, False for lines; None: the panel if the console is a terminal or a notebook.
         console: where to print; standard output by default.
     """
     console = console or SafeConsole()
-    as_panel = console.is_terminal if live is None else live
+    as_panel = console.is_terminal or console.is_jupyter if live is None else live
     return LiveDisplay(console, title) if as_panel else PlainDisplay(console)
 
 

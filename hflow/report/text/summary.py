@@ -23,8 +23,8 @@ def render_summary(summary: RunSummary) -> RenderableType:
         table.add_row(label, f"{value:.4g}")
     for stream, missing in summary.not_evaluated.items():
         table.add_row(stream, format_missing(*missing))
-    if summary.samples:
-        table.add_row("samples", _format_ends(summary.samples))
+    if summary.sample_ends:
+        table.add_row("samples", _format_ends(summary.sample_ends))
     table.add_row("results", Text(str(summary.directory)))
     return Group(head, table)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from hflow.runtime.saving.run_saving import RunSaving
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.snapshot import RunSnapshot
+from hflow.types.body_line import BodyLine
 from hflow.workers.interface import (
     ComputeReady,
     ComputeTask,
@@ -41,6 +43,9 @@ from hflow.workers.interface import (
     WorkerEvent,
     WorkerReport,
 )
+
+LAST_LINES_SECONDS = 5.0
+"""Longest wait for what bodies have printed, when a run ends."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Executor:
         self._refused_in_evaluation: dict[str, int] = {}
         """Side stream -> samples that its present evaluation has refused; missing: none was ever refused."""
         self._num_steps_done = num_steps_done
+        self._num_lines: Counter[int] = Counter()
+        """Worker -> lines of bodies that its process has reported."""
         self._last_close: asyncio.Task[None] | None = None
         """Reports the step before, if it has begun."""
         self._reason: str | None = None
@@ -160,6 +167,8 @@ class Executor:
                     task.cancel()
         except* Exception as group:  # noqa: BLE001 - unwrapped and raised again below
             raise _first_exception(group) from None
+        finally:
+            await self._read_last_lines()
         assert self._reason is not None
         self._batches.texts.report_refused(self._num_steps_done)
         if self._has_failed:
@@ -259,15 +268,17 @@ class Executor:
     async def _poll(self, worker: int) -> None:
         while True:
             try:
-                report: WorkerReport = await self._run.workers.poll(worker)
+                report: WorkerReport = await self._run.workers.poll(worker, self._num_lines[worker])
             except WorkerFailureError as failure:
                 await self._recovery.replace(worker, failure)
+                self._num_lines[worker] = 0
                 continue
             self._run.metrics.add_report(report)
             for span in report.spans:
                 self._run.observer.on_span(worker, span)
             for retry in report.retries:
                 self._run.observer.on_retry(worker, retry)
+            self._report_lines(worker, report.lines)
             self._events.put_nowait((worker, report.events))
             if values := self._run.metrics.refresh(self._state.rollout_counts):
                 self._report_rollout(values)
@@ -278,6 +289,21 @@ class Executor:
         finished = self._state.num_generated().items()
         samples = {name: (min(number, wanted[name]), wanted[name]) for name, number in finished}
         self._run.observer.on_rollout(values, samples)
+
+    def _report_lines(self, worker: int, lines: Sequence[BodyLine]) -> None:
+        if lines:
+            self._num_lines[worker] += len(lines)
+            self._run.observer.on_body_lines(worker, lines)
+
+    async def _read_last_lines(self) -> None:
+        """Report what bodies have printed since the last poll, as far as workers still answer."""
+
+        async def read(worker: int) -> None:
+            with suppress(Exception):  # what ended the run is more important
+                lines = self._run.workers.body_lines(worker, self._num_lines[worker])
+                self._report_lines(worker, await asyncio.wait_for(lines, LAST_LINES_SECONDS))
+
+        await asyncio.gather(*map(read, range(self._run.plan.cluster.num_devices)))
 
     def _translate(self, worker: int, event: WorkerEvent) -> ev.Event:
         """Return the state machine's event for a worker's event, and record the worker's."""

@@ -19,6 +19,7 @@ from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.runtime.records.activity import OngoingWork
 from hflow.types import EpisodeState
+from hflow.types.body_line import BodyLine
 from hflow.types.engine import EngineStats
 from hflow.workers.interface import BodyRetry, ComputeReady, SampleReady, Span, WorkerReport
 
@@ -161,6 +162,10 @@ class RunEvents(Protocol):
 
     def on_retry(self, worker: int, retry: BodyRetry) -> None:
         """Receive a body that failed on a worker and is tried again."""
+        ...
+
+    def on_body_lines(self, worker: int, lines: Sequence[BodyLine]) -> None:
+        """Receive what bodies have printed on a worker."""
         ...
 
     def on_warning(self, warning: str) -> None:

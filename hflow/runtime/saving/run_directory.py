@@ -2,6 +2,7 @@
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
+    bodies.log (if a body printed something, or failed)
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
@@ -183,6 +184,11 @@ class RunDirectory:
     def ledger(self) -> Path:
         """The history of every sample, as an SQLite database."""
         return self.path / "ledger.sqlite"
+
+    @property
+    def bodies(self) -> Path:
+        """What bodies have printed and logged, and their tracebacks, see `records.body_log`."""
+        return self.path / "bodies.log"
 
     @property
     def samples(self) -> Path:

@@ -18,6 +18,7 @@ from hflow.planner.plan.rows import Plan
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.types import Sequences, State
 from hflow.types.tensor_slices import Block
+from hflow.workers.bodies.body_output import body_call
 from hflow.workers.bodies.compute_runner import ComputeRunner
 from hflow.workers.bodies.seeding import seed_generators
 from hflow.workers.interface import NodeProgram, NodeTask, ShardInput
@@ -77,7 +78,8 @@ class BatchNodeRunner:
             raise NotYetError(f"{program.verb!r} nodes cannot run on a batch yet")
         self.skipped = set()
         seed_generators(self._seed, task.node, task.step, self._data_rank(task.node))
-        return self._run_by_verb[program.verb](program, task)
+        with body_call(program.body, task.node, task.step):
+            return self._run_by_verb[program.verb](program, task)
 
     def state_text(self, node: str) -> str | None:
         """Return the JSON of a node's `State`; None if the node has none, or has not run yet."""

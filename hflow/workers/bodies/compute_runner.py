@@ -17,6 +17,7 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.returned_values import CallLevel, DeclaredReturns
 from hflow.data.batches.row_arguments import bind_rows, unpack_rows
 from hflow.types import Unit
+from hflow.workers.bodies.body_output import LineSink
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import (
@@ -51,6 +52,7 @@ class ComputeRunner:
         on_retry: called when a call failed that is made again.
         on_error: called with an exception that ends the run.
         on_span: called with the time from when calls were queued together to the last of their results.
+        on_lines: called with what bodies printed in processes of the pool.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ComputeRunner:
         on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
         on_span: Callable[[Span], None] = lambda _: None,
+        on_lines: LineSink = lambda _: None,
     ) -> None:
         self._programs = programs
         self._store = store
@@ -73,7 +76,7 @@ class ComputeRunner:
         self._batch_queues: set[queue.SimpleQueue[Sequence[WorkerEvent] | BaseException]] = set()
         """Queues that `run_on_batch` reads."""
         bodies = {name: _pool_body(program) for name, program in programs.items()}
-        self._pool = Pool(bodies, num_processes, seed, self._take_results, on_retry, self._fail)
+        self._pool = Pool(bodies, num_processes, seed, self._take_results, on_retry, self._fail, on_lines)
 
     def submit(self, tasks: Iterable[ComputeTask], sink: EventSink) -> None:
         """Queue bodies; `sink` receives a `ComputeReady` or `Failed` for each task."""
@@ -112,6 +115,10 @@ class ComputeRunner:
                 if isinstance(event, Failed):
                     raise RunError(f"on {call_level(self._programs[node])} {event.key}: {event.message}")
         self._batch_queues.discard(events)
+
+    def read_output(self) -> None:
+        """Pass on what bodies have printed so far."""
+        self._pool.read_output()
 
     def close(self) -> None:
         """End the pool's processes."""

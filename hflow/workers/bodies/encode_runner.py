@@ -11,6 +11,7 @@ from hflow.data.batches.row_arguments import bind_rows
 from hflow.planner.plan.rows import Plan
 from hflow.processes.error_location import error_with_location
 from hflow.types import Tokenizer
+from hflow.workers.bodies.body_output import body_call
 from hflow.workers.bodies.compute_runner import SAMPLE_RELEASED, EventSink, input_fields
 from hflow.workers.interface import ComputeReady, ComputeTask, Failed, GroupTask, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, body_arguments, row_error
@@ -77,7 +78,7 @@ class EncodeRunner:
         program, writer = self._programs[source], self._writers[source]
         arguments = {**program.knobs, **body_arguments(program, row)}
         try:
-            members, failure = self._call(program, arguments, len(task.samples))
+            members, failure = self._call(program, arguments, task.samples)
         except DataError as error:
             raise row_error(row, error) from error
         if failure:
@@ -96,7 +97,7 @@ class EncodeRunner:
             return Failed(task.node, task.key, "failed", SAMPLE_RELEASED)
         (arguments,) = bind_rows(program, inputs, [1], "sample")
         try:
-            members, failure = self._call(program, arguments, 1)
+            members, failure = self._call(program, arguments, task.samples)
         except DataError as error:
             return Failed(task.node, task.key, "failed", error_with_location(error, program.body))
         if failure:
@@ -105,7 +106,7 @@ class EncodeRunner:
         return ComputeReady(task.node, task.key)
 
     def _call(
-        self, program: NodeProgram, arguments: Mapping[str, Any], num_samples: int
+        self, program: NodeProgram, arguments: Mapping[str, Any], samples: Sequence[int]
     ) -> tuple[list[SampleResult], str]:
         """Call a body up to `1 + retries` times. Returns each sample's result, and the last failure or "".
 
@@ -120,14 +121,15 @@ class EncodeRunner:
         failure = ""
         for _ in range(1 + program.options.get("retries", 0)):
             try:
-                result = program.body(**arguments, **tokenizers)
+                with body_call(program.body, program.name, samples[0]):
+                    result = program.body(**arguments, **tokenizers)
             except DataError:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
                 failure = error_with_location(error, program.body)
                 continue
             try:
-                return self._writers[program.name].read_group(result, num_samples), ""
+                return self._writers[program.name].read_group(result, len(samples)), ""
             except ReturnError as error:
                 failure = str(error).removeprefix(f"node {program.name!r}: ")
         return [], failure

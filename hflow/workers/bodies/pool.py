@@ -29,6 +29,7 @@ from hflow.data.batches.returned_values import DeclaredReturns
 from hflow.processes.forkserver import CleanContext
 from hflow.processes.pickling import pickle_with_bodies
 from hflow.types.node_setup import setup_of
+from hflow.workers.bodies.body_output import BodyPipe, LineSink, log_levels
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
 from hflow.workers.bodies.pool_lanes import (
     MAX_ISOLATED,
@@ -82,6 +83,7 @@ class Pool:
         on_results: called with the results of jobs that finished at the same time.
         on_retry: called when a job failed that is tried again.
         on_error: called with an exception after which the pool cannot continue.
+        on_lines: called with what bodies printed in processes of the pool.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Pool:
         on_results: Callable[[Sequence[JobResult]], None],
         on_retry: Callable[[BodyRetry], None],
         on_error: Callable[[BaseException], None],
+        on_lines: LineSink = lambda _: None,
     ) -> None:
         self._bodies = bodies
         self._seed = seed
@@ -109,6 +112,7 @@ class Pool:
         self._cancelled: set[JobId] = set()
         with_setup = {name for name, spec in bodies.items() if setup_of(spec.body) is not None}
         self._sync_lane: SyncLane | None = None
+        self._pipe = BodyPipe(on_lines) if num_processes else None
         self._isolated_lane_of: dict[str, IsolatedLane] = {}
         """Node -> the lane of its jobs that were lost with their process."""
         self._lane_of: dict[str, PoolLane]
@@ -117,7 +121,7 @@ class Pool:
             self._make_lanes(bodies, num_processes, with_setup)
         else:
             pickled = {name: self._pickle_body(name) for name in bodies}
-            load_bodies(pickled, seed, self._returns(set(bodies)), is_debugged=True)
+            load_bodies(pickled, seed, self._returns(set(bodies)), None, {})
             direct = DirectLane(self._inbox.put)
             self._lane_of, self._lanes = dict.fromkeys(bodies, direct), (direct,)
         try:
@@ -201,19 +205,27 @@ class Pool:
         """Stop jobs, which are then reported as failed; jobs that have ended are not reported again."""
         self._inbox.put(_Cancel(tuple(job_ids)))
 
+    def read_output(self) -> None:
+        """Pass on what bodies have printed so far."""
+        if self._pipe is not None:
+            self._pipe.drain()
+
     def close(self) -> None:
         """Kill what runs and end the processes; safe to call twice."""
         self._inbox.put(None)
         self._thread.join()
         for lane in self._lanes:
             lane.close()
+        if self._pipe is not None:
+            self._pipe.close()
 
     def _start_processes(self, nodes: set[str], num_processes: int) -> ProcessPool:
+        assert self._pipe is not None, "bodies run in this process"
         pickled = {node: self._pickle_body(node) for node in sorted(nodes)}
         return ProcessPool(
             num_processes,
             initializer=load_bodies,
-            initargs=(pickled, self._seed, self._returns(nodes)),
+            initargs=(pickled, self._seed, self._returns(nodes), self._pipe.writer, log_levels()),
             context=CleanContext(),
         )
 
@@ -261,6 +273,7 @@ class Pool:
     def _take(self, message: Sequence[Job] | _Cancel | FinishedCall) -> None:
         match message:
             case FinishedCall():
+                self.read_output()
                 finished, lost = message.lane.finish(message)
                 self._isolate(lost)
                 if lost and (exit_message := message.exit_message()):

@@ -14,6 +14,7 @@ from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import cloudpickle
@@ -23,6 +24,7 @@ from hflow.data.batches.returned_values import DeclaredReturns, checked_value
 from hflow.processes.error_location import error_with_location
 from hflow.types import Unit
 from hflow.types.node_setup import setup_of
+from hflow.workers.bodies.body_output import BodyOutput, body_call, copy_log_levels, send_lines
 from hflow.workers.bodies.seeding import seed_generators
 
 ASYNC_STEP_SECONDS = 0.05
@@ -102,7 +104,8 @@ def load_bodies(
     pickled: Mapping[str, bytes],
     seed: int,
     returns: Mapping[str, DeclaredReturns],
-    is_debugged: bool = False,
+    writer: Connection[Any, Any] | None,
+    levels: Mapping[str, int],
 ) -> None:
     """Load the bodies of nodes and set them up; the pool calls this once in every process.
 
@@ -110,9 +113,14 @@ def load_bodies(
         pickled: node -> its body.
         seed: the run's seed.
         returns: node -> what its body declares to return.
-        is_debugged: whether a debugger can use the terminal in this process.
+        writer: where what bodies print is sent; None: this is the worker's own process, in which a debugger
+            can use the terminal.
+        levels: what the worker's process logs.
     """
-    _child.is_debugged = is_debugged
+    _child.is_debugged = writer is None
+    if writer is not None:
+        BodyOutput(partial(send_lines, writer))
+        copy_log_levels(levels)
     _child.seed = seed
     _child.returns = returns
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
@@ -209,7 +217,8 @@ def _run(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     seed_generators(_child.seed, job.node, job.key)
     try:
-        result = body(**job.arguments)
+        with body_call(body, job.node, job.key):
+            result = body(**job.arguments)
     except BdbQuit as error:
         return _debugger_result(job, error)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a body may raise anything
@@ -233,8 +242,9 @@ async def _await(job: Job) -> JobResult:
     body = _child.bodies[job.node]
     limit = asyncio.timeout(job.timeout)
     try:
-        async with limit:
-            result = await body(**job.arguments)
+        with body_call(body, job.node, job.key):
+            async with limit:
+                result = await body(**job.arguments)
     except asyncio.CancelledError:
         return cancelled_result(job)
     except BdbQuit as error:

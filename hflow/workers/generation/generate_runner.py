@@ -21,6 +21,7 @@ from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.planner.plan.rows import Plan
 from hflow.processes.error_location import error_with_location
 from hflow.types.recorded import requested_kinds
+from hflow.workers.bodies.body_output import body_call
 from hflow.workers.interface import ComputeReady, Failed, GroupTask, NodeProgram, WorkerEvent
 from hflow.workers.storage.dataset_rows import DatasetRow, row_error
 from hflow.workers.storage.sample_store import SampleStore
@@ -110,11 +111,12 @@ class GenerateRunner:
         seconds = program.options.get("timeout")
         arguments = self._arguments(start, effects)
         try:
-            async with self.clock.timeout(seconds) as timeout:
-                try:
-                    result = await program.body(**arguments)
-                finally:
-                    await effects.close_environments()
+            with body_call(program.body, program.name, sample):
+                async with self.clock.timeout(seconds) as timeout:
+                    try:
+                        result = await program.body(**arguments)
+                    finally:
+                        await effects.close_environments()
             effects.finish()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and timeout.expired():

@@ -148,6 +148,7 @@ class RayWorkers(Workers):
         self._processes.start(report_progress, wait_for)
         self._actors = self._processes.actors(len(workers))
         bodies = [program.body for program in setup.programs.values()]
+        bodies += [function for settings in setup.datasets.values() for function in settings.functions]
         pickled = pickle_with_bodies(setup, bodies)
         # Wait until every process has started, so that none times out in `build` while another imports torch.
         with wait_for(f"{pluralize(len(workers), 'worker')} to start"):
