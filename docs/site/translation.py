@@ -28,7 +28,8 @@ def _section(library: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
         if row.status == "same":
             hflow, note = ours or "in the recipe", row.note
         else:
-            hflow, note = row.status, "; ".join(part for part in (row.note, ours) if part)
+            hflow = "by hand" if row.status == "manual" else row.status
+            note = "; ".join(part for part in (row.note, ours) if part)
         yield f"| `{row.key}` | {hflow} | {note} |".replace("  ", " ")
         yield from (f"| `{row.key}: {value}` | {text} | |" for value, text in row.values.items())
 
@@ -36,7 +37,6 @@ def _section(library: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
 def filled(page: str, peer: Peer) -> str:
     """Return a page with the tables of a library between its comments."""
     start, end = f"<!-- keys: {peer.name} -->", "<!-- end of keys -->"
-    assert start in page and end in page, f"the page of {peer.name} has no comments for its tables"
     before, rest = page.split(start)
     return f"{before}{start}\n\n{key_tables(peer)}\n\n{end}{rest.split(end)[1]}"
 

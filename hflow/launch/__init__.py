@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.launch.results.runs import RunReport, read_report
     from hflow.launch.running.run_recipe import resume, run, run_plan
     from hflow.launch.running.twin import TwinReport, twin
-    from hflow.launch.translate import Translation, translate
+    from hflow.launch.translation import Translation, translate
     from hflow.planner.plan.rows import Plan
     from hflow.profiling.calibrate import HardwareProfile, measure_hardware
     from hflow.runtime.records.run_summary import RunSummary
@@ -67,7 +67,7 @@ _NAMES = {
     "hflow.launch.results.runs": "RunReport read_report",
     "hflow.launch.running.run_recipe": "resume run run_plan",
     "hflow.launch.running.twin": "TwinReport twin",
-    "hflow.launch.translate": "Translation translate",
+    "hflow.launch.translation": "Translation translate",
     "hflow.planner.plan.rows": "Plan",
     "hflow.profiling.calibrate": "HardwareProfile measure_hardware",
     "hflow.runtime.records.run_summary": "RunSummary",

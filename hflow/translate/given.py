@@ -15,7 +15,7 @@ from hflow.base.errors import nearest, shorten
 from hflow.translate.table import Row, find_row
 
 Place = Literal["translated", "automatic", "left"]
-Reason = Literal["differs", "value", "missing", "unknown", "no effect"]
+Reason = Literal["differs", "value", "manual", "missing", "unknown", "no effect"]
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -30,7 +30,8 @@ class Entry:
     """hflow's keys."""
     reason: Reason | None = None
     """Why the key is left. `differs`: its setting was written, and means something else; `value`: the value
-    has no counterpart, or was not understood; `missing`: the key has none; `unknown`: it is not a key of
+    has no counterpart, or was not understood; `manual`: hflow has it in another form, which the note names;
+    `missing`: the key has no counterpart; `unknown`: it is not a key of
     this version; `no effect`: it has none beside the other keys."""
     note: str = ""
     is_given: bool = True
@@ -41,7 +42,8 @@ class Entry:
     @property
     def needs_attention(self) -> bool:
         """Whether the key is left, and may change a run. Without a counterpart it does not at its default."""
-        changes_nothing = self.reason == "no effect" or (self.reason == "missing" and self.is_default)
+        is_absent = self.reason in ("manual", "missing") and self.is_default
+        changes_nothing = self.reason == "no effect" or is_absent
         return self.place == "left" and not changes_nothing
 
     def to_json(self) -> dict[str, Any]:
@@ -83,37 +85,43 @@ class Given:
     def number(self, key: str) -> float | int | None:
         """Return a number. YAML takes `1e-6` for text, which counts as a number too."""
         value = self.value(key)
+        number: float | int | None = self.defaults[key]
         if isinstance(value, str):
             try:
-                value = float(value)
+                return float(value)
             except ValueError:
-                return self._not_understood(key, "a number")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+                self._not_understood(key, "a number")
+        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        return self._not_understood(key, "a number")
+        else:
+            self._not_understood(key, "a number")
+        return number
 
     def whole(self, key: str) -> int | None:
         """Return a whole number."""
         value = self.number(key)
-        if value is None or value == int(value):
-            return None if value is None else int(value)
-        return self._not_understood(key, "a whole number")
+        if value is not None and value != int(value):
+            self._not_understood(key, "a whole number")
+            value = self.defaults[key]
+        return None if value is None else int(value)
 
     def flag(self, key: str) -> bool:
         """Return true or false. Null is false."""
         value = self.value(key)
         if isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
             return value.lower() in _TRUE
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        return bool(self._not_understood(key, "true or false"))
+        if value is not None and not isinstance(value, bool):
+            self._not_understood(key, "true or false")
+            value = self.defaults[key]
+        return bool(value)
 
     def text(self, key: str) -> str | None:
         """Return a text."""
         value = self.value(key)
-        if value is None or isinstance(value, str):
-            return value
-        return self._not_understood(key, "text")
+        if value is not None and not isinstance(value, str):
+            self._not_understood(key, "text")
+            value = self.defaults[key]
+        return None if value is None else str(value)
 
     def choice(self, key: str, choices: Collection[Any], note: str = "") -> Any:
         """Return a value; the default if it is none of the choices, which leaves the key.
@@ -141,16 +149,16 @@ class Given:
         """Say that keys which begin so have no effect, as another key turns them off."""
         for key in self.values:
             if key.startswith(prefix):
-                self._note(key, "no effect", f"turned off by {switch}")
+                self._note(key, "no effect", f"{switch} decides")
 
     def _note(self, key: str, reason: Reason, note: str) -> None:
         self._read.add(key)
         self._notes.setdefault(key, (reason, note))
 
-    def _not_understood(self, key: str, expected: str) -> Any:
+    def _not_understood(self, key: str, expected: str) -> None:
         value = shorten(repr(self.values[key]), 60)
-        self.leave(key, f"{value} was not understood; {expected} is expected")
-        return self.defaults[key]
+        default = self.defaults[key]
+        self.leave(key, f"{value} was not understood; {expected} is expected, and {default!r} is taken")
 
     def entries(self) -> list[Entry]:
         """Return what became of each key of the file, and the notes on defaults, in the order of the keys."""
@@ -176,8 +184,8 @@ class Given:
             return Entry(key, value, "left", row.ours, reason, note, is_default=is_default)
         if row.status == "automatic":
             return Entry(key, value, "automatic", row.ours, note=_plain(row.note), is_default=is_default)
-        if row.status == "missing":
-            return Entry(key, value, "left", (), "missing", _plain(row.note), is_default=is_default)
+        if row.status != "same":
+            return Entry(key, value, "left", (), row.status, _plain(row.note), is_default=is_default)
         if key in self._read:
             return Entry(key, value, "translated", row.ours, is_default=is_default)
         note = "no effect beside the other keys"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 _SCORE = '''@compute(per="sample", timeout=60.0, returns="reward")
 def score(completion: str) -> float:
-    """Return the reward of an answer. Columns that it needs, such as `answer: str`, are declared in `train`."""
+    """Return the reward of an answer. A column that it needs, as `answer: str`, is declared in `train`."""
     raise NotImplementedError("write the reward")'''
 
 _BODIES = {

@@ -1,4 +1,4 @@
-"""`Row`: a key of another library and its counterpart. The tables of `docs/coming-from` show the same rows."""
+"""`Row`: a key of another library and its counterpart. The tables of `docs/coming-from` show the rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-Status = Literal["same", "automatic", "missing"]
+Status = Literal["same", "automatic", "manual", "missing"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Row:
     key: str
     """The dotted key. `*` stands for any text."""
     status: Status
-    """`same`: hflow has keys for it; `automatic`: hflow chooses; `missing`: neither."""
+    """`same`: hflow has it, under the names `ours`; `automatic`: hflow chooses; `manual`: hflow has it in
+    another form, which is not written; `missing`: none of these."""
     ours: tuple[str, ...] = ()
     """hflow's keys; without a dot, parts of a recipe."""
     note: str = ""
@@ -40,6 +41,11 @@ def automatic(key: str, note: str, ours: str = "") -> Row:
     return Row(key, "automatic", tuple(ours.split()), note)
 
 
+def manual(key: str, note: str) -> Row:
+    """Return a row of a key that hflow has in another form, such as a body of the recipe: the note."""
+    return Row(key, "manual", (), note)
+
+
 def missing(key: str, note: str = "") -> Row:
     """Return a row of a key without a counterpart."""
     return Row(key, "missing", (), note)
@@ -47,5 +53,6 @@ def missing(key: str, note: str = "") -> Row:
 
 def find_row(rows: Iterable[Row], key: str) -> Row | None:
     """Return the row of a key. A row without a `*` comes before those with one."""
-    found = [row for row in rows if row.matches(key)]
-    return next((row for row in found if row.key == key), found[0] if found else None)
+    rows = tuple(rows)
+    exact = next((row for row in rows if row.key == key), None)
+    return exact or next((row for row in rows if "*" in row.key and row.matches(key)), None)

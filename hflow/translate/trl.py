@@ -8,7 +8,7 @@ from typing import Any
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
 from hflow.translate.shared import num_devices, set_model, set_paths
-from hflow.translate.table import Row, automatic, missing, same
+from hflow.translate.table import Row, automatic, manual, missing, same
 
 LOSSES = {
     "dapo": "`nodes.actor_train` with `reduce=token-mean`",
@@ -16,7 +16,8 @@ LOSSES = {
     "bnpo": "`nodes.actor_train` with `reduce=token-mean`, of a minibatch and not of a micro-batch",
     "dr_grpo": "`nodes.actor_train` with `reduce=token-sum/N`, N the samples of a minibatch times "
     "`max_completion_length`",
-    "cispo": "`nodes.cispo_train` with `clip=1.0` and `clip_high` = `epsilon_high` − 1: TRL bounds the ratio itself",
+    "cispo": "`nodes.cispo_train` with `clip=1.0` and `clip_high` = `epsilon_high - 1`: TRL bounds the ratio "
+    "itself",
     "sapo": "`nodes.sapo_train` with `reduce=seq-mean-token-mean`",
     "luspo": "not translated: a `@train` body in the recipe",
     "vespo": "not translated: a `@train` body in the recipe",
@@ -55,7 +56,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("num_generations", "nodes.actor_gen.group"),
         same("num_iterations", "nodes.actor_train.epochs"),
         same("max_steps", "steps", "optimizer steps in TRL: divided by those of a step"),
-        same("num_train_epochs", "steps", "`epochs * rows / batch`"),
+        manual("num_train_epochs", "`steps`: epochs * rows / batch"),
         automatic("auto_find_batch_size", _PACKED, "models.actor.tokens_per_microbatch"),
         automatic("average_tokens_across_devices", "denominators always count all devices"),
     ],
@@ -96,18 +97,18 @@ TABLES: dict[str, Sequence[Row]] = {
         same("mask_truncated_completions", "nodes.actor_train.mask"),
         same("sapo_temperature_pos", "nodes.sapo_train.tau_positive"),
         same("sapo_temperature_neg", "nodes.sapo_train.tau_negative"),
-        missing("vespo_*", note=_BODY),
-        missing("top_entropy_quantile", _BODY),
-        missing("use_adaptive_entropy", _BODY),
-        missing("entropy_coef_*", note=_BODY),
-        missing("entropy_target", _BODY),
+        manual("vespo_*", note=_BODY),
+        manual("top_entropy_quantile", _BODY),
+        manual("use_adaptive_entropy", _BODY),
+        manual("entropy_coef_*", note=_BODY),
+        manual("entropy_target", _BODY),
         missing("off_policy_mask_threshold", "`nodes.is_trusted` masks by the KL alone"),
         missing("router_aux_loss_coef", "the router is trained by the recipe's loss"),
-        missing(
+        manual(
             "sync_ref_model", "an `@update` node: [`ema_teacher.py`](../../recipes/custom/ema_teacher.py)"
         ),
-        missing("ref_model_mixup_alpha", "see `sync_ref_model`"),
-        missing("ref_model_sync_steps", "see `sync_ref_model`"),
+        manual("ref_model_mixup_alpha", "see `sync_ref_model`"),
+        manual("ref_model_sync_steps", "see `sync_ref_model`"),
         missing("label_smoothing_factor"),
         missing("neftune_noise_alpha"),
     ],
@@ -127,9 +128,9 @@ TABLES: dict[str, Sequence[Row]] = {
         same("vllm_importance_sampling_cap", "nodes.behav_weights.upper", "the old name of `..._clip_max`"),
     ],
     "Rewards and data": [
-        missing("reward_funcs", "the body of `score`; [rewards](../rewards.md) has ready ones"),
-        missing("reward_weights", "`rewards.combine(a=1.0, b=0.5)`"),
-        missing(
+        manual("reward_funcs", "the body of `score`; [rewards](../rewards.md) has ready ones"),
+        manual("reward_weights", "`rewards.combine(a=1.0, b=0.5)`"),
+        manual(
             "reward_model_name_or_path",
             '`Model("rm", head="score")` and `nodes.rew_inf`: [reward models](../rewards.md#reward-models)',
         ),
@@ -139,8 +140,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same("dataset_test_split", "data.heldout.split"),
         same("shuffle_dataset", "data.train.shuffle"),
         same("seed", "seed", "other random numbers"),
-        missing("datasets", "`data.train.sources`"),
-        missing("test_split_size", "`data.train.split`, as in `train[10%:]`"),
+        manual("datasets", "`data.train.sources`"),
+        manual("test_split_size", "`data.train.split`, as in `train[10%:]`"),
         missing("streaming", "files of rows"),
         missing("dataset_streaming", "files of rows"),
         automatic("data_seed", "`seed` of the run"),
@@ -177,7 +178,7 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("cache_implementation"),
         missing("vllm_model_impl"),
         missing("vllm_structured_outputs_regex"),
-        missing(
+        manual(
             "max_tool_calling_iterations", "`engine.complete(tools=)` in an episode: [agents](../agents.md)"
         ),
     ],
@@ -192,8 +193,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_alpha", "models.actor.lora.alpha"),
         same("lora_target_modules", "models.actor.lora.targets", "null: PEFT's choice; `all-linear` here"),
         same("lora_dropout", "", "0 only: adapters have no dropout"),
-        missing("lora_*", note="[LoRA](../lora.md)"),
-        missing("use_rslora", "`models.actor.lora.alpha`"),
+        manual("lora_*", note="[LoRA](../lora.md)"),
+        manual("use_rslora", "`models.actor.lora.alpha`"),
         missing("use_dora"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
@@ -209,7 +210,7 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("load_in_*", note="no quantized training"),
         missing("bnb_*", note="no quantized training"),
         missing("use_bnb_nested_quant", "no quantized training"),
-        missing("torch_compile_*", note="`models.actor.compile`"),
+        manual("torch_compile_*", note="`models.actor.compile`"),
         missing("tf32"),
         missing("use_cache"),
     ],
@@ -225,7 +226,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same(
             "warmup_steps", "models.actor.optim.warmup_steps", "TRL begins at 0, hflow at `lr / warmup_steps`"
         ),
-        missing("lr_scheduler_kwargs", "`models.actor.optim.min_lr_ratio`"),
+        manual("lr_scheduler_kwargs", "`models.actor.optim.min_lr_ratio`"),
         missing("optim_args"),
         missing("optim_target_modules"),
     ],
@@ -243,15 +244,15 @@ TABLES: dict[str, Sequence[Row]] = {
         same("report_to", "report.wandb", "`wandb`; TensorBoard is always on"),
         same("project", "report.wandb"),
         same("full_determinism", "deterministic"),
-        missing("eval_delay", "`nodes.eval_gen.after`"),
-        missing("load_best_model_at_end", "`keep_best`"),
-        missing("metric_for_best_model", "`keep_best`"),
-        missing("greater_is_better", "`keep_best`"),
-        missing("resume_from_checkpoint", "`hflow run --resume RUN`"),
-        missing("env", "`env.NAME=VALUE`"),
-        missing("push_to_hub", "`hflow export --push`"),
-        missing("hub_*", note="`hflow export --push`"),
-        missing("trackio_*", note="[trackers](../metrics.md#trackers)"),
+        manual("eval_delay", "`nodes.eval_gen.after`"),
+        manual("load_best_model_at_end", "`keep_best`"),
+        manual("metric_for_best_model", "`keep_best`"),
+        manual("greater_is_better", "`keep_best`"),
+        manual("resume_from_checkpoint", "`hflow run --resume RUN`"),
+        manual("env", "`env.NAME=VALUE`"),
+        manual("push_to_hub", "`hflow export --push`"),
+        manual("hub_*", note="`hflow export --push`"),
+        manual("trackio_*", note="[trackers](../metrics.md#trackers)"),
         missing("log_completions_hub_repo"),
         automatic("log_completions", "`samples/step-N.jsonl`", "report.samples"),
         automatic("num_completions_to_print", "`samples/step-N.jsonl`", "report.samples"),
@@ -281,8 +282,8 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("ignore_bias_buffers", _LAYERS),
         automatic("torch_empty_cache_steps", "the plan decides: `hflow plan`, section memory"),
         automatic("use_cpu", "from `cluster`", "cluster"),
-        missing("debug", "[debugging](../debug.md)"),
-        missing("skip_memory_metrics", "`hflow plan`, section memory"),
+        manual("debug", "[debugging](../debug.md)"),
+        manual("skip_memory_metrics", "`hflow plan`, section memory"),
     ],
 }
 
@@ -298,7 +299,7 @@ def translate(given: Given, cluster: str | None) -> RecipeDraft:
     processes = num_devices(cluster or "h100-1x1")
     if cluster is None:
         note = (
-            "one process is assumed, as TRL's configuration does not have their number, on which batch depends; "
+            "one process is assumed: TRL's configuration does not have their number, on which batch depends; "
             "translate with --cluster, as in --cluster h100-1x8"
         )
         given.differs("per_device_train_batch_size", note)
@@ -325,7 +326,7 @@ def _loss_node(given: Given) -> str:
     kind = _loss_type(given)
     if level == "sequence" and kind in ("grpo", "dapo", "bnpo", "dr_grpo"):
         if kind != "grpo":
-            note = f"nodes.gspo_train has a mean over sequences, as loss_type grpo; with {kind} long ones count more"
+            note = f"nodes.gspo_train is the mean over sequences, as of grpo; with {kind} long ones count more"
             given.differs("importance_sampling_level", note)
         return "gspo_train"
     if level == "sequence":
@@ -484,8 +485,8 @@ def _correction(given: Given, draft: RecipeDraft) -> None:
     if draft.loss == "gspo_train":
         draft.set_loss(prox="none")
         note = (
-            "nodes.gspo_train has its ratios relative to the engine's log-probs here; set prox=recompute to weigh "
-            "answers by prox / behav"
+            "nodes.gspo_train has its ratios relative to the engine's log-probs here; set prox=recompute to "
+            "weigh answers by prox / behav"
         )
         if given.flag("use_vllm"):
             given.differs("vllm_importance_sampling_correction", note)
@@ -517,7 +518,7 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     longest = given.whole("vllm_max_model_length")
     if longest is None:
         longest = length + 1024
-        note = f"models.actor.gen.max_model_len={longest} leaves 1,024 tokens for the prompt, without a limit in TRL"
+        note = f"models.actor.gen.max_model_len={longest} leaves 1,024 tokens for a prompt; TRL has no limit"
         given.differs("vllm_max_model_length", note)
     draft.set("models.actor.gen.max_model_len", longest)
     kwargs = given.value("chat_template_kwargs")
@@ -548,6 +549,7 @@ def _run(given: Given, draft: RecipeDraft, updates: int) -> int | None:
     if limit > 0:
         steps = max(1, _in_steps(given, "max_steps", limit, updates))
         draft.set("steps", steps)
+        given.ignore("num_train_epochs", "max_steps")
     else:
         epochs = given.number("num_train_epochs")
         note = (

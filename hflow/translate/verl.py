@@ -9,7 +9,7 @@ from typing import Any
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
 from hflow.translate.shared import num_devices, set_model, set_paths
-from hflow.translate.table import Row, automatic, missing, same
+from hflow.translate.table import Row, automatic, manual, missing, same
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 CORRECTION = "algorithm.rollout_correction"
@@ -45,7 +45,7 @@ LOSSES = {
     "gspo": "`nodes.gspo_train`, if `loss_agg_mode` is `seq-mean-token-mean`",
     "sapo": "`nodes.sapo_train` with `reduce=seq-mean-token-mean`",
     "cispo": "`nodes.cispo_train`",
-    "gpg": "`nodes.cispo_train` with `clip=0`: −A log p, without a ratio",
+    "gpg": "`nodes.cispo_train` with `clip=0`: minus A log p, without a ratio",
     "geo_mean": "`nodes.gmpo_train`",
     "dro": "`nodes.dro_train`",
     "clip_cov": "`nodes.clip_cov_train`: statistics of the whole minibatch, of a micro-batch in verl",
@@ -110,7 +110,8 @@ def _optimizer(part: str, model: str) -> list[Row]:
         same(
             f"{key}.lr_warmup_steps",
             f"{ours}.warmup_steps",
-            "optimizer steps here: times the updates of a step. verl begins at 0, hflow at `lr / warmup_steps`",
+            "optimizer steps here: times the updates of a step. verl begins at 0, hflow at "
+            "`lr / warmup_steps`",
         ),
         same(f"{key}.lr_warmup_steps_ratio", f"{ours}.warmup_steps", "if `total_training_steps` is set"),
         same(f"{key}.lr_scheduler_type", f"{ours}.schedule", "`constant` or `cosine`"),
@@ -143,11 +144,9 @@ def _model(part: str, model: str, *, is_actor: bool) -> list[Row]:
             ]
             if is_actor
             else [
-                missing(
-                    f"{part}.lora_rank", f"`{ours}.lora`; verl's adapters of a critic are not translated"
-                ),
-                missing(f"{part}.lora_alpha", f"`{ours}.lora`"),
-                missing(f"{part}.target_modules", f"`{ours}.lora`"),
+                manual(f"{part}.lora_rank", f"`{ours}.lora`; verl's adapters of a critic are not translated"),
+                manual(f"{part}.lora_alpha", f"`{ours}.lora`"),
+                manual(f"{part}.target_modules", f"`{ours}.lora`"),
             ]
         ),
         missing(f"{part}.exclude_modules"),
@@ -184,8 +183,8 @@ def _engine(part: str) -> list[Row]:
         automatic(f"{part}.seed", "`seed` of the run"),
         missing(f"{part}.offload_policy", "optimizer steps are on the device"),
         missing(f"{part}.model_dtype", "weights of an optimizer are fp32"),
-        missing(f"{part}.use_torch_compile", "`models.NAME.compile` compiles the decoder layers"),
-        missing(f"{part}.full_determinism", "`deterministic=true`"),
+        manual(f"{part}.use_torch_compile", "`models.NAME.compile` compiles the decoder layers"),
+        manual(f"{part}.full_determinism", "`deterministic=true`"),
         missing(f"{part}.ulysses_sequence_parallel_size", "see that of the model"),
         missing(f"{part}.qat.*", note="no quantized training"),
         missing(f"{part}.turbo_config.*", note="NPUs"),
@@ -216,12 +215,12 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("data.filter_overlong_prompts", "filter the files"),
         missing("data.truncation", "prompts are never cut"),
         missing("data.validation_shuffle", "evaluations read every row once"),
-        missing("data.reward_fn_key", "a parameter of the reward's body"),
+        manual("data.reward_fn_key", "a parameter of the reward's body"),
         missing("data.tokenizer", "the tokenizer of the model's directory"),
         missing("data.trust_remote_code", "no code of a checkpoint is run"),
-        missing("data.custom_cls.*", note="[datasets](../data.md)"),
-        missing("data.tool_config_path", "[agents](../agents.md)"),
-        missing("data.function_tool_path", "[agents](../agents.md)"),
+        manual("data.custom_cls.*", note="[datasets](../data.md)"),
+        manual("data.tool_config_path", "[agents](../agents.md)"),
+        manual("data.function_tool_path", "[agents](../agents.md)"),
         *(
             missing(f"data.{key}", "texts only")
             for key in ("image_key", "video_key", "audio_key", "image_patch_size", "mm_processor_kwargs")
@@ -242,14 +241,14 @@ TABLES: dict[str, Sequence[Row]] = {
             "",
             "`adaptive` is not translated: `nodes.kl_reward.target` is nats of a sequence, verl's of a token",
         ),
-        missing("algorithm.kl_ctrl.target_kl", "`nodes.kl_reward.target`, times the mean length"),
-        missing("algorithm.kl_ctrl.horizon", "`nodes.kl_reward.horizon`"),
+        manual("algorithm.kl_ctrl.target_kl", "`nodes.kl_reward.target`, times the mean length"),
+        manual("algorithm.kl_ctrl.horizon", "`nodes.kl_reward.horizon`"),
         same("algorithm.filter_groups.enable", "", 'a `@compute(per="group", returns="keep")` body'),
         same("algorithm.filter_groups.metric", "", "the reward; others are columns of that body"),
-        missing("algorithm.filter_groups.max_num_gen_batches", "`schedule.max_refused_per_step`, in prompts"),
+        manual("algorithm.filter_groups.max_num_gen_batches", "`schedule.max_refused_per_step`, in prompts"),
         automatic("algorithm.filter_groups.max_inflight_gen_batches", "refused prompts are replaced at once"),
-        missing("algorithm.use_pf_ppo", "a `@compute` body in the recipe"),
-        missing("algorithm.pf_ppo.*", note="a `@compute` body in the recipe"),
+        manual("algorithm.use_pf_ppo", "a `@compute` body in the recipe"),
+        manual("algorithm.pf_ppo.*", note="a `@compute` body in the recipe"),
     ],
     "The actor's loss": [
         same(f"{ACTOR}.policy_loss.loss_mode", "", values=LOSSES),
@@ -328,7 +327,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same(
             f"{ACTOR}.ulysses_sequence_parallel_size",
             "",
-            "1; more needs `models.actor.backend=megatron` and a [layout](../parallel.md#long-sequences) with `c`",
+            "1 only; more needs megatron and a [layout](../parallel.md#long-sequences) with `c`",
         ),
         automatic(f"{ACTOR}.ppo_micro_batch_size*", _PACKED),
         automatic(f"{ACTOR}.use_remove_padding", _PACKED),
@@ -338,7 +337,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic(f"{ACTOR}.checkpoint.strict", "checkpoints are checked"),
         automatic(f"{ACTOR}.checkpoint.async_save", "written aside: `time/checkpoint`"),
         missing(f"{ACTOR}.grad_clip", "verl uses `optim.clip_grad`"),
-        missing(f"{ACTOR}.use_torch_compile", "`models.actor.compile` compiles the decoder layers"),
+        manual(f"{ACTOR}.use_torch_compile", "`models.actor.compile` compiles the decoder layers"),
         missing(f"{ACTOR}.use_fused_kernels"),
         missing(f"{ACTOR}.use_prefix_grouper"),
         missing(f"{ACTOR}.qat.*", note="no quantized training"),
@@ -354,9 +353,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("actor_rollout_ref.ref.pad_to_length", _PACKED),
         automatic("actor_rollout_ref.ref.rollout_n", "`nodes.actor_gen.group`"),
         automatic("actor_rollout_ref.ref.strategy", "the backend of the actor"),
-        missing(
-            "actor_rollout_ref.ref.use_torch_compile", "`models.ref.compile` compiles the decoder layers"
-        ),
+        manual("actor_rollout_ref.ref.use_torch_compile", "`models.ref.compile` compiles the decoder layers"),
         missing("actor_rollout_ref.ref.ulysses_sequence_parallel_size", "see that of the actor"),
         *_engine("actor_rollout_ref.ref.fsdp_config"),
     ],
@@ -383,8 +380,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same(f"{ROLLOUT}.val_kwargs.n", "nodes.eval_gen.group"),
         same(f"{ROLLOUT}.val_kwargs.do_sample", "nodes.eval_gen.temperature", "false is 0"),
         same(f"{ROLLOUT}.multi_turn.enable", "", "true is not translated: [agents](../agents.md)"),
-        missing(f"{ROLLOUT}.multi_turn.*", note="an `async` body with `@generate`: [agents](../agents.md)"),
-        missing(f"{ROLLOUT}.agent.*", note="an `async` body with `@generate`: [agents](../agents.md)"),
+        manual(f"{ROLLOUT}.multi_turn.*", note="an `async` body with `@generate`: [agents](../agents.md)"),
+        manual(f"{ROLLOUT}.agent.*", note="an `async` body with `@generate`: [agents](../agents.md)"),
         automatic(f"{ROLLOUT}.mode", "engines answer each sample by itself"),
         automatic(f"{ROLLOUT}.prompt_length", "see `data.max_prompt_length`"),
         automatic(f"{ROLLOUT}.response_length", "see `data.max_response_length`"),
@@ -418,8 +415,8 @@ TABLES: dict[str, Sequence[Row]] = {
         missing(f"{ROLLOUT}.pipeline_model_parallel_size", "engines have no pipeline stages"),
         missing(f"{ROLLOUT}.expert_parallel_size", "engines have no expert ranks"),
         missing(f"{ROLLOUT}.ignore_eos"),
-        missing(f"{ROLLOUT}.full_determinism", "`deterministic=true`"),
-        missing(f"{ROLLOUT}.over_sample_rate", "`schedule.max_staleness` lets generation run ahead"),
+        manual(f"{ROLLOUT}.full_determinism", "`deterministic=true`"),
+        manual(f"{ROLLOUT}.over_sample_rate", "`schedule.max_staleness` lets generation run ahead"),
         missing(f"{ROLLOUT}.engine_kwargs.*"),
         missing(f"{ROLLOUT}.router_config_path"),
         missing(f"{ROLLOUT}.moe_load_balance_metrics_interval"),
@@ -428,8 +425,8 @@ TABLES: dict[str, Sequence[Row]] = {
         missing(f"{ROLLOUT}.qat*", note="no quantized generation"),
         missing(f"{ROLLOUT}.mtp*", note="no speculative decoding"),
         missing(f"{ROLLOUT}.disaggregation.*", note="prefill and decoding share an engine"),
-        missing(f"{ROLLOUT}.trace.*", note="`report.samples`, and the ledger: `hflow why`"),
-        missing(f"{ROLLOUT}.prometheus.*", note="[trackers](../metrics.md#trackers)"),
+        manual(f"{ROLLOUT}.trace.*", note="`report.samples`, and the ledger: `hflow why`"),
+        manual(f"{ROLLOUT}.prometheus.*", note="[trackers](../metrics.md#trackers)"),
     ],
     "The critic": [
         same("critic.enable", "", "null: with `gae`"),
@@ -460,26 +457,26 @@ TABLES: dict[str, Sequence[Row]] = {
         *_model("critic.model", "critic", is_actor=False),
     ],
     "Rewards": [
-        missing("reward.custom_reward_function.path", "the body of `score`"),
-        missing("reward.custom_reward_function.name", "the body of `score`"),
-        missing("reward.custom_reward_function.*", note="the body of `score`"),
+        manual("reward.custom_reward_function.path", "the body of `score`"),
+        manual("reward.custom_reward_function.name", "the body of `score`"),
+        manual("reward.custom_reward_function.*", note="the body of `score`"),
         automatic("reward.num_workers", "rewards run in processes of the workers"),
-        missing("reward.reward_manager.name", "the body of `score`; [rewards](../rewards.md) has shaping"),
-        missing("reward.reward_manager.*", note="the body of `score`"),
-        missing(
+        manual("reward.reward_manager.name", "the body of `score`; [rewards](../rewards.md) has shaping"),
+        manual("reward.reward_manager.*", note="the body of `score`"),
+        manual(
             "reward.reward_model.*",
-            note='`Model("rm", head="score")` and `nodes.rew_inf`: [reward models](../rewards.md#reward-models)',
+            note='`Model("rm", head="score")`, `nodes.rew_inf`: [reward models](../rewards.md#reward-models)',
         ),
-        missing("reward.sandbox_fusion.*", note="[sandboxes](../security.md)"),
-        missing("custom_reward_function.*", note="the old place of `reward.custom_reward_function`"),
-        missing("reward_model.*", note="the old place of `reward.reward_model`"),
-        missing("sandbox_fusion.*", note="the old place of `reward.sandbox_fusion`"),
+        manual("reward.sandbox_fusion.*", note="[sandboxes](../security.md)"),
+        manual("custom_reward_function.*", note="the old place of `reward.custom_reward_function`"),
+        manual("reward_model.*", note="the old place of `reward.reward_model`"),
+        manual("sandbox_fusion.*", note="the old place of `reward.sandbox_fusion`"),
     ],
     "The run": [
         same("trainer.nnodes", "cluster", "with the device's name: `h100-1x8`"),
         same("trainer.n_gpus_per_node", "cluster", "with the device's name: `h100-1x8`"),
         same("trainer.total_training_steps", "steps"),
-        same("trainer.total_epochs", "steps", "`epochs * rows / batch`"),
+        manual("trainer.total_epochs", "`steps`: epochs * rows / batch"),
         same("trainer.save_freq", "save_every", "-1 is 0; see also `save_minutes`"),
         same("trainer.max_actor_ckpt_to_keep", "keep_checkpoints", "null keeps all, in both"),
         same("trainer.test_freq", "nodes.eval_gen.every"),
@@ -506,20 +503,20 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("trainer.device", "from `cluster`", "cluster"),
         automatic("actor_rollout_ref.hybrid_engine", "the plan places all models: `hflow plan`", "placement"),
         automatic("actor_rollout_ref.nccl_timeout", "a missing rank is named", "collective_timeout"),
-        missing("trainer.val_only", "`hflow eval`"),
-        missing("trainer.resume_mode", "a run starts anew, unless by `hflow run --resume`"),
-        missing("trainer.resume_from_path", "`hflow run --resume RUN`"),
-        missing("trainer.esi_redundant_time", "SIGTERM saves a run: [resume](../resume.md)"),
-        missing("trainer.checkpoint_callback_class", "an `Observer`: [metrics](../metrics.md)"),
+        manual("trainer.val_only", "`hflow eval`"),
+        manual("trainer.resume_mode", "a run starts anew, unless by `hflow run --resume`"),
+        manual("trainer.resume_from_path", "`hflow run --resume RUN`"),
+        manual("trainer.esi_redundant_time", "SIGTERM saves a run: [resume](../resume.md)"),
+        manual("trainer.checkpoint_callback_class", "an `Observer`: [metrics](../metrics.md)"),
         missing("trainer.default_hdfs_dir"),
         missing("trainer.del_local_ckpt_after_load"),
-        missing("trainer.v1.*", note="[asynchronous training](#asynchronous-training)"),
-        missing("*profiler*", note="`time/*` of `metrics.jsonl`, and `trace.json`: [metrics](../metrics.md)"),
-        missing("distillation.*", note="[`recipes/opd.py`](../../recipes/opd.py)"),
+        manual("trainer.v1.*", note="[asynchronous training](#asynchronous-training)"),
+        manual("*profiler*", note="`time/*` of `metrics.jsonl`, and `trace.json`: [metrics](../metrics.md)"),
+        manual("distillation.*", note="[`recipes/opd.py`](../../recipes/opd.py)"),
         automatic("transfer_queue.*", "samples stay where they are made: `hflow plan`, data"),
         missing("skip.*"),
-        missing("ray_kwargs.*", note="`ray start`: [clusters](../cluster.md)"),
-        missing(
+        manual("ray_kwargs.*", note="`ray start`: [clusters](../cluster.md)"),
+        manual(
             "*.megatron.*", note="`models.NAME.backend=megatron` and `layout`: [parallel](../parallel.md)"
         ),
         automatic("*_target_", "verl's classes"),
@@ -629,8 +626,8 @@ def _advantages(given: Given, draft: RecipeDraft) -> None:
         else:
             given.leave(
                 "algorithm.use_kl_in_reward",
-                f"with {estimator} the KL is in the reward of a whole answer: subtract it in a @compute body, or "
-                f"use nodes.{_loss_node(given)}.kl_coef",
+                f"with {estimator} the KL is in the reward of a whole answer: subtract it in a @compute "
+                f"body, or use nodes.{_loss_node(given)}.kl_coef",
             )
     if given.flag("algorithm.filter_groups.enable"):
         draft.filters_groups = True
@@ -648,7 +645,7 @@ def _kl_reward(given: Given, draft: RecipeDraft) -> None:
         draft.set("nodes.kl_reward.estimator", _KL_IN_REWARD[estimator.removesuffix("+")])
     else:
         given.leave("algorithm.kl_penalty", note)
-    note = "set nodes.kl_reward.target: nats of a sequence, target_kl times the mean length; beta is constant now"
+    note = "set nodes.kl_reward.target: nats of a sequence, target_kl times the mean length"
     given.choice("algorithm.kl_ctrl.type", ("fixed",), note)
 
 
@@ -777,8 +774,8 @@ def _correction(given: Given, draft: RecipeDraft) -> None:
         draft.set_loss(prox="none")
         given.differs(
             f"{CORRECTION}.bypass_mode",
-            f"nodes.{draft.loss} has its ratios relative to the engine's log-probs here; set prox=recompute to "
-            "weigh answers by prox / behav",
+            f"nodes.{draft.loss} has its ratios relative to the engine's log-probs here; set "
+            "prox=recompute to weigh answers by prox / behav",
         )
         for key in ("rollout_is", "rollout_rs"):
             if given.is_set(f"{CORRECTION}.{key}"):
@@ -956,6 +953,7 @@ def _run(given: Given, draft: RecipeDraft) -> None:
     steps = given.whole("trainer.total_training_steps")
     if steps is not None:
         draft.set("steps", steps)
+        given.ignore("trainer.total_epochs", "trainer.total_training_steps")
     else:
         epochs = given.whole("trainer.total_epochs")
         note = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -13,11 +14,13 @@ from hflow.base.errors import shorten
 if TYPE_CHECKING:
     from hflow.launch import Translation
     from hflow.translate import Entry
+    from hflow.translate.given import Place
 
 _LISTED = {
     "unknown": "Unknown keys",
     "value": "Values that were not translated",
     "differs": "Translated, with another meaning",
+    "manual": "To write by hand",
     "missing": "Keys without a counterpart",
 }
 """Reason of a key that is left -> the title of its list."""
@@ -37,8 +40,8 @@ def render_translation(made: Translation) -> RenderableType:
         names = ", ".join(f"{entry.key}" for entry in quiet)
         shown = names if len(quiet) <= MAX_NAMES else f"{len(quiet)} keys, which --json lists"
         parts += [Text(f"\n{title}", style="bold"), Text(f"  {shown}", style="dim")]
-    places = [entry.place for entry in given]
-    summary = ", ".join(f"{places.count(place)} {word}" for place, word in _PLACES.items())
+    counts = Counter(entry.place for entry in given)
+    summary = ", ".join(f"{counts[place]} {word}" for place, word in _PLACES.items())
     looked_at = sum(entry.needs_attention for entry in given)
     parts += [
         Text(f"\n{len(given)} keys of {name} {made.peer.version}: {summary} ({looked_at} listed above)")
@@ -47,7 +50,7 @@ def render_translation(made: Translation) -> RenderableType:
     return Group(*parts)
 
 
-_PLACES = {"translated": "translated", "automatic": "chosen by hflow", "left": "left"}
+_PLACES: Mapping[Place, str] = {"translated": "translated", "automatic": "chosen by hflow", "left": "left"}
 MAX_NAMES = 40
 """Keys that change nothing and are named. A file with all keys of verl has hundreds."""
 
