@@ -33,7 +33,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def read_yaml_value(file: Path) -> Any:
-    """Return what a YAML file holds.
+    """Return the value of a YAML file.
 
     Raises:
         ConfigError: for a file that cannot be read; names it.

@@ -21,7 +21,7 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of the input, and what became of it."""
+    """One key of the input: translated, chosen by hflow, or left, with the reason."""
 
     key: str
     value: Any
@@ -161,7 +161,7 @@ class Given:
         self.leave(key, f"{value} was not understood; {expected} is expected, and {default!r} is taken")
 
     def entries(self) -> list[Entry]:
-        """Return what became of each key of the file, and the notes on defaults, in the order of the keys."""
+        """Return an entry for each key of the file, in its order, and for each default that has a note."""
         given = [self._entry(key) for key in self.values]
         others = [key for key in self._notes if key not in self.values]
         return given + [

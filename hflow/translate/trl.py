@@ -292,7 +292,7 @@ def translate(given: Given, cluster: str | None) -> RecipeDraft:
     """Return the recipe of a configuration of TRL.
 
     Args:
-        given: its values.
+        given: the values of the file.
         cluster: the cluster that the user named, whose devices are TRL's processes; None: one H100.
     """
     draft = RecipeDraft()
@@ -326,7 +326,9 @@ def _loss_node(given: Given) -> str:
     kind = _loss_type(given)
     if level == "sequence" and kind in ("grpo", "dapo", "bnpo", "dr_grpo"):
         if kind != "grpo":
-            note = f"nodes.gspo_train is the mean over sequences, as of grpo; with {kind} long ones count more"
+            note = (
+                f"nodes.gspo_train is the mean over sequences, as of grpo; with {kind} long ones count more"
+            )
             given.differs("importance_sampling_level", note)
         return "gspo_train"
     if level == "sequence":
@@ -474,9 +476,8 @@ def _kl(given: Given, draft: RecipeDraft) -> None:
     draft.set_loss(kl_coef=beta)
     if given.flag("use_bias_correction_kl"):
         draft.set_loss(kl_importance=True)
-        if given.flag("use_vllm"):
-            note = "the KL is weighed by the ratio to vLLM's log-probs here, and to recomputed ones in TRL"
-            given.differs("use_bias_correction_kl", note)
+        note = "the KL is weighed by the ratio to the engine's log-probs here, and to recomputed ones in TRL"
+        given.differs("use_bias_correction_kl", note)
 
 
 def _correction(given: Given, draft: RecipeDraft) -> None:

@@ -537,7 +537,7 @@ def translate(given: Given, cluster: str | None) -> RecipeDraft:
     """Return the recipe of a configuration of verl.
 
     Args:
-        given: its values.
+        given: the values of the file.
         cluster: the cluster that the user named; None: the configuration's number of GPUs, as H100.
     """
     draft = RecipeDraft()
@@ -994,7 +994,7 @@ def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, upd
     Args:
         given: the values.
         draft: the recipe.
-        model: its name in the recipe.
+        model: the name of the model in the recipe.
         part: `actor_rollout_ref.actor` or `critic`.
         updates: optimizer steps of a step of the run.
     """

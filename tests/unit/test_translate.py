@@ -95,7 +95,13 @@ TRL_CASES: list[dict[str, Any]] = [
     {**TRL_BASE, "dataset_config": "main", "eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True}
     | {"num_generations_eval": 2, "dataset_test_split": "test", "dataset_train_split": "train[:9]"}
     | {"report_to": "wandb", "project": "p", "model_revision": "v1"},
-    {**TRL_BASE, "use_vllm": True, "beta": 0.1, "use_bias_correction_kl": False, "mask_truncated_completions": True}
+    {
+        **TRL_BASE,
+        "use_vllm": True,
+        "beta": 0.1,
+        "use_bias_correction_kl": False,
+        "mask_truncated_completions": True,
+    }
     | {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
     | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_correction": True}
     | {"vllm_tensor_parallel_size": 1, "vllm_mode": "colocate", "vllm_max_model_length": 900, "delta": 4.0},
@@ -103,7 +109,13 @@ TRL_CASES: list[dict[str, Any]] = [
     {**TRL_BASE, "loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.1},
     {**TRL_BASE, "loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.1, "use_bias_correction_kl": True},
     {**TRL_BASE, "loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch"},
-    {**TRL_BASE, "loss_type": "dr_grpo", "scale_rewards": False, "steps_per_generation": 4, "entropy_coef": 0.0},
+    {
+        **TRL_BASE,
+        "loss_type": "dr_grpo",
+        "scale_rewards": False,
+        "steps_per_generation": 4,
+        "entropy_coef": 0.0,
+    },
     {**TRL_BASE, "loss_type": "dapo", "entropy_coef": 0.01, "use_peft": True, "lora_r": 8, "lora_alpha": 8}
     | {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0},
 ]
@@ -143,7 +155,7 @@ KNOBS = {
     node.name.partition(".")[2]: {option.name for option in (*node.knobs, *node.options)}
     for node in ready_nodes()
 }
-KNOBS |= {name: KNOBS["chat_gen"] for name in ("actor_gen", "eval_gen")}
+KNOBS |= dict.fromkeys(("actor_gen", "eval_gen"), KNOBS["chat_gen"])
 
 
 def is_key(key: str) -> bool:
@@ -185,7 +197,9 @@ def test_every_key_that_hflow_has_is_translated_in_some_configuration(peer: Peer
     done: set[str] = set()
     for values in CASES[peer.name]:
         _, entries = translated(peer, {**peer.defaults, **values})
-        done |= {key for key, entry in entries.items() if entry.place == "translated" or entry.reason == "differs"}
+        done |= {
+            key for key, entry in entries.items() if entry.place == "translated" or entry.reason == "differs"
+        }
     same = {row.key for row in peer.rows if row.status == "same"}
     assert sorted(same - done) == []
 
@@ -240,8 +254,19 @@ actor_rollout_ref:
     use_kl_loss: true
     kl_loss_coef: 0.001
     loss_agg_mode: seq-mean-token-mean
-  rollout: {name: vllm, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.6, n: 5, calculate_log_prob: true}
-trainer: {logger: [console, wandb], project_name: p, experiment_name: e, save_freq: 20, test_freq: 5, total_epochs: 15}
+  rollout:
+    name: vllm
+    tensor_model_parallel_size: 2
+    gpu_memory_utilization: 0.6
+    n: 5
+    calculate_log_prob: true
+trainer:
+  logger: [console, wandb]
+  project_name: p
+  experiment_name: e
+  save_freq: 20
+  test_freq: 5
+  total_epochs: 15
 """
 VERL_PPO = """
 - algorithm.adv_estimator=gae
@@ -288,7 +313,9 @@ logging_steps: 1
 """
 
 
-def files(hflow: CommandLine, folder: Path, text: str, *options: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+def files(
+    hflow: CommandLine, folder: Path, text: str, *options: str
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Translate a file. Return the recipe, its settings, and the keys by reason or place."""
     source = folder / "given.yaml"
     source.write_text(text)
@@ -334,7 +361,10 @@ def test_grpo_of_verl(tmp_path: Path, hflow: CommandLine) -> None:
     assert keys["value"] == ["trainer.total_epochs"]
     assert keys["automatic"] == [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.gpu_memory_utilization"]
     assert keys["differs"] == ["trainer.n_gpus_per_node"]
-    assert "did you mean 'actor_rollout_ref.rollout.calculate_log_probs'" in recipe.with_suffix(".yaml").read_text()
+    assert (
+        "did you mean 'actor_rollout_ref.rollout.calculate_log_probs'"
+        in recipe.with_suffix(".yaml").read_text()
+    )
 
 
 def test_ppo_of_verl_from_overrides(tmp_path: Path, hflow: CommandLine) -> None:
@@ -394,7 +424,9 @@ def test_the_recipe_of_every_loss_is_accepted(mode: str, tmp_path: Path, hflow: 
     files(hflow, tmp_path, yaml.safe_dump(overrides))
 
 
-@pytest.mark.parametrize("case", [2, *(pytest.param(case, marks=pytest.mark.long) for case in (1, *range(3, 9)))])
+@pytest.mark.parametrize(
+    "case", [2, *(pytest.param(case, marks=pytest.mark.long) for case in (1, *range(3, 9)))]
+)
 def test_every_configuration_of_trl_is_accepted(case: int, tmp_path: Path, hflow: CommandLine) -> None:
     source = tmp_path / "given.yaml"
     source.write_text(yaml.safe_dump(TRL_CASES[case]))
@@ -407,7 +439,11 @@ def test_what_is_left_is_printed_by_kind(tmp_path: Path, hflow: CommandLine) -> 
     (tmp_path / "run.yaml").write_text(VERL_GRPO)
     lines = hflow.prints("translate", tmp_path / "run.yaml", tmp_path / "mine").splitlines()
     titles = [line for line in lines if line and not line.startswith((" ", str(tmp_path)))]
-    assert titles[:3] == ["Unknown keys", "Values that were not translated", "Translated, with another meaning"]
+    assert titles[:3] == [
+        "Unknown keys",
+        "Values that were not translated",
+        "Translated, with another meaning",
+    ]
     assert any("steps = 15 * rows / 1024" in line for line in lines)
     assert any("automatic" not in line and "keys of verl 0.9.1: " in line for line in lines)
 
@@ -448,7 +484,9 @@ def test_a_file_that_cannot_be_translated_is_refused(text: str, tmp_path: Path, 
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_missing_file_and_one_that_would_be_replaced_are_refused(tmp_path: Path, hflow: CommandLine) -> None:
+def test_a_missing_file_and_one_that_would_be_replaced_are_refused(
+    tmp_path: Path, hflow: CommandLine
+) -> None:
     assert "No such file" in hflow.refused("translate", tmp_path / "none.yaml", tmp_path / "mine")
     (tmp_path / "run.yaml").write_text(TRL_GRPO)
     hflow.prints("translate", tmp_path / "run.yaml", tmp_path / "mine")
