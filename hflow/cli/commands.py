@@ -39,6 +39,10 @@ app = typer.Typer(
 
 app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(recipes.new)
 
+app.command(
+    epilog=_examples("translate verl.yaml mine", "translate trl.yaml mine --cluster h100-1x8"),
+)(recipes.translate)
+
 app.command(epilog=_examples("nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json"))(
     recipes.nodes
 )

@@ -1,4 +1,4 @@
-"""hflow new and hflow nodes: a recipe of one's own, and what it can be made of."""
+"""hflow new, translate and nodes: a recipe of one's own, and what it can be made of."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hflow.base.shipped import is_recipe_file, shipped_recipes
 from hflow.base.terminal import print_json, print_text, show
 from hflow.cli.arguments import recipe_file
 from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes
+from hflow.report.text.translation import render_translation
 
 if TYPE_CHECKING:
     from hflow.launch import CatalogNode
@@ -42,6 +43,32 @@ def new(
         print_text(str(file))
     name = made.recipe.name
     print_text(f"next: cd {directory} && hflow run {name} steps=3 && pytest")
+
+
+def translate(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A configuration of verl (its whole YAML, or Hydra's list of overrides) or of TRL's GRPO.",
+            show_default=False,
+        ),
+    ],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False),
+    ],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="The devices, such as h100-1x8.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what became of each key as JSON.")] = False,
+) -> None:
+    """Write a configuration of verl or TRL as a recipe with its YAML, and list what is left to do."""
+    made = launch.translate(file, directory, cluster)
+    if json:
+        print_json(made.to_json())
+    else:
+        show(render_translation(made))
 
 
 _FIRST_HELP = (

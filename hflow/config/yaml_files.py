@@ -26,10 +26,22 @@ def read_yaml(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: for a file that cannot be read, or holds anything else; names it.
     """
+    values = read_yaml_value(file)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must be a mapping of keys to values, but it is {values!r:.40}")
+    return {str(key): value for key, value in values.items()}
+
+
+def read_yaml_value(file: Path) -> Any:
+    """Return the value of a YAML file.
+
+    Raises:
+        ConfigError: for a file that cannot be read; names it.
+    """
     import yaml
 
     try:
-        values = _load(check_yaml(file), str(file))
+        return _load(check_yaml(file), str(file))
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply, or an alias in it contains itself") from None
     except OSError as error:
@@ -40,9 +52,6 @@ def read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not UTF-8 text: {error}; convert it") from error
     except yaml.YAMLError as error:
         raise ConfigError(yaml_error(error, str(file))) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must be a mapping of keys to values, but it is {values!r:.40}")
-    return {str(key): value for key, value in values.items()}
 
 
 def yaml_error(error: YAMLError, file: str) -> str:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.launch.results.watch import WatchedRun, watch
     from hflow.launch.running.run_recipe import resume, run, run_plan
     from hflow.launch.running.twin import TwinReport, twin
+    from hflow.launch.translation import Translation, translate
     from hflow.planner.plan.rows import Plan
     from hflow.profiling.calibrate import HardwareProfile, measure_hardware
     from hflow.runtime.records.run_summary import RunSummary
@@ -71,6 +72,7 @@ _NAMES = {
     "hflow.launch.results.watch": "WatchedRun watch",
     "hflow.launch.running.run_recipe": "resume run run_plan",
     "hflow.launch.running.twin": "TwinReport twin",
+    "hflow.launch.translation": "Translation translate",
     "hflow.planner.plan.rows": "Plan",
     "hflow.profiling.calibrate": "HardwareProfile measure_hardware",
     "hflow.runtime.records.run_summary": "RunSummary",

@@ -23,6 +23,8 @@ BORDERS = {
             "data/text/tool_formats.py": "the name of a format's parser in its own server",
             "doctor/gpus.py": "advice on two settings of GPUs",
             "engines/embedded/descriptor.py": "advice: another engine",
+            "translate/trl.py": "keys of another library",
+            "translate/verl.py": "keys of another library",
             "weights/channels/ipc/descriptor.py": "advice: what to try",
         },
     ),
@@ -37,6 +39,7 @@ BORDERS = {
             "doctor/layer_check.py": "a check of kernels",
             "doctor/rank_groups.py": "its process groups, which the doctor tries",
             "engines/vllm/descriptor.py": "a trial of both",
+            "translate/verl.py": "keys of another library",
             "types/kernels.py": "versions that fit Transformer Engine",
         },
     ),
@@ -44,7 +47,12 @@ BORDERS = {
     "optimizer": (
         "(?i)adamw",
         "training/optimizers/adamw/",
-        {"planner/plan/optimizers.py": "the registry", "config/schema.py": "the default"},
+        {
+            "planner/plan/optimizers.py": "the registry",
+            "config/schema.py": "the default",
+            "translate/trl.py": "keys of another library",
+            "translate/verl.py": "keys of another library",
+        },
     ),
     "recorded kind": (
         r"(?i)\b(routed_experts|routing_replay|routing_format)\b",
@@ -64,6 +72,7 @@ BORDERS = {
             "training/interface.py": "the meaning of a metric",
             "planner/checks/unrunnable.py": "models that cannot replay it",
             "doctor/layer_check.py": "a check of routers that replay it",
+            "translate/verl.py": "keys of another library",
         },
     ),
     "loss of a policy": (
@@ -75,6 +84,8 @@ BORDERS = {
             "nodes/training.py": "the node",
             "dsl/bodies.py": "a hint for recipes that choose it by an option",
             "base/validation.py": "a key of another library, which means the same",
+            "translate/trl.py": "keys of another library",
+            "translate/verl.py": "keys of another library",
         },
     ),
     "tool-call format": (
@@ -90,7 +101,12 @@ BORDERS = {
     "tracker": (
         "(?i)wandb",
         "trackers/wandb.py",
-        {"trackers/registry.py": "the registry", "config/schema.py": "its key"},
+        {
+            "trackers/registry.py": "the registry",
+            "config/schema.py": "its key",
+            "translate/trl.py": "keys of another library",
+            "translate/verl.py": "keys of another library",
+        },
     ),
 }
 """Kind -> (one of it, its folder or file, the other places that name it: file -> why)."""

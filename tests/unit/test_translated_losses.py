@@ -1,0 +1,328 @@
+"""Translated losses are those of the other library: value and gradient, by its formulas on padded tensors."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hflow import Output, nodes
+from hflow.data.batches.batch import Batch, Column
+from hflow.training.loop.inputs import count_valid, pack_batch, prepare_batch
+from hflow.training.loop.loss import entry_weights
+from hflow.translate import RecipeDraft, peers
+from hflow.types import Unit
+
+VERL, TRL = peers()
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+PROMPT, LENGTHS = 2, [3, 5, 1, 4, 2, 6]
+"""Tokens of every prompt, and of the answers: three prompts with two answers each."""
+LONGEST = 8
+"""The largest number of tokens of an answer."""
+NUM_ANSWERS = len(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Padded `[S, R]` log-probs of one minibatch, its rewards `[S]`, and its entropy."""
+
+    theta: Tensor
+    prox: Tensor
+    behav: Tensor
+    ref: Tensor
+    entropy: Tensor
+    rewards: Tensor
+    mask: Tensor
+
+
+@pytest.fixture
+def step() -> Step:
+    """Return random log-probs, whose ratios reach both ends of the clip range."""
+    generator = torch.Generator().manual_seed(3)
+
+    def near(x: Tensor, distance: float) -> Tensor:
+        return x + distance * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+    prox = -torch.rand(NUM_ANSWERS, max(LENGTHS), generator=generator, dtype=torch.float64) - 0.5
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    theta = near(prox, 0.4).requires_grad_()
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.25, 0.75], dtype=torch.float64)
+    return Step(theta, prox, near(prox, 0.2), near(prox, 0.5), prox.abs(), rewards, mask)
+
+
+def hflow_loss(draft: RecipeDraft, step: Step) -> Tensor:
+    """Return the loss of a minibatch by the nodes of a recipe and their settings."""
+    total = sum(LENGTHS) + PROMPT * NUM_ANSWERS
+    lengths = np.array(LENGTHS) + PROMPT
+    is_answer = np.concatenate([np.arange(length) >= PROMPT for length in lengths])
+    columns = {
+        "input_ids": Column(Unit.TOKEN, np.ones(total, dtype=np.int64)),
+        "loss_mask": Column(Unit.TOKEN, is_answer),
+    }
+    batch = prepare_batch(Batch(np.arange(NUM_ANSWERS), np.arange(NUM_ANSWERS) // 2, lengths, columns), "lm")
+    packed = pack_batch(batch, torch.device("cpu"), torch.float32)
+
+    def tokens(padded: Tensor) -> Tensor:
+        return torch.zeros(total, dtype=torch.float64).masked_scatter(
+            torch.tensor(is_answer), padded[step.mask]
+        )
+
+    def knobs(name: str) -> dict[str, Any]:
+        prefix, own = f"nodes.{name}.", getattr(nodes, name).__hflow__.knobs
+        given = {key.removeprefix(prefix): x for key, x in draft.settings.items() if key.startswith(prefix)}
+        return {key: x for key, x in given.items() if key in own}
+
+    seqs = packed.seqs
+    behav = tokens(step.behav)
+    prox = behav if draft.settings[f"nodes.{draft.loss}.prox"] == "none" else tokens(step.prox)
+    node = getattr(nodes, draft.loss)
+    advantages = nodes.group_advantage(step.rewards, seqs, **knobs("group_advantage"))
+    inputs: dict[str, Any] = {
+        "out": Output(logprobs=tokens(step.theta), entropy=tokens(step.entropy)),
+        "behav_logprobs": behav,
+        "prox_logprobs": prox,
+        "ref_logprobs": tokens(step.ref),
+        "advantages": advantages,
+        "seqs": seqs,
+    }
+    if "ref_logprobs" in inspect.signature(node).parameters:
+        inputs["advantages"] = advantages[seqs.index]
+        if draft.weights == "unweighted":
+            inputs["behav_weights"] = prox.new_ones(prox.shape)
+        elif draft.weights == "behav_weights":
+            inputs["behav_weights"] = nodes.behav_weights(behav, prox, seqs, **knobs("behav_weights"))[0]
+    inputs = {name: x for name, x in inputs.items() if name in inspect.signature(node).parameters}
+    entries, _ = node(**inputs, **knobs(draft.loss))
+    valid = packed.valid[Unit.SEQUENCE if entries.shape == (NUM_ANSWERS,) else Unit.TOKEN]
+    weights = entry_weights(draft.settings[f"nodes.{draft.loss}.reduce"], packed, count_valid(batch))
+    return (entries.masked_fill(~valid, 0) * weights).sum()
+
+
+def check_equal(draft: RecipeDraft, step: Step, expected: Tensor) -> None:
+    """Compare value and gradient."""
+    found = hflow_loss(draft, step)
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    gradients = [torch.autograd.grad(loss, step.theta)[0] for loss in (found, expected)]
+    assert bool(gradients[1].abs().sum() > 0)
+    assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def group_scores(step: Step, eps: float, *, has_std: bool) -> Tensor:
+    """Return the advantages `[S, 1]` of GRPO, with the unbiased deviation of each group."""
+    pairs = step.rewards.reshape(-1, 2)
+    scores = pairs - pairs.mean(dim=1, keepdim=True)
+    if has_std:
+        scores = scores / (pairs.std(dim=1, keepdim=True) + eps)
+    return scores.reshape(-1, 1)
+
+
+VERL_BASE = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_batch_size": NUM_ANSWERS // 2,
+    f"{ACTOR}.ppo_mini_batch_size": NUM_ANSWERS // 2,
+    "actor_rollout_ref.rollout.n": 2,
+    "data.max_response_length": LONGEST,
+}
+VERL_LOSSES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "clip-higher": {f"{ACTOR}.clip_ratio_high": 0.28, "algorithm.norm_adv_by_std_in_grpo": False},
+    "dual clip": {f"{ACTOR}.clip_ratio_c": 1.2},
+    "clip_ratio": {
+        f"{ACTOR}.clip_ratio_low": None,
+        f"{ACTOR}.clip_ratio_high": None,
+        f"{ACTOR}.clip_ratio": 0.1,
+    },
+    "kl and entropy": {
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.3,
+        f"{ACTOR}.entropy_coeff": 0.2,
+    },
+    "k2": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.3, f"{ACTOR}.kl_loss_type": "mse"},
+    "token-sum": {f"{ACTOR}.loss_agg_mode": "token-sum"},
+    "seq-mean-token-sum": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    "norm": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 50},
+    "bypass": {f"{CORRECTION}.bypass_mode": True},
+    "truncated": {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 1.1},
+    "icepop": {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.8_1.3"},
+    "normalised": {
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_is_threshold": 1.1,
+        f"{CORRECTION}.rollout_is_batch_normalize": True,
+    },
+    "sapo": {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 1.3},
+    "cispo": {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_high": 0.3},
+    "gpg": {f"{ACTOR}.policy_loss.loss_mode": "gpg"},
+    "dro": {f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.2},
+    "gspo": {
+        f"{ACTOR}.policy_loss.loss_mode": "gspo",
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+        f"{CORRECTION}.bypass_mode": True,
+    },
+    "geo_mean": {f"{ACTOR}.policy_loss.loss_mode": "geo_mean", f"{CORRECTION}.bypass_mode": True},
+}
+
+
+def verl_loss(values: dict[str, Any], step: Step) -> Tensor:
+    """Return verl's loss of a minibatch, by the formulas of its `core_algos`."""
+
+    def actor(key: str) -> Any:
+        return values[f"{ACTOR}.{key}"]
+
+    old = step.behav if values[f"{CORRECTION}.bypass_mode"] else step.prox
+    scores = group_scores(step, 1e-6, has_std=values["algorithm.norm_adv_by_std_in_grpo"])
+    both, low, high = (actor(key) for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
+    low, high = both if low is None else low, both if high is None else high
+    log_ratio, mode = step.theta - old, actor("policy_loss.loss_mode")
+    if mode == "geo_mean":
+        sign, count = scores.sign(), step.mask.sum(1, keepdim=True)
+        kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+        return (-scores * ((kept * step.mask).sum(1, keepdim=True) / count).exp()).mean()
+    if mode == "gspo":
+        mean = (log_ratio * step.mask).sum(1, keepdim=True) / step.mask.sum(1, keepdim=True)
+        log_ratio = step.theta - step.theta.detach() + mean.detach()
+    ratio = log_ratio.exp()
+    clipped = torch.maximum(-scores * ratio, -scores * ratio.clamp(1 - low, 1 + high))
+    tau = torch.where(scores > 0, actor("tau_pos"), actor("tau_neg"))
+    losses = {
+        "vanilla": torch.where(scores < 0, torch.minimum(-scores * actor("clip_ratio_c"), clipped), clipped),
+        "gspo": clipped,
+        "sapo": -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * scores,
+        "cispo": -ratio.clamp(1 - low, 1 + high).detach() * scores * step.theta,
+        "gpg": -step.theta * scores,
+        "dro": -(step.theta * scores - 0.5 * (actor("policy_loss.dro_beta") or 0) * log_ratio.square()),
+    }
+    loss = losses[mode] * verl_weights(values, step)
+    how = "seq-mean-token-mean" if mode == "sapo" else actor("loss_agg_mode")
+    result = aggregated(loss, step, how, actor("loss_scale_factor"))
+    result = result - actor("entropy_coeff") * aggregated(step.entropy, step, actor("loss_agg_mode"))
+    if not actor("use_kl_loss"):
+        return result
+    gap = step.ref - step.theta
+    kl = gap.square() / 2 if actor("kl_loss_type") == "mse" else (gap.exp() - gap - 1).clamp(-10, 10)
+    return result + actor("kl_loss_coef") * aggregated(kl, step, actor("loss_agg_mode"))
+
+
+def verl_weights(values: dict[str, Any], step: Step) -> Tensor:
+    """Return the importance weights of rollout correction, 1 without it."""
+    level, threshold = values[f"{CORRECTION}.rollout_is"], values[f"{CORRECTION}.rollout_is_threshold"]
+    if level is None:
+        return torch.ones_like(step.prox)
+    gap = (step.prox - step.behav) * step.mask
+    raw = (gap.sum(1, keepdim=True).expand_as(gap) if level == "sequence" else gap).exp() * step.mask
+    bounds = [float(part) for part in str(threshold).split("_")]
+    weights = raw.clamp(max=bounds[0])
+    if len(bounds) == 2:
+        weights = torch.where((raw >= bounds[0]) & (raw <= bounds[1]), raw, 0)
+    return (
+        weights / weights[step.mask].mean() if values[f"{CORRECTION}.rollout_is_batch_normalize"] else weights
+    )
+
+
+def aggregated(loss: Tensor, step: Step, how: str, factor: float | None = None) -> Tensor:
+    """Return verl's `agg_loss`."""
+    sums = (loss * step.mask).sum(1)
+    if how == "token-mean":
+        return sums.sum() / step.mask.sum()
+    if how == "token-sum":
+        return sums.sum()
+    if how == "seq-mean-token-mean":
+        return (sums / step.mask.sum(1)).mean()
+    return sums.mean() / (factor if how.endswith("norm") and factor else 1)
+
+
+@pytest.mark.parametrize("name", VERL_LOSSES)
+def test_the_loss_is_that_of_verl(name: str, step: Step) -> None:
+    values = {**VERL.defaults, **VERL_BASE, **VERL_LOSSES[name]}
+    draft = VERL.translate(VERL.given(values), "cpu-1x2")
+    check_equal(draft, step, verl_loss(values, step))
+
+
+TRL_BASE = {
+    "per_device_train_batch_size": NUM_ANSWERS,
+    "num_generations": 2,
+    "max_completion_length": LONGEST,
+}
+TRL_LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "batch": {"scale_rewards": "batch", "epsilon_high": 0.28},
+    "grpo": {"loss_type": "grpo", "scale_rewards": False},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "two-sided": {"delta": 1.3},
+    "kl": {"beta": 0.3, "use_bias_correction_kl": False, "entropy_coef": 0.2},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.3},
+    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vllm": {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.1},
+    "token_truncate": {
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_min": 0.9,
+        "vllm_importance_sampling_clip_max": 1.1,
+    },
+    "token_mask": {
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_cap": 1.1,
+    },
+}
+
+
+def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
+    """Return TRL's loss of a minibatch, by the formulas of `GRPOTrainer`."""
+    scale, kind = values["scale_rewards"], values["loss_type"]
+    if scale == "batch":
+        pairs = step.rewards.reshape(-1, 2)
+        scores = ((pairs - pairs.mean(1, keepdim=True)) / (step.rewards.std() + 1e-4)).reshape(-1, 1)
+    else:
+        scores = group_scores(step, 1e-4, has_std=scale == "group")
+    old = step.behav if values["importance_sampling_level"] == "sequence" else step.prox
+    log_ratio = step.theta - old
+    if values["importance_sampling_level"] == "sequence":
+        log_ratio = (log_ratio * step.mask).sum(1, keepdim=True) / step.mask.sum(1, keepdim=True)
+    ratio, low = log_ratio.exp(), values["epsilon"]
+    high = low if values["epsilon_high"] is None else values["epsilon_high"]
+    if kind == "cispo":
+        loss = -ratio.clamp(max=high).detach() * scores * step.theta
+    elif kind == "sapo":
+        tau = torch.where(scores > 0, values["sapo_temperature_pos"], values["sapo_temperature_neg"])
+        loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * scores
+    else:
+        bounded = ratio if values["delta"] is None else ratio.clamp(max=values["delta"])
+        loss = -torch.minimum(bounded * scores, ratio.clamp(1 - low, 1 + high) * scores)
+    if values["use_vllm"]:
+        loss = loss * trl_weights(values, step)
+    gap = step.ref - step.theta
+    loss = loss + values["beta"] * (gap.exp() - gap - 1)
+    sums, entropy = (loss * step.mask).sum(1), (step.entropy * step.mask).sum() / step.mask.sum()
+    reduced = {
+        "grpo": (sums / step.mask.sum(1)).mean(),
+        "sapo": (sums / step.mask.sum(1)).mean(),
+        "dr_grpo": sums.sum() / (NUM_ANSWERS * LONGEST),
+    }
+    return reduced.get(kind, sums.sum() / step.mask.sum()) - values["entropy_coef"] * entropy
+
+
+def trl_weights(values: dict[str, Any], step: Step) -> Tensor:
+    """Return TRL's importance weights of vLLM's log-probs."""
+    level, _, outside = values["vllm_importance_sampling_mode"].partition("_")
+    gap = (step.prox - step.behav) * step.mask
+    ratio = (gap.sum(1, keepdim=True) if level == "sequence" else gap).exp()
+    low = values["vllm_importance_sampling_clip_min"]
+    high = values["vllm_importance_sampling_cap"] or values["vllm_importance_sampling_clip_max"]
+    if outside == "truncate":
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < (low or 0)) | (ratio > high), 0)
+
+
+@pytest.mark.parametrize("name", TRL_LOSSES)
+def test_the_loss_is_that_of_trl(name: str, step: Step) -> None:
+    values = {**TRL.defaults, **TRL_BASE, **TRL_LOSSES[name]}
+    draft = TRL.translate(TRL.given(values), "cpu-1x1")
+    check_equal(draft, step, trl_loss(values, step))
