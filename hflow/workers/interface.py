@@ -578,3 +578,5 @@ class WorkerReport:
     episodes: Mapping[str, int] = field(default_factory=dict)
     """`types.EpisodeState` -> episodes of the worker's process that are in this state now; for the terminated
     state, all that ever ended. Only the first worker of a process reports it."""
+    peak_bytes: int = 0
+    """The most memory that was seen in use on the worker's device; 0 if it is not known."""

@@ -12,12 +12,12 @@ from hflow.graph.queries import reported_field
 from hflow.metrics import Metric, declared
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution import batch_runner
-from hflow.runtime.records import step_metrics
+from hflow.runtime.records import device_use, step_metrics
 from hflow.runtime.state import run_state
 from hflow.training.interface import LOSS
 from hflow.types import Unit
 
-DECLARING_MODULES = (batch_runner, step_metrics, run_state)
+DECLARING_MODULES = (batch_runner, device_use, step_metrics, run_state)
 """The modules that declare metrics, besides `hflow.training.interface`."""
 
 
