@@ -24,16 +24,16 @@ NODE_SECONDS = declare(
 MFU = declare(
     "{node}/mfu",
     "share",
-    "FLOPs that training on the batch needs, over those that the node's devices could make in "
-    "`seconds/NODE` (model FLOPs utilization)",
+    "model FLOPs utilization: the FLOPs that training on the batch needs, over those that the node's devices "
+    "make at their peak in `seconds/NODE`",
 )
 PEAK_MEMORY = declare(
     "memory/{group}",
     "GiB",
-    "most memory of a device of this group so far: of a GPU what all processes use, on a CPU the resident "
+    "most memory in use on a device of this group so far: on a GPU by all processes, on a CPU the resident "
     "memory of the worker's process",
 )
-PLANNED_MEMORY = declare("memory_planned/{group}", "GiB", "what `hflow plan` estimates for it")
+PLANNED_MEMORY = declare("memory_planned/{group}", "GiB", "the plan's estimate of `memory/GROUP`")
 COMPUTED, LEARNED = "computed_tokens", "num_tokens"
 """Metrics of a train node: tokens that passed through the model, and those of which it computed the loss."""
 
