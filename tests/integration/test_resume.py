@@ -388,6 +388,20 @@ def test_overrides_without_effect_are_refused_or_warned_of(moved: Path):
     assert re.search(r"kl_reward.beta: 0.05 -> 0.5, but kl_reward continues with its state, .*beta", warning)
 
 
+def test_all_changes_are_listed(moved: Path):
+    """Also those of settings that no plan has, and in a refusal those that would be allowed."""
+    allowed = ["steps=3", "save_minutes=3", "models.actor.optim.lr=0.5", "schedule.max_concurrent=77"]
+    new, same = find_resumed("runs/resumed/latest", allowed).change_notes()
+    assert re.search(r"results differ .*setting models.actor.optim.lr: \S+ -> 0.5", new)
+    assert re.search(r"same results: .*schedule max_concurrent: \d+ -> 77.*setting save_minutes: \S+ -> 3", same)
+    assert "save_minutes" not in new and "optim.lr" not in same
+    with pytest.raises(PlanError) as refused:
+        find_resumed("runs/resumed/latest", [*allowed, "seed=1", "data.train.shuffle=false"])
+    refusal, _, others = str(refused.value).partition("Other changes, which are allowed: ")
+    assert "seed: 0 -> 1" in refusal and "data.train.shuffle" in refusal and "optim.lr" not in refusal
+    assert "optim.lr" in others and "max_concurrent" in others and "save_minutes" in others
+
+
 def test_a_manifest_without_an_entry_is_refused(moved: Path):
     manifest = moved / "runs/resumed/latest/checkpoints/step-2/manifest.json"
     values = json.loads(manifest.read_text())
