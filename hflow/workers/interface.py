@@ -382,7 +382,7 @@ class NodeTask:
     @property
     def activity(self) -> str:
         """What the workers do meanwhile, for errors."""
-        return f"running node {self.node!r}, step {self.step}"
+        return f"running node {self.node!r}, step {self.step + 1}"
 
     @property
     def samples(self) -> tuple[int, ...]:

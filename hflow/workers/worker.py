@@ -393,7 +393,7 @@ class Worker:
             raise RunError(f"{self._describe(merged)}: {error_with_location(error, body)}") from error
         self._note_memory()
         self._lend_memory()
-        span = Span(merged.node, "device", start, time.time(), {"step": merged.step})
+        span = Span(merged.node, "device", start, time.time(), {"step": merged.step + 1})
         return [
             NodeResult(
                 task.node,
@@ -550,7 +550,7 @@ class Worker:
 
     def _describe(self, task: NodeTask) -> str:
         workers = ", ".join(map(str, self._hosted))
-        return f"node {task.node!r}, step {task.step}, worker {workers}"
+        return f"node {task.node!r}, step {task.step + 1}, worker {workers}"
 
     def _fail(self, error: BaseException) -> None:
         for mailbox in self._mailboxes.values():

@@ -163,7 +163,7 @@ def run_train(
                 record.num_skipped += 1
                 call.on_skipped(_samples(minibatch))
                 continue
-            where = f"update {update} of step {step}"
+            where = f"update {update + 1} of step {step + 1}"
             cause = _likely_cause(minibatch, group)
             raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {cause}")
         record.metrics.merge(attempt.metrics)
