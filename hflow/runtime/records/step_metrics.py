@@ -304,7 +304,7 @@ class StepMetrics:
 class StalenessMetrics:
     """The weight versions of the trained stream's samples, from their generation to their step.
 
-    The lag of a token is the step that trains it minus the version of the weights that generated it.
+    The lag of a token is the version that its step begins with, minus that of the weights that generated it.
     A sample's lag is that of its oldest token. It is the sum of two parts: newest - oldest version
     (in flight), and step - newest version (in queue).
     """
