@@ -107,7 +107,8 @@ def _parameters(value: Any) -> str:
         return ""
     parameters = inspect.signature(value).parameters.values()
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    return f"`{inspect.Signature(plain)}` ".replace("|", "\\|")
+    signature = re.sub(r"=(<.*? at 0x\w+>|Ellipsis)", "=...", str(inspect.Signature(plain)))
+    return f"`{signature}` ".replace("|", "\\|")
 
 
 def main(arguments: list[str]) -> str | None:

@@ -206,7 +206,7 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
         ),
         (
             2 * GOOD_ROW + '{"prompt": "%s", "answer": "2"}\n' % ("1" * 99) + GOOD_ROW,
-            "step 1, worker 0: a sequence has 102 tokens, but model 'actor' has positions for 64",
+            "step 2, worker 0: a sequence has 102 tokens, but model 'actor' has positions for 64",
         ),
     ],
 )

@@ -55,7 +55,16 @@ COMMON = [
     "keep_checkpoints=null",
 ]
 INPROC = ["workers=inproc", "cluster=cpu-1x1"]
-TIMES = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/")
+TIMES = (
+    "time/",
+    "busy/",
+    "tokens_per_second",
+    "samples_per_second",
+    "rollout/",
+    "seconds/",
+    "memory",
+    "/mfu",
+)
 
 
 def interrupted(summary: RunSummary, directory: Path, steps: int) -> Path:
