@@ -55,6 +55,7 @@ browser:
 # The documentation as a site: build/site/index.html. It needs no network.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: env
+	$(BIN)/python docs/site/repository.py
 	$(MKDOCS) build
 
 # The same on port 8000 of this machine, built again when a page changes.

@@ -7,6 +7,9 @@ page links to becomes a page too, so that no link leaves the site. Comments fill
     <!-- module: hflow.algo -->         those of all public names of a module
     <!-- configuration: -->             the keys of the configuration
     <!-- commands: -->                  the commands of `hflow`
+
+They take the place of what `repository.py` writes below each comment for readers of the repository, down to
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from configuration import key_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from repository import COMMENT
 
 import hflow
 from hflow.extend import NodeType
@@ -33,7 +37,6 @@ ROOT = Path(__file__).parents[2]
 STATIC = (".png", ".svg", ".css", ".js")
 """What is copied as it is."""
 LINK = re.compile(r"(?<=\]\()(?!https?://)([^)#\s]+)(?=[)#])")
-COMMENT = re.compile(r"^<!-- (names|module|configuration|commands):(.*) -->$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "sh"}
 
 

@@ -339,7 +339,7 @@ class ReportConfig:
 
     show: tuple[str, ...] | None = None
     """Metrics in the live panel and the plain lines, as names or globs of `metrics.jsonl`, such as
-    `[time/*,actor_train/grad_norm]`; null: the losses and the scores of samples."""
+    `[time/*,actor_train/grad_norm]`; null: losses, scores of samples, entropy and lengths."""
     samples: Int = Field(default=8, ge=0, le=1000)
     """Samples of each batch and evaluation, and refused ones of each step, whose text is kept, in
     `samples/step-N.jsonl` and in TensorBoard; 0: none."""

@@ -319,7 +319,7 @@ def _arc_reason(graph: Graph, src: str, dst: str) -> str:
 
 
 def _cadence(spec: NodeSpec) -> str:
-    return f"every {spec.every} step(s) from step {spec.after}"
+    return f"every {spec.every} step(s) after step {spec.after}"
 
 
 def _error(node: Node, problem: str) -> RecipeError:

@@ -102,7 +102,7 @@ def _correct_tokens(
         behav_logprobs: `[T]`, recorded at generation.
         prox_logprobs: `[T]`, at the start of the step.
         advantages: `[T]`.
-        ref_logprobs: `[T]`, needed if `kl_coef` is not 0.
+        ref_logprobs: `[T]`, needed if `kl_coef` is not 0. Else the KL to the reference is only reported.
         behav_weights: `[T]`, weights in the place of w, from the node `behav_weights`.
         behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
         over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
@@ -134,6 +134,8 @@ def _correct_tokens(
             ref_kl = algo.policy_ratio(theta, behav) * ref_kl
         metrics["ref_kl"] = ref_kl
         entries = entries + kl_coef * ref_kl
+    elif ref_logprobs is not None:
+        metrics["ref_kl"] = algo.kl_k3(theta.detach(), ref_logprobs, cap=None)
     if entropy_coef:
         entries = entries - entropy_coef * out.entropy
     return entries, metrics

@@ -37,9 +37,9 @@ def format_rank_order(moved_bytes: int, saved_bytes: int) -> str:
 
 
 def format_cadence(every: int, after: int) -> str:
-    """Format when a node executes: `, every 20 steps, from step 4 on`; empty if in each step."""
+    """Format when a node executes: `, every 20 steps, after step 4`; empty if in each step."""
     steps = f"every {pluralize(every, 'step')}" if every > 1 else ""
-    start = f"from step {after} on" if after not in (0, every - 1) else ""
+    start = f"after step {after}" if after not in (0, every - 1) else ""
     return ", ".join(("", *(part for part in (steps, start) if part)))
 
 

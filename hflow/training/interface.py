@@ -48,6 +48,11 @@ SKIPPED_UPDATES = declare(
     "optim.on_nonfinite=skip",
 )
 NUM_TRAINED_TOKENS = declare("{node}/num_tokens", "tokens", "learned tokens of the batch")
+NUM_COMPUTED_TOKENS = declare(
+    "{node}/computed_tokens",
+    "tokens",
+    "tokens that passed through the model in all epochs; a prompt that a group shares may count once",
+)
 ENGINE_GAP = declare(
     "{node}/engine_gap",
     "nats",

@@ -400,7 +400,7 @@ class NodeTask:
     @property
     def activity(self) -> str:
         """What the workers do meanwhile, for errors."""
-        return f"running node {self.node!r}, step {self.step}"
+        return f"running node {self.node!r}, step {self.step + 1}"
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -608,3 +608,5 @@ class WorkerReport:
     episodes: Mapping[str, int] = field(default_factory=dict)
     """`types.EpisodeState` -> episodes of the worker's process that are in this state now; for the terminated
     state, all that ever ended. Only the first worker of a process reports it."""
+    peak_bytes: int = 0
+    """The most memory that was seen in use on the worker's device; 0 if it is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 from pathlib import Path
 
 from hflow.base.errors import RunError
@@ -113,6 +114,24 @@ def free_device_bytes() -> int | None:
     import torch
 
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
+
+
+def used_memory_bytes() -> int:
+    """Return the memory in use on this process's GPU, by all processes.
+
+    Without a GPU, it is the largest resident memory of this process so far; 0 where the system does not say.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
 
 
 def freeze_gc() -> None:

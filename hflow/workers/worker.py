@@ -71,7 +71,13 @@ from hflow.workers.interface import (
 from hflow.workers.local_models import with_local_models
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
-from hflow.workers.process_setup import bind_cores, bound_cores, keep_freed_memory, num_cores
+from hflow.workers.process_setup import (
+    bind_cores,
+    bound_cores,
+    keep_freed_memory,
+    num_cores,
+    used_memory_bytes,
+)
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_log import SampleLog
@@ -115,6 +121,7 @@ class Worker:
         self._hosted = tuple(hosted)
         self._devices = tuple(devices)
         self._lends_memory = lends_memory(setup.plan, hosted)
+        self._peak_bytes = 0
         pause = pause_seconds(setup.plan.cluster.num_devices)
         self._mailboxes = {index: Mailbox(index, pause) for index in hosted}
         self._store = SampleStore()
@@ -267,7 +274,12 @@ class Worker:
         is_first = worker == self._hosted[0]  # reports the episodes of all hosted indices
         counts = self._episodes.state_counts().items() if is_first else ()
         episodes = {state.value: count for state, count in counts}
-        return dataclasses.replace(report, engine_stats=self._engines.take_stats(), episodes=episodes)
+        return dataclasses.replace(
+            report,
+            engine_stats=self._engines.take_stats(),
+            episodes=episodes,
+            peak_bytes=self._peak_bytes if len(self._hosted) == 1 else 0,
+        )
 
     def body_lines(self, worker: int, num_lines: int) -> tuple[BodyLine, ...]:
         """Return the lines of bodies after those that were received before."""
@@ -389,8 +401,9 @@ class Worker:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             body = self._setup.programs[merged.node].body
             raise RunError(f"{self._describe(merged)}: {error_with_location(error, body)}") from error
+        self._note_memory()
         self._lend_memory()
-        span = Span(merged.node, "device", start, time.time(), {"step": merged.step})
+        span = Span(merged.node, "device", start, time.time(), {"step": merged.step + 1})
         return [
             NodeResult(
                 task.node,
@@ -441,6 +454,7 @@ class Worker:
         """
         incoming = self._publisher.incoming(replica, published) if published else None
         loaded = self._engines.load_weights(replica, version, incoming)
+        self._note_memory()
         self._publisher.loaded(replica)
         return loaded
 
@@ -450,6 +464,7 @@ class Worker:
 
     def sleep(self, replica: str, level: SleepLevel) -> None:
         """Interrupt an engine and free its memory, as far as its level says."""
+        self._note_memory()
         self._engines.sleep(replica, level)
 
     def save(self, model: str, directory: str) -> None:
@@ -546,7 +561,7 @@ class Worker:
 
     def _describe(self, task: NodeTask) -> str:
         workers = ", ".join(map(str, self._hosted))
-        return f"node {task.node!r}, step {task.step}, worker {workers}"
+        return f"node {task.node!r}, step {task.step + 1}, worker {workers}"
 
     def _fail(self, error: BaseException) -> None:
         for mailbox in self._mailboxes.values():
@@ -554,6 +569,10 @@ class Worker:
 
     def _add_retry(self, retry: BodyRetry) -> None:
         self._mailboxes[self._hosted[0]].add_retry(retry)
+
+    def _note_memory(self) -> None:
+        """Remember the most memory in use. Called when much is."""
+        self._peak_bytes = max(self._peak_bytes, used_memory_bytes())
 
     def _lend_memory(self) -> None:
         """Free what this process keeps for later, if an engine may need it first."""

@@ -48,7 +48,7 @@ CODES = {
     "int": {75, -signal.SIGINT, 128 + signal.SIGINT},
 }
 """Action on the controller -> the exit codes that it may lead to, also before hflow handles signals."""
-_RESTART = re.compile(r"continues from step (\d+) \(restart (\d+) of (\d+)\)")
+_RESTART = re.compile(r"continues after step (\d+) \(restart (\d+) of (\d+)\)")
 _REPLACED = "is started again while the run continues"
 _RAW_ERROR = re.compile(r"Traceback \(most recent call last\)|\*\*\* SIG\w+ received|Check failed:")
 

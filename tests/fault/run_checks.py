@@ -14,7 +14,17 @@ from hflow.runtime.ledger.query import count
 from hflow.runtime.saving.checkpoint import verify_checkpoint
 from hflow.runtime.saving.run_directory import read_metrics
 
-OF_THE_RUN = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/", "/retries")
+OF_THE_RUN = (
+    "time/",
+    "busy/",
+    "tokens_per_second",
+    "samples_per_second",
+    "rollout/",
+    "seconds/",
+    "memory",
+    "/mfu",
+    "/retries",
+)
 """Parts of the names of metrics that measure time, or count what faults cause."""
 STEP = "time/step_seconds"
 """Every completed step has it."""

@@ -206,7 +206,7 @@ GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
         ),
         (
             2 * GOOD_ROW + '{"prompt": "%s", "answer": "2"}\n' % ("1" * 99) + GOOD_ROW,
-            "step 1, worker 0: a sequence has 102 tokens, but model 'actor' has positions for 64",
+            "step 2, worker 0: a sequence has 102 tokens, but model 'actor' has positions for 64",
         ),
     ],
 )
@@ -340,7 +340,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
     [
         (
             batch_body("return num_tokens * float('nan')"),
-            "norm is nan at update 0 of step 0; its input 'advantages' is not finite",
+            "norm is nan at update 1 of step 1; its input 'advantages' is not finite",
         ),
         (
             score("return 1.0")
@@ -354,16 +354,16 @@ def test_the_first_refusal_of_a_kind_is_noted(
         ),
         (
             batch_body("return nothing"),
-            "node 'adv', step 0, worker 0: NameError: name 'nothing' is not defined",
+            "node 'adv', step 1, worker 0: NameError: name 'nothing' is not defined",
         ),
-        (batch_body("sys.exit(4)"), "node 'adv', step 0, worker 0: SystemExit: 4 (r.py:10)"),
+        (batch_body("sys.exit(4)"), "node 'adv', step 1, worker 0: SystemExit: 4 (r.py:10)"),
         (batch_body("return num_tokens, {'a': 1}"), "'advantages' must be a tensor, the body returned tuple"),
-        (inferred("return out.entropy[:3]"), "node 'look', step 0, worker 0: 'advantages' is per token"),
+        (inferred("return out.entropy[:3]"), "node 'look', step 1, worker 0: 'advantages' is per token"),
         (
             inferred("return out.values"),
             "this output has no 'values'; a language model has entropy, logprobs",
         ),
-        (loss("return seqs.sum(out.logprobs)"), "node 'learn', step 0, worker 0: 'loss' is per token"),
+        (loss("return seqs.sum(out.logprobs)"), "node 'learn', step 1, worker 0: 'loss' is per token"),
         (loss("return out.logprobs.detach()"), "its loss does not depend on the model's output"),
         (loss("return out.logprobs * float('nan')"), "lower the learning rate or check the loss"),
         (

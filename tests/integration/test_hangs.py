@@ -110,7 +110,7 @@ def place(function: str, text: str, recipe: Path = RECIPE) -> str:
     return f"{function} ({recipe.relative_to(Path.cwd())}:{number})"
 
 
-MISSING = "running node '{}', step 3: worker 1 (rank 1 of actor@train) did not join within 8 s"
+MISSING = "running node '{}', step 4: worker 1 (rank 1 of actor@train) did not join within 8 s"
 
 
 @pytest.mark.long
@@ -157,7 +157,7 @@ def state_of(process: int) -> str:
 def test_ranks_that_wait_for_each_other_are_both_located() -> None:
     reduces, receives = place("together", "all_reduce"), place("disagrees", "recv")
     message = failure("disagrees")
-    assert message.startswith("running node 'disagrees', step 3: no progress for 8 s")
+    assert message.startswith("running node 'disagrees', step 4: no progress for 8 s")
     assert f"worker 0 (rank 0 of actor@train) waits in all_reduce at {reduces}" in message
     assert f"worker 1 (rank 1 of actor@train) waits in recv at {receives}" in message
 
@@ -170,7 +170,7 @@ def test_a_waiter_that_is_ended_does_not_hide_the_missing_rank(tmp_path: Path) -
     with pytest.raises(RunError) as error:
         run_recipe(recipe, tmp_path, *overrides, "cluster=cpu-1x2", "collective_timeout=4")
     message = str(error.value)
-    assert message.startswith("running node 'patient', step 0: worker 1 (rank 1 of actor@train) did not join")
+    assert message.startswith("running node 'patient', step 1: worker 1 (rank 1 of actor@train) did not join")
     assert f"in {place('patient', 'time.sleep', recipe)}" in message
     assert "worker 0 waits for it in barrier" in message
 

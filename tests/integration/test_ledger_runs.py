@@ -291,9 +291,7 @@ def check_rewards(summary: RunSummary) -> Path:
     ledger = summary.directory / "ledger.sqlite"
     assert audit(ledger) == []
     for row in steps_of(summary):
-        rewards = [
-            s["reward"] for s in select(ledger, f"step = {row['step'] - 1} and end = 'trained'").to_json()
-        ]
+        rewards = [s["reward"] for s in select(ledger, f"step = {row['step']} and end = 'trained'").to_json()]
         assert len(set(rewards)) > 1
         assert sum(rewards) / len(rewards) == pytest.approx(row["actor_gen/reward"])
     rows = read_metrics(summary.directory / "metrics.jsonl")
@@ -346,7 +344,7 @@ def test_the_ledger_of_a_run_ahead_agrees_with_its_metrics(tmp_path: Path) -> No
     ledger = summary.directory / "ledger.sqlite"
     assert audit(ledger) == []
     for row in steps_of(summary):
-        trained = select(ledger, f"end = 'trained' and step = {row['step'] - 1}").to_json()
+        trained = select(ledger, f"end = 'trained' and step = {row['step']}").to_json()
         assert len(trained) == row["batch/samples"]
         for column, metric in (("lag", "mean"), ("in_flight_lag", "in_flight"), ("in_queue_lag", "in_queue")):
             lags = [sample[column] for sample in trained]

@@ -55,7 +55,16 @@ COMMON = [
     "keep_checkpoints=null",
 ]
 INPROC = ["workers=inproc", "cluster=cpu-1x1"]
-TIMES = ("time/", "busy/", "tokens_per_second", "samples_per_second", "rollout/")
+TIMES = (
+    "time/",
+    "busy/",
+    "tokens_per_second",
+    "samples_per_second",
+    "rollout/",
+    "seconds/",
+    "memory",
+    "/mfu",
+)
 
 
 def interrupted(summary: RunSummary, directory: Path, steps: int) -> Path:
@@ -386,6 +395,25 @@ def test_overrides_without_effect_are_refused_or_warned_of(moved: Path):
     assert known is not None
     (warning,) = resumed.check_inputs(lambda before: known)[1]
     assert re.search(r"kl_reward.beta: 0.05 -> 0.5, but kl_reward continues with its state, .*beta", warning)
+
+
+def test_all_changes_are_listed(moved: Path):
+    """Also those of settings that no plan has, and in a refusal those that would be allowed."""
+    allowed = ["steps=3", "save_minutes=3", "models.actor.optim.lr=0.5", "schedule.max_concurrent=77"]
+    new, same = find_resumed("runs/resumed/latest", allowed).change_notes()
+    assert re.search(r"results differ .*setting models.actor.optim.lr: \S+ -> 0.5", new)
+    assert re.search(
+        r"same results: .*schedule max_concurrent: \d+ -> 77.*setting save_minutes: \S+ -> 3", same
+    )
+    assert "save_minutes" not in new
+    assert "optim.lr" not in same
+    with pytest.raises(PlanError) as refused:
+        find_resumed("runs/resumed/latest", [*allowed, "seed=1", "data.train.shuffle=false"])
+    refusal, _, others = str(refused.value).partition("Other changes, which are allowed: ")
+    for name, text in (("seed: 0 -> 1", refusal), ("data.train.shuffle", refusal), ("optim.lr", others)):
+        assert name in text
+    assert "max_concurrent" in others
+    assert "optim.lr" not in refusal
 
 
 def test_a_manifest_without_an_entry_is_refused(moved: Path):

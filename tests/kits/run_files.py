@@ -82,7 +82,7 @@ def write_full_run(path: Path, num_steps: int = 6) -> Path:
     for step in range(num_steps):
         for worker in (0, 1):
             trace.add(worker, Span("generate actor@gen", "generate", step, step + 0.4, {"version": step}))
-            trace.add(worker, Span("actor_train", "device", step + 0.5, step + 0.9, {"step": step}))
+            trace.add(worker, Span("actor_train", "device", step + 0.5, step + 0.9, {"step": step + 1}))
     trace.add(CONTROLLER, Span("restart", "faults", 2.9, 2.95, {"step": 1}))
     trace.write(path / "trace.json")
     ledger = path / "ledger.sqlite"

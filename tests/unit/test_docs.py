@@ -122,3 +122,11 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert all(
         f"<code>{key}</code>" in text for key in ("max_staleness", "weight_decay", "cache_gib", "--json")
     )
+
+
+def test_the_tables_of_the_reference_are_up_to_date() -> None:
+    command = [sys.executable, "docs/site/repository.py", "--check"]
+    found = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr

@@ -49,7 +49,7 @@ def test_the_life_of_a_trained_sample(path: Path):
     row = row_of(path, 2)
     assert (row["stream"], row["group_id"], row["row"], row["worker"], row["version"]) == ("gen", 1, 11, 0, 0)
     assert (row["length"], row["tokens"], row["turns"], row["oldest"], row["newest"]) == (15, 8, 1, 0, 1)
-    assert (row["reward"], row["end"], row["step"]) == (0.5, "trained", 2)
+    assert (row["reward"], row["end"], row["step"]) == (0.5, "trained", 3)
     assert (row["lag"], row["in_flight_lag"], row["in_queue_lag"]) == (2, 1, 1)
     assert 0 <= row["issued_at"] <= row["finished_at"] <= row["accepted_at"] <= row["ended_at"] < 60
     story = read_history(path, "gen/2")
@@ -105,15 +105,15 @@ def test_samples_of_an_update_that_was_skipped_are_named(path: Path):
         skip(2, 4)
     assert count(path, "reason = 'nonfinite'") == 1
     row = row_of(path, 3)
-    assert (row["end"], row["step"], row["reason"]) == ("trained", 1, "nonfinite")
+    assert (row["end"], row["step"], row["reason"]) == ("trained", 2, "nonfinite")
     assert row["message"] == "actor_train skipped an update with it, as the gradient was not finite"
     assert (row_of(path, 2)["end"], row_of(path, 2)["reason"]) == ("trained", None)
     assert row_of(path, 4)["end"] == "unused"
     console = Console(file=io.StringIO(), width=200)
     console.print(render_story(read_history(path, "3")))
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert text.startswith("gen/3: trained at step 1, lag 0 (nonfinite)")
-    assert f"step 1 is complete; lag 0 of at most 0, 0 in flight and 0 in the queue; {row['message']}" in text
+    assert text.startswith("gen/3: trained at step 2, lag 0 (nonfinite)")
+    assert f"step 2 is complete; lag 0 of at most 0, 0 in flight and 0 in the queue; {row['message']}" in text
     assert audit(path) == []
 
 
@@ -129,7 +129,7 @@ def test_stale_samples_are_dropped_with_their_would_be_lag(path: Path):
     assert (finished["end"], finished["reason"], finished["step"], finished["lag"]) == (
         "dropped",
         "stale",
-        2,
+        3,
         2,
     )
     assert (running["oldest"], running["lag"]) == (None, 2)
@@ -152,7 +152,7 @@ def test_the_end_of_a_run_records_how_far_each_sample_got(path: Path):
         0: "its group was not complete",
         1: "it was not finished",
         2: "it was accepted and waited for its batch",
-        4: "it was in the batch of step 0, which was not completed",
+        4: "it was in the batch of step 1, which was not completed",
     }
     assert {row_of(path, sample)["reason"] for sample in range(6)} == {"stopped"}
     assert audit(path) == []
@@ -227,7 +227,7 @@ def test_a_resumed_run_has_one_history(path: Path):
         run.train(0, 0)
         position = run.ledger.position()
         run.train(1, 1, version=1)
-    with pytest.raises(RunError, match="cannot continue from step 3"):
+    with pytest.raises(RunError, match="cannot continue after step 3"):
         rewind(path, 3, position)
     rewind(path, 1, position)
     with recorded(path) as run:
@@ -239,10 +239,10 @@ def test_a_resumed_run_has_one_history(path: Path):
         run.form(3, 9)
         run.ledger.record_instruction(ev.StepDone(3))
     assert {key[1]: end for key, end in ends_of(path).items()} == {
-        **dict.fromkeys((0, 1), ("trained", 0)),
-        **dict.fromkeys((4, 5), ("trained", 1)),
-        **dict.fromkeys((2, 3), ("trained", 2)),
-        **dict.fromkeys((18, 19), ("trained", 3)),
+        **dict.fromkeys((0, 1), ("trained", 1)),
+        **dict.fromkeys((4, 5), ("trained", 2)),
+        **dict.fromkeys((2, 3), ("trained", 3)),
+        **dict.fromkeys((18, 19), ("trained", 4)),
     }
     assert audit(path) == []
     database = sqlite3.connect(path)

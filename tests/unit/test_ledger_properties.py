@@ -51,7 +51,7 @@ def test_every_issued_sample_has_exactly_one_end(
     assert ends.keys() == issued
     assert sum(counts.values()) == len(issued)
     bound = {("roll", s): step for step, batch in world.batches["roll"].items() for s in batch.samples}
-    done = {key: step for key, step in bound.items() if step in world.steps_done}
+    done = {key: step + 1 for key, step in bound.items() if step in world.steps_done}
     assert {key: step for key, (kind, step) in ends.items() if kind == "trained"} == done
     assert {key for key, (kind, _) in ends.items() if kind in ("refused", "dropped")} == world.refused
     if reason == "done":

@@ -6,6 +6,9 @@ import csv
 import io
 import json
 import re
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from command_line import CommandLine
 from ledger_kit import recorded
 
 from hflow.runtime import events as ev
+from hflow.runtime.ledger.query import select
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def lines(text: str) -> list[str]:
     [
         (
             "2",
-            "gen/2: trained at step 1, lag 1",
+            "gen/2: trained at step 2, lag 1",
             [
                 ("issued", "row 11 of train", "group 1", "worker 0", "version 0"),
                 ("generated", "8 tokens", "15 with the prompt", "3 by version 0", "5 by version 1"),
@@ -60,8 +64,8 @@ def lines(text: str) -> list[str]:
                 ("score", "reward 0.5"),
                 ("advantage",),
                 ("accepted", "3 was refused (failed)"),
-                ("bound", "step 1"),
-                ("trained", "step 1", "lag 1", "at most 2", "1 in flight", "0 in the queue"),
+                ("bound", "step 2"),
+                ("trained", "step 2", "lag 1", "at most 2", "1 in flight", "0 in the queue"),
             ],
         ),
         (
@@ -73,7 +77,7 @@ def lines(text: str) -> list[str]:
                 ("refused", "score (recipes/grpo.py:17)", "failed", "KeyError: 'x' (recipes/grpo.py:19)"),
             ],
         ),
-        ("6", "gen/6: dropped (stale)", [("issued",), ("dropped", "stale", "step 2", "lag 2", "at most 2")]),
+        ("6", "gen/6: dropped (stale)", [("issued",), ("dropped", "stale", "step 3", "lag 2", "at most 2")]),
         ("7", "gen/7: refused (small_group)", [("issued",), ("refused", "6 was dropped (stale)")]),
         ("8", "gen/8: unused (stopped)", [("issued",), ("unused", "stopped")]),
     ],
@@ -93,7 +97,7 @@ def test_why_prints_the_history_of_a_sample(
 @pytest.mark.parametrize("run", ["small", "runs/small", "runs/small/latest"])
 def test_a_run_is_named_or_is_a_directory(runs: Path, hflow: CommandLine, run: str):
     history = json.loads(hflow.prints("why", run, "gen/2", "--json"))
-    assert (history["end"], history["step"], history["closing"]) == ("trained", 1, "stopped")
+    assert (history["end"], history["step"], history["closing"]) == ("trained", 2, "stopped")
     assert history["segments"] == [{"version": 0, "tokens": 3}, {"version": 1, "tokens": 5}]
     assert history["mates"] == [{"id": 3, "end": "refused", "reason": "failed"}]
 
@@ -123,9 +127,21 @@ def test_a_run_without_a_ledger_is_not_suggested_for_itself(runs: Path, hflow: C
 def test_samples_prints_a_table(runs: Path, hflow: CommandLine):
     shown = lines(hflow.prints("samples", "small", "--limit", "4"))
     assert shown[0] == "stream id row tokens oldest newest reward end step lag reason node"
-    assert shown[3] == "gen 2 11 8 0 1 0.5 trained 1 1"
-    assert shown[4] == "gen 3 11 2 0 0 refused 0 failed score"
+    assert shown[3] == "gen 2 11 8 0 1 0.5 trained 2 1"
+    assert shown[4] == "gen 3 11 2 0 0 refused 1 failed score"
     assert "4 of 8 samples" in shown[5]
+
+
+def test_the_ledger_of_an_older_run_counts_steps_alike(runs: Path):
+    """Its own view counts them from 0."""
+    older = Path(shutil.copy("runs/small/latest/ledger.sqlite", "older.sqlite"))
+    with closing(sqlite3.connect(older)) as database, database:
+        (view,) = database.execute("SELECT sql FROM sqlite_master WHERE name = 'samples'").fetchone()
+        now = "CASE e.kind WHEN 'evaluated' THEN e.step ELSE e.step + 1 END"
+        database.executescript(f"DROP VIEW samples; {view.replace(now, 'e.step')}")
+        assert database.execute("SELECT step FROM samples WHERE id = 2").fetchone() == (1,)
+    assert select(older).rows == select(Path("runs/small/latest/ledger.sqlite")).rows
+    assert [row["step"] for row in select(older, "id = 2 and step = 2").to_json()] == [2]
 
 
 def test_samples_prints_json_csv_and_counts(runs: Path, hflow: CommandLine):

@@ -24,6 +24,9 @@ def test_kl_in_the_loss_by_either_estimator():
         )
         assert_close(loss, tensor(0.5 * kl))
         assert_close(metrics["ref_kl"], tensor(kl))
+    loss, metrics = nodes.actor_train(out, theta, theta, tensor(0.0), ref)
+    assert_close(loss, tensor(0.0))
+    assert_close(metrics["ref_kl"], tensor(math.exp(-2) - 1 + 2))  # k3, where it is only reported
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,17 @@ class Recorded(Display):
                 "agent/num_calls": 2.0,
                 "eval_agent/accuracy": 0.25,
                 "actor_train/loss": 1.0,
+                "actor_train/entropy": 0.75,
+                "agent/num_tokens": 9.0,
+                "eval_agent/num_tokens": 8.0,
             },
-            {"reward": 0.5, "held-out accuracy": 0.25, "loss": 1.0},
+            {
+                "reward": 0.5,
+                "held-out accuracy": 0.25,
+                "loss": 1.0,
+                "entropy": 0.75,
+                "mean length": 9.0,
+            },
         ),
         (
             "tests/integration/recipes/judged.py",

@@ -222,8 +222,8 @@ def test_edges_and_cadences_in_words():
         ", every 20 steps",
     ]
     assert [format_cadence(20, 5), format_cadence(1, 5)] == [
-        ", every 20 steps, from step 5 on",
-        ", from step 5 on",
+        ", every 20 steps, after step 5",
+        ", after step 5",
     ]
 
 

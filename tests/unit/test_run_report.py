@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,24 @@ def test_the_measured_chart_is_two_steps_of_the_trace(report: RunReport) -> None
     lanes = [lane for lane in chart.lanes if lane.name == "worker 1"]
     assert [lane.note for lane in lanes] == ["generate", "device"]
     assert [(bar.step, round(bar.left), round(bar.width)) for bar in lanes[1].bars] == [
-        ("3", 30, 20),
-        ("4", 80, 20),
-    ], "from the end of step 2 to the end of step 4, two seconds"
+        ("4", 30, 20),
+        ("5", 80, 20),
+    ], "from the end of step 3 to the end of step 5, two seconds"
     assert lanes[1].idle == "60 %"
     assert measured_gantt(report.trace.spans[:2]) is None
+
+
+def test_the_trace_of_an_older_run_counts_steps_from_0(run: Path, tmp_path: Path, report: RunReport) -> None:
+    older = Path(shutil.copytree(run, tmp_path / "older"))
+    trace = json.loads((older / "trace.json").read_text())
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and event["cat"] == "device":
+            event["args"]["step"] -= 1
+    (older / "trace.json").write_text(json.dumps(trace))
+    spans = read_report(str(older)).spans
+    assert [span for span in spans if span.lane == "device"] == [
+        s for s in report.spans if s.lane == "device"
+    ]
 
 
 def test_the_planned_chart_is_that_of_the_plan(report: RunReport) -> None:

@@ -230,7 +230,7 @@ def test_invalid_losses_are_rejected():
         one_update("token-mean", lambda out: out.logprobs.detach())
     with pytest.raises(RunError, match="is per token, so its shape must start with"):
         one_update("token-mean", lambda out: -out.logprobs.mean())
-    with pytest.raises(RunError, match=r"the gradient's norm is nan at update 0 of step 0"):
+    with pytest.raises(RunError, match=r"the gradient's norm is nan at update 1 of step 1"):
         one_update("token-mean", lambda out: out.logprobs * math.nan)
 
 

@@ -273,7 +273,7 @@ def test_a_body_that_raises_in_a_batch_node_is_named(setup: WorkerSetup) -> None
         with pytest.raises(RunError) as caught:
             await workers.run({0: kit.task("advantage", samples, step=3)})
         message = str(caught.value)
-        assert message.startswith("node 'advantage', step 3, worker 0, 1: ZeroDivisionError: by request (")
+        assert message.startswith("node 'advantage', step 4, worker 0, 1: ZeroDivisionError: by request (")
         assert "worker_recipe.py:" in message
 
     with_workers(kit.with_knobs(setup, "advantage", raises=True), work)

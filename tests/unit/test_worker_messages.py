@@ -34,7 +34,7 @@ from hflow.workers.worker import Worker
 
 TIMEOUT = 0.4
 MISSING = (
-    "running node 'learn', step 2: worker 1 did not join within 0.4 s: it is in g (x.py:2); "
+    "running node 'learn', step 3: worker 1 did not join within 0.4 s: it is in g (x.py:2); "
     "worker 0 waits for it in barrier"
 )
 
@@ -57,9 +57,9 @@ class DyingWorkers(RayWorkers):
 
     def _send(self, worker: int, method: str, *arguments: Any) -> Awaitable[Any]:
         if method == "probe" and worker == 1:
-            return _answer(StackSnapshot("running node 'learn', step 2", "g (x.py:2)", "", {"all": 4}))
+            return _answer(StackSnapshot("running node 'learn', step 3", "g (x.py:2)", "", {"all": 4}))
         if method == "probe" and not self._death_of_0.is_set():
-            return _answer(StackSnapshot("running node 'learn', step 2", "f (x.py:1)", "barrier", {"all": 5}))
+            return _answer(StackSnapshot("running node 'learn', step 3", "f (x.py:1)", "barrier", {"all": 5}))
         return self._until_death(worker)
 
     async def _until_death(self, worker: int) -> None:

@@ -372,7 +372,7 @@ def test_a_wrong_result_of_a_whole_batch_ends_the_run_in_one_line(setup: WorkerS
                 with pytest.raises(RunError) as caught:
                     await workers.run({0: kit.task(node, tuple(range(8)))})
                 message = str(caught.value)
-                assert message.startswith(f"node '{node}', step 0, worker 0: "), message
+                assert message.startswith(f"node '{node}', step 1, worker 0: "), message
                 assert "\n" not in message
                 assert any(words in message for words in PROBLEMS), message
             wrong.clear()

@@ -144,7 +144,8 @@ class MeasuredSpan:
     start: float
     end: float
     step: int | None
-    """The training step, or the version of the weights that the span used or made."""
+    """The training step, counted from 1; of what uses or makes a version of the weights, the step that
+    begins with them."""
 
 
 @dataclass(frozen=True)
@@ -256,10 +257,13 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[MeasuredSpan]:
     names = {event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
+    devices = [event["args"] for event in events if event["ph"] == "X" and event["cat"] == "device"]
+    first = 1 if any(args.get("step") == 0 for args in devices) else 0  # older runs count from 0
     for event in events:
         if event["ph"] == "X":
             args = event["args"]
-            step = args.get("step", args.get("version"))
+            begun = (args[key] + add for key, add in (("step", first), ("version", 1)) if key in args)
+            step = next(begun, None)
             yield MeasuredSpan(
                 worker=names[event["pid"]],
                 lane=str(event["cat"]),

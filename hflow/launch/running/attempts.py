@@ -102,7 +102,7 @@ class Attempts:
         """Say what happened, take the run back to a checkpoint, and wait a little."""
         steps, most = point.steps if point else 0, self.compiled.config.faults.max_restarts
         self.observer.on_warning(
-            f"{failure}; the run continues from step {steps} (restart {number} of {most})"
+            f"{failure}; the run continues after step {steps} (restart {number} of {most})"
         )
         start = time.time()
         self.checkpoints.drop_unfinished()

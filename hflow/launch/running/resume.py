@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hflow.base.errors import ConfigError, PlanError, RunError
 from hflow.base.files import resolved
-from hflow.config import RunConfig
+from hflow.base.secrets import mask_secrets
+from hflow.config import RunConfig, flatten
 from hflow.dsl import Recipe
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs, read_inputs
@@ -18,6 +19,7 @@ from hflow.launch.running.inputs import changed_inputs
 from hflow.launch.targets import resolve
 from hflow.models.settings import SHARDS
 from hflow.planner.diff import Effect, PlanDiff, diff_plans
+from hflow.planner.diff.values import format_plain
 from hflow.planner.plan.serialise import to_json
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select
@@ -26,6 +28,9 @@ from hflow.runtime.saving.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import ResumePoint, read_saved_run
 from hflow.workers.interface import WorkerSetup
+
+SHOWN_BY_PLAN = ("steps", "cluster")
+"""Keys of the configuration that a plan has under other names."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,14 @@ class ResumedRun:
                     "that only sets how a run begins has no effect"
                 )
 
+    def change_notes(self) -> Iterator[str]:
+        """Yield a line with all changes that results depend on, and one with all others."""
+        new = [str(change) for change in self.diff.decided_by_user(Effect.NEW)]
+        if new:
+            yield f"results differ from here on, by {'; '.join(new)}"
+        if others := _without_effect(self.diff, self.earlier, self.compiled.config):
+            yield mask_secrets(f"changed, with the same results: {'; '.join(others)}")
+
     @property
     def steps(self) -> int:
         """Completed steps of the checkpoint."""
@@ -120,8 +133,13 @@ def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None 
         candidates=file.candidates,
     )
     diff = diff_plans(file.rows, to_json(compiled.plan))
-    if diff.effect is Effect.REFUSE:
-        raise PlanError(f"the run in {directory.path} {diff.verdict}")
+    if refused := diff.decided_by_user(Effect.REFUSE):
+        others = [str(c) for effect in (Effect.RESHARD, Effect.NEW) for c in diff.decided_by_user(effect)]
+        others += _without_effect(diff, earlier, config)
+        also = f". Other changes, which are allowed: {'; '.join(others)}" if others else ""
+        raise PlanError(
+            f"the run in {directory.path} cannot resume: {'; '.join(map(str, refused))}{mask_secrets(also)}"
+        )
     checkpoints = Checkpoints(directory.checkpoints)
     checkpoints.link_latest()
     point = _read(checkpoint) if checkpoint else newest_point(checkpoints)
@@ -131,6 +149,20 @@ def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None 
             f"such as steps={2 * point.steps}"
         )
     return ResumedRun(compiled, directory, point, diff, earlier)
+
+
+def _without_effect(diff: PlanDiff, earlier: RunConfig, config: RunConfig) -> list[str]:
+    """Return changes that results do not depend on: of the plan, and of settings that no plan has."""
+    before, after = dict(flatten(earlier)), dict(flatten(config))
+    in_plan = {change.subject for change in diff.changes}
+    others = [
+        f"setting {key}: {format_plain(before.get(key))} -> {format_plain(after.get(key))}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+        and key not in SHOWN_BY_PLAN
+        and in_plan.isdisjoint((key, key.partition(".")[2]))
+    ]
+    return [*map(str, diff.decided_by_user(Effect.SAME)), *others]
 
 
 def newest_point(checkpoints: Checkpoints) -> ResumePoint | None:

@@ -43,6 +43,7 @@ from hflow.launch.running.trackers import open_trackers
 from hflow.launch.running.worker_setup import make_processes, make_setup, open_rows, source_config
 from hflow.models.hub import fetch_model, has_weights
 from hflow.observer import RunInfo
+from hflow.planner.diff import Effect
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
 from hflow.runtime.records.live_files import LiveFiles
@@ -341,8 +342,9 @@ def _checkpoint_notes(
     if resumed is not None:
         steps = resumed.steps
         where = f"continues after step {steps}" if steps else "was never saved and begins again"
-        change = f"; {resumed.diff.verdict}" if resumed.diff.decided else ""
-        yield f"the run {where}{change}"
+        resharded = [str(change) for change in resumed.diff.decided_by_user(Effect.RESHARD)]
+        yield f"the run {where}{'; resharded: ' if resharded else ''}{'; '.join(resharded)}"
+        yield from resumed.change_notes()
     if not saved_models(compiled.graph):
         return
     times = [f"every {config.save_minutes:g} minutes"] * bool(config.save_minutes)

@@ -12,12 +12,12 @@ from hflow.graph.queries import reported_field
 from hflow.metrics import Metric, declared
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution import batch_runner
-from hflow.runtime.records import step_metrics
+from hflow.runtime.records import device_use, step_metrics
 from hflow.runtime.state import run_state
 from hflow.training.interface import LOSS
 from hflow.types import Unit
 
-DECLARING_MODULES = (batch_runner, step_metrics, run_state)
+DECLARING_MODULES = (batch_runner, device_use, step_metrics, run_state)
 """The modules that declare metrics, besides `hflow.training.interface`."""
 
 
@@ -31,7 +31,7 @@ class ShownMetrics:
 
     Args:
         plan: the plan of the run.
-        patterns: `report.show`, names or globs; None: losses, and the numbers that samples are scored with.
+        patterns: `report.show`, names or globs; None: the default.
     """
 
     def __init__(self, plan: Plan, patterns: Sequence[str] | None = None) -> None:
@@ -100,18 +100,26 @@ def _number_fields(graph: Graph, stream: Stream) -> set[str]:
 
 
 def _default_labels(plan: Plan) -> dict[str, str]:
-    """Return metric -> label of losses and scores of samples, and on held-out streams those of groups."""
+    """Return metric -> label of losses and scores of samples, on held-out streams also of groups.
+
+    A policy's entropy and the mean length of what it generates are shown too, as they tell that it collapses.
+    """
     graph, labels = plan.graph, {}
+    lengths = {}
     num_train_nodes = sum(node.spec.verb == "train" for node in graph.nodes)
     for node in graph.nodes:
         if node.spec.verb == "train":
-            labels[LOSS.member(node.name)] = "loss" if num_train_nodes == 1 else f"{node.name} loss"
+            mark = "" if num_train_nodes == 1 else f"{node.name} "
+            labels[LOSS.member(node.name)] = f"{mark}loss"
+            labels[f"{node.name}/entropy"] = f"{mark}entropy"
         is_trained = graph.root_stream(node.stream).trained
         levels = (Level.SAMPLE,) if is_trained else (Level.SAMPLE, Level.GROUP)
         for field in _scores(graph, node, levels):
             is_held_out = graph.learns and not is_trained
             labels[f"{node.stream}/{field}"] = f"held-out {field}" if is_held_out else field
-    return labels
+        if node.spec.verb == "generate" and is_trained:
+            lengths[f"{node.stream}/num_tokens"] = "mean length"
+    return labels | lengths
 
 
 def _scores(graph: Graph, node: Node, levels: Container[Level]) -> list[str]:

@@ -28,6 +28,8 @@ from hflow.planner.diff.values import (
 from hflow.planner.plan.serialise import decisive_rows, rows_digest
 
 _BY_SEVERITY = tuple(Effect)
+CAUSES = ("recipe", "stream", "model", "node", "setting", "schedule", "cluster")
+"""Topics of what a user changes; the rows of others follow from them."""
 _NUM_CHARS = 60
 """Maximum length of a value in a sentence."""
 
@@ -77,6 +79,14 @@ class PlanDiff:
     def decided(self) -> tuple[Change, ...]:
         """Changes of what a run does; none if the digests are equal."""
         return tuple(change for change in self.changes if not change.is_estimated)
+
+    def decided_by_user(self, effect: Effect) -> tuple[Change, ...]:
+        """Return the changes with an effect, without those that follow from others and change no result."""
+        return tuple(
+            change
+            for change in self.decided
+            if change.effect is effect and (effect is not Effect.SAME or change.topic in CAUSES)
+        )
 
     @property
     def verdict(self) -> str:

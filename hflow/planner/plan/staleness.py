@@ -1,6 +1,6 @@
 """The largest lag of a trained token, and the age rule that ensures it.
 
-The lag of a token is the step that trains it minus the version of the weights that generated it.
+The lag of a token is the version that its step begins with, minus that of the weights that generated it.
 """
 
 from __future__ import annotations

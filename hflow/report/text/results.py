@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 CURVE_WIDTH = 24
 ALWAYS = (STEP_SECONDS, "time/samples_per_second", "staleness/mean", "staleness/max")
-TRAINING = ("kl", "entropy", "engine_kl", "grad_norm")
+TRAINING = ("kl", "entropy", "ref_kl", "engine_kl", "grad_norm", "mfu")
+DEVICES = ("seconds/", "memory/", "memory_planned/")
+"""Beginnings of the names of metrics that are always shown."""
 
 
 def render_run_report(report: RunReport) -> RenderableType:
@@ -53,7 +55,8 @@ def _names(report: RunReport) -> Iterator[str]:
     nodes = [node["spec"] for node in record.plan["graph"]["nodes"]]
     train = [f"{spec['name']}/{name}" for spec in nodes if spec["verb"] == "train" for name in TRAINING]
     curves = with_staleness(record.curves)
-    yield from (name for name in (*record.results, *train, *ALWAYS) if name in curves)
+    devices = (name for beginning in DEVICES for name in curves if name.startswith(beginning))
+    yield from (name for name in (*record.results, *train, *ALWAYS, *devices) if name in curves)
 
 
 def _lines(report: RunReport) -> Iterator[Text]:

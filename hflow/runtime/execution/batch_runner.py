@@ -126,6 +126,11 @@ class BatchRunner:
             self._report(node, step, {MOVED_BYTES.member(node): float(done.moved_bytes)})
         for result in done.results:
             self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
+        if self._roots[node] not in self._side_streams:
+            lengths = self.locations[batch.stream].lengths(batch.samples).values()
+            self._run.metrics.add_values(
+                step, self._run.metrics.devices.batch_node(node, done.results, lengths)
+            )
         await self._summarize_outputs(node, step, done.results)
 
     async def free_token_fields(self, node: str, step: int) -> None:

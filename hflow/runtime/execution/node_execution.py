@@ -128,8 +128,8 @@ class NodeExecution:
             if result.skipped and node not in self._warned:
                 self._warned.add(node)
                 self._run.observer.on_warning(
-                    f"{node} skipped an update of step {result.step}, as its gradient was not finite; hflow "
-                    "samples RUN --where \"reason = 'nonfinite'\" lists the samples of all such updates"
+                    f"{node} skipped an update of step {result.step + 1}, as its gradient was not finite; "
+                    "hflow samples RUN --where \"reason = 'nonfinite'\" lists the samples of all such updates"
                 )
             self._run.observer.on_span(result.worker, result.span)
             if uses_devices:

@@ -49,6 +49,8 @@ class StreamingRunner:
         for sample in samples:
             self._in_use.setdefault((root, sample), []).append(done)
         result = await self._node_execution.run(node, instruction.number, groups, self._locations[root])
+        for part in result.results:
+            self._run.metrics.devices.add_span(part.worker, part.span)
         worker_of = {sample: part.worker for part in result.results for sample in part.samples}
         await self._move_home(node, root, worker_of)
         self._end_use(root, samples, done)

@@ -149,8 +149,8 @@ def rewind(path: Path, step: int, position: int) -> None:
         found = database.execute(f"SELECT 1 FROM steps WHERE {where}", (step - 1, position)).fetchone()
         if step and not found:
             raise RunError(
-                f"the run of {path} cannot continue from step {step}: it has not completed step "
-                f"{step - 1}. Continue from an earlier checkpoint."
+                f"the run of {path} cannot continue after step {step}, which it has not completed. "
+                f"Continue from an earlier checkpoint."
             )
         rows = RowBuilder(Header((), (), None), _last_seq(database))
         now = round(1e3 * (time.time() - _started_at(database)))

@@ -212,7 +212,7 @@ class RowBuilder:
     def _add_closing(self, record: RunClosed, seq: int, time: int) -> None:
         """End the samples of steps that were not completed, which is known only now."""
         for step, (stream, samples) in self._batches.items():
-            message = f"it was in the batch of step {step}, which was not completed"
+            message = f"it was in the batch of step {step + 1}, which was not completed"
             self._add_ends(stream, samples, (seq, time, "unused", step, record.reason, None, message))
         self._batches.clear()
         self._tables["closings"] += (seq, time, record.reason)

@@ -200,7 +200,7 @@ def _bound_at(database: sqlite3.Connection, stream: int, row: Mapping[str, Any])
         return None
     (seconds,) = database.execute(
         f"SELECT time / 1e3 FROM batches AS b WHERE stream = ? AND step = ? AND {survives('b')}",
-        (stream, row["step"]),
+        (stream, row["step"] - 1),
     ).fetchone()
     return float(seconds)
 

@@ -131,11 +131,14 @@ COLUMNS = {
     "node": ("n.name", "the node that refused it"),
     "place": ("n.place", "file and line of that node"),
     "message": ("e.message", "the error of that node, or more about the reason"),
-    "step": ("e.step", "step that trained it, version that was evaluated, or step that was being filled"),
+    "step": (
+        "CASE e.kind WHEN 'evaluated' THEN e.step ELSE e.step + 1 END",
+        "step that trained it, counted from 1, version that was evaluated, or step that was being filled",
+    ),
     "lag": (
         "CASE WHEN s.ages AND e.kind IN ('trained', 'evaluated', 'dropped') "
         "THEN e.step - COALESCE(f.oldest, NULLIF(i.version, -1)) END",
-        "staleness: step - oldest",
+        "staleness: step - 1 - oldest",
     ),
     "in_flight_lag": (
         "CASE WHEN s.ages THEN f.newest - f.oldest END",
@@ -175,6 +178,7 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     options = "mode=ro" if is_open else "mode=ro&immutable=1"
     database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
+        database.executescript(VIEW.replace("CREATE", "CREATE TEMP", 1))  # older files have other columns
         row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
         if row is not None and row[0] == FORMAT:
             database.execute(f"SELECT {', '.join(map(_quoted, COLUMNS))} FROM samples LIMIT 0")

@@ -3,9 +3,9 @@
 Invariant: the tokens of a chosen sample stay on the workers until its text is read, and its numbers until
 they are read.
 
-The files are `samples/step-N.jsonl` in the run's directory. N is the number of completed steps, as in
-`metrics.jsonl` and in the names of checkpoints: the batch of step k is in
-`step-(k + 1).jsonl`, with the evaluation of version k + 1 and with what was refused during step k.
+The files are `samples/step-N.jsonl` in the run's directory. N counts steps from 1, as all that a person
+reads: the file has the batch of step N, with the evaluation of version N and with what was refused during the
+step. In this package a step is known by the version that it begins with, N - 1.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class SampleTextLog:
         for part in parts:
             for sample, numbers in part.items():
                 values[sample].update(numbers)
-        rows = [_row(text, batch.stream, batch.step, values[text.sample]) for text in texts]
-        self._observer.on_samples(batch.step + is_trained, sorted(rows, key=lambda row: row["id"]))
+        number = batch.step + is_trained
+        rows = [_row(text, batch.stream, number, values[text.sample]) for text in texts]
+        self._observer.on_samples(number, sorted(rows, key=lambda row: row["id"]))
 
     async def read_refused(self, refusal: Refuse, worker: int) -> None:
         """Read the text and the numbers of one of the samples that a node refused.
@@ -111,7 +112,7 @@ class SampleTextLog:
         """Report the rows of what was refused since the last call, when a step is done or the run ends."""
         refused, self._refused, self._num_refused = self._refused, [], 0
         rows = [
-            {**_row(text, refusal.stream, step, values), "refused_by": refusal.node}
+            {**_row(text, refusal.stream, step + 1, values), "refused_by": refusal.node}
             for text, refusal, values in refused
         ]
         self._observer.on_samples(step + 1, sorted(rows, key=lambda row: (row["root"], row["id"])))
@@ -228,6 +229,7 @@ def _number(path: Path) -> int:
 def _read(path: Path) -> list[SampleRow]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [{**row, "turns": row["turns"], "root": row["root"], "id": row["id"]} for row in rows]
+        required = ("turns", "root", "id")
+        return [{**row, **{key: row[key] for key in required}, "step": _number(path)} for row in rows]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}; delete it") from error

@@ -18,6 +18,7 @@ from hflow.metrics import Metric, declare
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
 from hflow.runtime.records.activity import OngoingWork
+from hflow.runtime.records.device_use import DeviceUse
 from hflow.types import EpisodeState
 from hflow.types.body_line import BodyLine
 from hflow.types.engine import EngineStats
@@ -26,6 +27,11 @@ from hflow.workers.interface import BodyRetry, ComputeReady, SampleReady, Span, 
 STEP_SECONDS = declare("time/step_seconds", "s", "time since the step before was complete", live="last")
 TOKENS_PER_SECOND = declare(
     "time/tokens_per_second", "tokens/s", "tokens of the batch over `time/step_seconds`", live="last"
+)
+DEVICE_TOKENS_PER_SECOND = declare(
+    "time/tokens_per_second_per_device",
+    "tokens/s",
+    "`time/tokens_per_second` over the number of devices, those of engines included",
 )
 SAMPLES_PER_SECOND = declare(
     "time/samples_per_second", "samples/s", "samples of the batch over `time/step_seconds`"
@@ -196,6 +202,8 @@ class StepMetrics:
     def __init__(self, plan: Plan) -> None:
         self._num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
         self._num_trainers = len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
+        self._num_devices = plan.cluster.num_devices
+        self.devices = DeviceUse(plan)
         self._staleness = StalenessMetrics()
         self._rewards = RewardMetrics(plan.graph)
         self._rows: dict[int, dict[str, float]] = {}
@@ -227,6 +235,7 @@ class StepMetrics:
         """Count what a worker's engines, episodes and bodies did."""
         self._retries.update(RETRIES.member(retry.node) for retry in report.retries)
         self._engine_stats += report.engine_stats
+        self.devices.add_report(report)
         self._episodes.add_report(report.worker, report.episodes)
 
     def forget_worker(self, worker: int) -> None:
@@ -300,9 +309,11 @@ class StepMetrics:
             row[NUM_MOVED.name] = self._num_moved
         if tokens := row.get(BATCH_TOKENS.name):
             row[TOKENS_PER_SECOND.name] = tokens / seconds
+            row[DEVICE_TOKENS_PER_SECOND.name] = tokens / seconds / self._num_devices
         if samples := row.get(BATCH_SAMPLES.name):
             row[SAMPLES_PER_SECOND.name] = samples / seconds
-        row.update({**self._refused, **self._retries, **rollout_counts, **self._episodes.finish_step()})
+        row.update({**self._refused, **self._retries, **rollout_counts})
+        row.update({**self._episodes.finish_step(), **self.devices.finish_step()})
         self._engine_stats, self._num_moved = EngineStats(), 0
         self._device_seconds.clear()
         self._refused.clear()
@@ -313,7 +324,7 @@ class StepMetrics:
 class StalenessMetrics:
     """The weight versions of the trained stream's samples, from their generation to their step.
 
-    The lag of a token is the step that trains it minus the version of the weights that generated it.
+    The lag of a token is the version that its step begins with, minus that of the weights that generated it.
     A sample's lag is that of its oldest token. It is the sum of two parts: newest - oldest version
     (in flight), and step - newest version (in queue).
     """

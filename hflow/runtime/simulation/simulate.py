@@ -283,7 +283,8 @@ class _Simulator:
         end = start + seconds_of(self._durations, name, key)
         self._free_from |= dict.fromkeys(lanes, end)
         self._schedule(end, event)
-        self.recorder.spans += [Span(name, lane, start, end, {"step": key}) for lane in lanes]
+        args = {"version": key} if name.startswith(PUBLISH_PREFIX) else {"step": key + 1}
+        self.recorder.spans += [Span(name, lane, start, end, args) for lane in lanes]
 
     def _schedule(self, time: float, event: Event) -> None:
         heapq.heappush(self._heap, (time, next(self._order), event))

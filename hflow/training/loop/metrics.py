@@ -31,11 +31,15 @@ class MetricAccumulator:
     """Accumulates metrics on the device, without synchronising with it until `finish`.
 
     A metric's name decides its reduction: `.max`, `.min` or `.sum` by its suffix, else the mean.
+
+    Attributes:
+        num_computed: tokens that passed through the model on this rank.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
+        self.num_computed = 0
 
     def add(self, node: str, metrics: Mapping[str, Any], packed: PackedBatch, unit: Unit) -> None:
         """Add one micro-batch's metrics.
@@ -46,6 +50,7 @@ class MetricAccumulator:
         Raises:
             RunError: if a tensor has none of these shapes.
         """
+        self.num_computed += len(packed.computed_ids)
         for name, value in metrics.items():
             x = to_device(metric_tensor(node, name, value), packed.input_ids.device).float()
             at = unit if x.dim() == 0 else _unit_of(node, name, x, packed, unit)
@@ -61,6 +66,7 @@ class MetricAccumulator:
 
     def merge(self, other: MetricAccumulator) -> None:
         """Add what another one has accumulated on this rank."""
+        self.num_computed += other.num_computed
         for name, value in other._values.items():
             self._merge(name, value, other._counts[name])
 

@@ -20,6 +20,7 @@ from hflow.training.interface import (
     GRAD_NORM,
     LEARNING_RATE,
     LOSS,
+    NUM_COMPUTED_TOKENS,
     NUM_ENGINE_TOKENS,
     NUM_TRAINED_TOKENS,
     REROUTED,
@@ -85,6 +86,7 @@ class StepRecord:
         rerouted, num_replayed = self.replayed if isinstance(self.replayed, Tensor) else (0.0, 0.0)
         sums = {
             LOSS.suffix: self.loss,
+            NUM_COMPUTED_TOKENS.suffix: float(self.metrics.num_computed),
             NUM_ENGINE_TOKENS.suffix: num_compared,
             REROUTED.suffix: rerouted,
             _REPLAYED: num_replayed,
@@ -161,7 +163,7 @@ def run_train(
                 record.num_skipped += 1
                 call.on_skipped(_samples(minibatch))
                 continue
-            where = f"update {update} of step {step}"
+            where = f"update {update + 1} of step {step + 1}"
             cause = _likely_cause(minibatch, group)
             raise RunError(f"node {call.node!r}: the gradient's norm is {norm} at {where}; {cause}")
         record.metrics.merge(attempt.metrics)

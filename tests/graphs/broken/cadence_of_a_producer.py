@@ -1,4 +1,4 @@
-# expect: kl(ref_logprobs): ref_inf produces 'ref_logprobs' every 10 step(s) from step 0, but it is read
+# expect: kl(ref_logprobs): ref_inf produces 'ref_logprobs' every 10 step(s) after step 0, but it is read
 from hflow import Dataset, Model, PerToken, Recipe, Text, compute, nodes, use
 
 data = Dataset(prompt=Text, answer=Text)

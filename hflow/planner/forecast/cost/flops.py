@@ -168,6 +168,19 @@ def head_flops(shape: ModelShape, work: Work) -> float:
     return 2 * head_parameters(shape) * work.learned
 
 
+def training_flops(shape: ModelShape, work: Work, *, has_adapters: bool = False) -> float:
+    """Return the FLOPs that training on some samples needs, however they are computed.
+
+    A backward pass costs as much as two forward passes. Where only adapters are trained, the matrices beside
+    them have no gradients, so that it costs as much as one there. What is computed again does not count.
+    Source: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", appendix B.
+    """
+    layers, head = shape.num_layers * layer_flops(shape, work), head_flops(shape, work)
+    attention = shape.num_layers * attention_flops(shape, causal_pairs(shape, work))
+    unneeded = layers - attention + head if has_adapters else 0.0
+    return 3 * (layers + head) - unneeded
+
+
 def token_flops(shape: ModelShape, num_tokens: float, context: float) -> float:
     """Return the FLOPs of decoding one token per sequence, if all have `context` tokens together."""
     matrices = shape.num_layers * layer_parameters(shape, active_experts(shape)) + head_parameters(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from hflow.base.text import format_number
 from hflow.report.formatting import MAX_POINTS, Points, ends_of, thinned
@@ -15,7 +16,7 @@ MAX_DOTS = 30
 
 MAX_STALENESS = "staleness/max"
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Policy", ("kl", "entropy", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
+    ("Policy", ("kl", "entropy", "ref_kl", "clip_fraction", "engine_kl", "behav_kl", "grad_norm", "lr")),
     ("Staleness", ("staleness/mean", MAX_STALENESS, "staleness/in_flight", "staleness/in_queue")),
     (
         "Speed",
@@ -23,13 +24,18 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "time/step_seconds",
             "time/samples_per_second",
             "time/tokens_per_second",
+            "time/tokens_per_second_per_device",
             "time/generated_tokens_per_second",
+            "mfu",
             "busy/engines",
             "busy/trainers",
         ),
     ),
+    ("Seconds of nodes", ("seconds/*",)),
+    ("Memory", ("memory/*", "memory_planned/*")),
 )
-"""(title, metrics), by their name or by its part after the slash, where that belongs to a train node."""
+"""(title, metrics), by their name, which may be a glob, or by its part after the slash, where that belongs to
+a train node."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ def curve_groups(
             for name in names
             for node in (("",) if "/" in name else train_nodes)
         ]
-        named.append((title, tuple(dict.fromkeys(members))))
+        found = [name for member in members for name in curves if fnmatchcase(name, member)]
+        named.append((title, tuple(dict.fromkeys(found))))
     most = max((points[-1][0] for points in curves.values()), default=1)
     views = {}
     for name, points in curves.items():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.intervals import covered_length
 from hflow.base.text import format_count, format_number, format_seconds, format_share, pluralize
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
 from hflow.report.formatting import ends_of, format_missing
@@ -111,7 +112,7 @@ def planned_gantt(plan: Mapping[str, Any]) -> Gantt | None:
 def _lane(worker: str, lane: str, spans: Sequence[MeasuredSpan], start: float, end: float) -> ChartLane:
     longest = sorted(spans, key=lambda span: span.start - span.end)[:MAX_BARS]
     num_rows, bars = stack([_bar(span, start, end) for span in longest])
-    busy = _covered([(max(start, span.start), min(end, span.end)) for span in spans])
+    busy = covered_length((max(start, span.start), min(end, span.end)) for span in spans)
     return ChartLane(worker, lane, format_share(1 - busy / (end - start)), "", num_rows, bars)
 
 
@@ -132,15 +133,6 @@ def _bar(span: MeasuredSpan, start: float, end: float) -> Bar:
         is_cut_right=span.end > end,
         tip=f"{span.name}{f', step {step}' if step else ''}\n{seconds}",
     )
-
-
-def _covered(parts: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for first, last in sorted(parts):
-        total += max(0.0, last - max(first, until))
-        until = max(until, last)
-    return total
 
 
 def _worker_number(worker: str) -> int:
