@@ -37,7 +37,7 @@ class Peer:
         return tuple(row for rows in self.tables.values() for row in rows)
 
     def num_known(self, keys: Sequence[str]) -> int:
-        """Return how many keys are keys of this library."""
+        """Return the number of keys that are keys of this library."""
         return sum(key in self.defaults for key in keys)
 
     def given(self, values: Mapping[str, Any]) -> Given:

@@ -86,7 +86,6 @@ def test_what_follows_from_a_change_is_named_in_words() -> None:
         console.print(render_what_if(WhatIf(figures, (changed, Changed("a=1", ahead, 2.0, None)))))
     text = " ".join(capture.get().split())
     for line in (
-        "models.actor.tokens_per_ microbatch: 32768 -> 8192 devices of group",
         "devices of group all: 0-7 -> 0-3",
         "layout of actor@train: d8 -> d4",
         "and 2 more, which --json lists",

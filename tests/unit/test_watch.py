@@ -119,12 +119,12 @@ def test_a_run_that_goes_on_shows_what_it_does(run: Path) -> None:
         html = render_run_page(read_report(str(run), is_live=True), now)
         text = Page(html).text
         assert "actor_train, generating: 12 s. The step has taken 34 s so far. About 3 min" in text
-        for part in ("3 of 8", "actor_train, step 6", "generate actor@gen, version 5", "be careful"):
+        for part in ("3 of 8", "actor_train, step 6", "generate actor@gen, step 5", "be careful"):
             assert part in text
         assert "connect-src 'self'" in html
         assert read_activity(directory.activity) == busy
     ended = render_run_page(read_report(str(run), is_live=True), now)
-    assert "generate actor@gen, version 5" not in Page(ended).text
+    assert "generate actor@gen, step 5" not in Page(ended).text
     assert "connect-src" not in render_run_page(read_report(str(run)))
 
 

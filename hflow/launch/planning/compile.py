@@ -267,7 +267,7 @@ def compile_read(
 
 
 def _search(searches: PastSearches, graph: Graph, request: PlanRequest) -> SearchResult | None:
-    """Return what was found; None if no settings fit where replicas are: `compile_plan` says why then.
+    """Return the result of a search; None if no settings fit where replicas are: `compile_plan` says why.
 
     Raises:
         PlanError: if no placement fits.

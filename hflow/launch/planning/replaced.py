@@ -49,7 +49,7 @@ def _size_warnings(
 
     Args:
         config: the configuration.
-        before: that of the recipe's files.
+        before: the configuration of the recipe's files alone.
         graph: the recipe's graph.
         overrides: with which the configuration was composed.
     """

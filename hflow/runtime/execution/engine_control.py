@@ -73,7 +73,7 @@ class EngineControl:
     def _begin(self, replica: str, name: str, lane: str, version: int) -> None:
         """Report what an engine begins to do, and that it has finished what it did before."""
         self._finish(replica)
-        work = OngoingWork(name, lane, self._run.plan.replica(replica).heads, time.time(), version)
+        work = OngoingWork(name, lane, self._run.plan.replica(replica).heads, time.time(), version + 1)
         self._work[replica] = work
         self._run.observer.on_begin(work)
 

@@ -453,7 +453,7 @@ class Executor:
     async def _run_save(self, node: str, step: int) -> None:
         model = node.removeprefix(SAVE_PREFIX)
         workers = next(r.workers for r in self._run.plan.replicas if r.model == model and r.role != "gen")
-        with self._run.working(OngoingWork(f"save {model}", DEVICE, workers, time.time(), step)):
+        with self._run.working(OngoingWork(f"save {model}", DEVICE, workers, time.time(), step + 1)):
             await self._saving.copy_model(model, step + 1)
         self._enqueue(ev.NodeDone(node, step))
 

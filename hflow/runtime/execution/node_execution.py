@@ -97,7 +97,7 @@ class NodeExecution:
         moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
         transfer = self._run.workers.transfer(moves) if moves else _nothing()
-        with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step)):
+        with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step + 1)):
             if any(move.src in self._run.workers.replaceable for move in moves):
                 # The source may fail meanwhile. The node must not run then before the moves are done again.
                 moved_bytes = await transfer

@@ -29,7 +29,8 @@ class OngoingWork:
     start: float
     """Seconds since the epoch."""
     step: int
-    """The training step, or the version of the weights."""
+    """The training step, counted from 1; of what uses or makes a version of the weights, the step that
+    begins with them."""
 
 
 @dataclass(frozen=True)

@@ -329,8 +329,7 @@ def _now_sentences(activity: Activity, num_steps: int, now: float) -> Iterator[s
 def _device_row(worker: int, work: OngoingWork | None, now: float) -> tuple[str, str, str]:
     if work is None:
         return f"worker {worker}", "idle", ""
-    kind = "step" if work.lane == DEVICE else "version"
-    return f"worker {worker}", f"{work.name}, {kind} {work.step}", _elapsed(work.start, now)
+    return f"worker {worker}", f"{work.name}, step {work.step}", _elapsed(work.start, now)
 
 
 def _elapsed(start: float, now: float) -> str:
