@@ -3,7 +3,8 @@
     python -m benchmarks.speed.peers --peer .venv-peers/bin/python             # everything, about 20 minutes
     python -m benchmarks.speed.peers --only decode --sizes tiny --rounds 3     # a part of it
 
-Three comparisons, for random Qwen2 models of 0.5 and 19 million parameters. Every process has one thread, and
+Three comparisons, for random Qwen2 models of 0.5 and 19 million parameters; the first one also for
+SmolLM2-135M, which has a vocabulary of 49,152, as real models have. Every process has one thread, and
 all of them share one core, in turn (A B C A B C). All figures are processor seconds, with those of child
 processes, so that other programs disturb them through shared caches only.
 
@@ -31,6 +32,7 @@ from threading import enumerate as enumerate_threads
 from typing import Any
 
 from benchmarks.lib import harness
+from hflow.models import smollm2
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE.parents[1] / "configs" / "checkpoints" / "addition"
@@ -68,6 +70,7 @@ GRPO: dict[str, Grpo] = {
     "tiny": Grpo(prompts=8, updates=1, max_tokens=64, lr=0.0, steps=15),
     "19m": Grpo(prompts=8, updates=1, max_tokens=64, lr=0.0, steps=7),
     "recipe": Grpo(prompts=64, updates=2, max_tokens=4, lr=1e-4, steps=20),
+    "smollm2": Grpo(prompts=4, updates=1, max_tokens=32, lr=0.0, steps=5),
 }
 """The first two: answers end at random after 27 tokens on average. `recipe`: recipes/grpo.py as it is."""
 
@@ -83,6 +86,16 @@ def make_model(directory: Path, size: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).float()
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(directory)
+
+
+def model_of(size: str, directory: Path) -> Path:
+    """Return the checkpoint of a case; a random one is made in a directory."""
+    if size == "recipe":
+        return CHECKPOINT
+    if size == "smollm2":
+        return smollm2.fetch("models.actor.path")
+    make_model(directory / size, size)
+    return directory / size
 
 
 def step_overrides(model: Path, case: Grpo, out: str) -> list[str]:
@@ -332,7 +345,7 @@ def main() -> None:
     )
     parser.add_argument("--peer", help="python of an environment with TRL, for the comparison of GRPO steps")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; default: all")
-    parser.add_argument("--sizes", nargs="+", choices=(*SIZES, "recipe"), default=[*SIZES, "recipe"])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(GRPO), default=list(GRPO))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="peers", help="of the result file")
     parser.add_argument("--serve", nargs=2, metavar=("WHAT", "MODEL"), help=argparse.SUPPRESS)
@@ -354,15 +367,13 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         for size in args.sizes:
-            path = CHECKPOINT if size == "recipe" else Path(directory) / size
-            if size != "recipe":
-                make_model(path, size)
+            path = model_of(size, Path(directory))
             part: dict[str, Any] = {}
             if "grpo" in args.only:
                 part["grpo"] = compare_grpo(path, GRPO[size], args.peer, args.rounds)
-            if "decode" in args.only and size != "recipe":
+            if "decode" in args.only and size in SIZES:
                 part["decode"] = compare_decode(path, args.rounds)
-            if "train" in args.only and size != "recipe":
+            if "train" in args.only and size in SIZES:
                 part["train"] = compare_training(path, args.rounds)
             found[size] = part
             print(size, json.dumps(summaries(part), indent=2), flush=True)
