@@ -61,6 +61,12 @@ def hub_model(path: str | None) -> HubModel | None:
     return None
 
 
+def is_pinning(before: str | None, after: str | None) -> bool:
+    """Return whether a path is another one with the commit of its model of the Hub."""
+    old, new = hub_model(before), hub_model(after)
+    return old is not None and new is not None and old.name == new.name and new.is_pinned > old.is_pinned
+
+
 def is_fetched(path: str) -> bool:
     """Return whether a path names a model that each machine fetches, or makes of a package."""
     return path == SMOLLM2 or hub_model(path) is not None

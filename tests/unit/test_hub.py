@@ -225,6 +225,19 @@ def test_a_plan_with_an_architecture_needs_no_hub(
     assert "HF_HUB_OFFLINE is set" in refused
 
 
+def test_a_plan_made_without_a_network_runs_with_one(
+    hub: HubServer, hflow: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("grpo", f"{KEY}={NAME}", "model@models.actor=tiny-qwen2", "workers=inproc", "cluster=cpu-1x1")
+    with monkeypatch.context() as offline:
+        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        short = ("steps=1", "batch=4", "nodes.eval_gen.every=9")
+        Path("lock.json").write_text(hflow.prints("plan", *small, *short, "--json"))
+    hflow.prints("run", "--plan", "lock.json")
+    pinned = f"path: {NAME}@{hub.models[NAME].branches['main']}"
+    assert pinned in Path("runs/grpo/latest/config.yaml").read_text()
+
+
 def _rows(first: int) -> bytes:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 20)]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -22,6 +22,7 @@ from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
 from hflow.launch.planning.read_recipe import ReadRecipe, RecipeReader, options_of
 from hflow.launch.planning.replaced import replaced_warnings
 from hflow.launch.planning.request import LearnedFromRun, plan_request
+from hflow.models.hub import is_pinning
 from hflow.observer import Observer
 from hflow.planner.checks.settings import check_unused_keys
 from hflow.planner.compile import compile_plan
@@ -298,6 +299,8 @@ def compile_plan_file(
 ) -> Compiled:
     """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
 
+    Models of the Hub that the file names without a commit, as it was made without a network, get one.
+
     Args:
         path: a plan file or a run's directory.
         recipe: the recipe's file, if it has moved; None: the stored path.
@@ -315,10 +318,11 @@ def compile_plan_file(
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))
-    if diff.decided:
+    misfits = [change for change in diff.decided if not is_pinning(change.before, change.after)]
+    if misfits:
         command = shlex.join(["hflow", "plan", "--diff", str(file.path), str(source), *overrides])
-        others = and_more(len(diff.decided) - 1)
-        raise PlanError(f"{file.path} is out of date: {diff.decided[0]}{others}; see `{command}`")
+        others = and_more(len(misfits) - 1)
+        raise PlanError(f"{file.path} is out of date: {misfits[0]}{others}; see `{command}`")
     return compiled
 
 
