@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
+from hflow.models.hub import hub_model
 from hflow.models.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -114,12 +115,14 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
                 f"models.{settings.name}.lora.targets: the model has no module {name!r}"
                 f"{nearest(name, targets)} (known: {ALL_LINEAR}, {', '.join(sorted(targets))})"
             )
+    base = hub_model(settings.base)
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=wanted,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=settings.path,
+        base_model_name_or_path=settings.path if base is None else base.name,
+        revision=None if base is None else base.revision,
     )
 
 

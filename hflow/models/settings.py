@@ -45,6 +45,9 @@ class ModelSettings(ModelConfig):
     saved: str | None = None
     """The directory in which the optimizer's state was saved, to `resume` it; None: `path`."""
 
+    base: str | None = None
+    """The model of the Hub, with its commit, whose files are in `path`; None: `path` was named."""
+
     @property
     def shards(self) -> str:
         """The directory of the sharded checkpoint that a resumed model loads."""

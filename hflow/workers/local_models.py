@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hflow.models.hub import fetch_description, fetch_model
+from hflow.models.hub import fetch_description, fetch_model, hub_model
 from hflow.workers.interface import WorkerSetup
 
 
@@ -23,7 +23,9 @@ def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetu
     for name, settings in setup.models.items():
         if settings.path is not None:
             fetch = fetch_model if name in hosted else fetch_description
-            models[name] = replace(settings, path=str(fetch(settings.path, f"models.{name}.path")))
+            path = str(fetch(settings.path, f"models.{name}.path"))
+            base = settings.path if hub_model(settings.path) else None
+            models[name] = replace(settings, path=path, base=base)
     for name, tokenizer in setup.tokenizers.items():
         if tokenizer.path is not None:
             path = str(fetch_description(tokenizer.path, f"models.{name}.path"))

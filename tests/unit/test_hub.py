@@ -214,6 +214,16 @@ def test_a_run_trains_a_model_of_the_hub_and_keeps_its_commit(hub: HubServer, hf
     assert (saved / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
 
 
+def test_an_adapter_names_its_model_of_the_hub(hub: HubServer, hflow: CommandLine) -> None:
+    small = ("workers=inproc", "cluster=cpu-1x1", "steps=1", "batch=4", "nodes.eval_gen.every=9")
+    hflow.prints("run", "grpo", f"{KEY}={NAME}", "models.actor.lora.r=4", *small)
+    saved = json.loads(Path("runs/grpo/latest/checkpoints/latest/actor/adapter_config.json").read_text())
+    commit = hub.models[NAME].branches["main"]
+    assert (saved["base_model_name_or_path"], saved["revision"]) == (NAME, commit)
+    hflow.prints("export", "grpo", "merged")
+    assert Path("merged/model.safetensors").is_file()
+
+
 def test_a_plan_with_an_architecture_needs_no_hub(
     hub: HubServer, hflow: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hflow.base.files import read_json_object, resolved
 from hflow.base.model_files import copy_other_files
 from hflow.launch.checkpoints.fingerprints import WEIGHT_SUFFIXES, describe_change, fingerprint, read_inputs
 from hflow.launch.checkpoints.saved import ADAPTER_CONFIG, is_adapter
+from hflow.models.hub import fetch_model, hub_model
 from hflow.models.settings import MERGED, SHARDS
 from hflow.runtime.saving.run_directory import RunDirectory
 
@@ -53,7 +54,11 @@ def merge_adapter(directory: Path, out: Path) -> None:
         raise ConfigError(
             f"{directory} holds an adapter; install peft to read it: pip install 'hflow-rl[lora]'"
         )
-    base = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    config = read_json_object(directory / ADAPTER_CONFIG)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if isinstance(base, str) and hub_model(base) is not None:
+        base = f"{base}@{revision}" if isinstance(revision, str) else base
+        base = str(fetch_model(base, f"base_model_name_or_path in {directory / ADAPTER_CONFIG}"))
     if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
         raise ConfigError(
             f"{directory} holds an adapter of the model in {base}, which has no checkpoint; put it there, or "
