@@ -9,6 +9,7 @@ from typing import Literal
 
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import resolved
+from hflow.base.shipped import CHECKPOINT_PREFIX, SMOLLM2, find_checkpoint
 from hflow.config import RunConfig
 from hflow.launch.checkpoints.saved import is_language_model, is_saved_model
 from hflow.models.hub import fetch_model, is_fetched
@@ -117,14 +118,16 @@ def resolve(target: str, *, fetches_models: bool = False) -> ResolvedTarget:
 
     Args:
         target: a run's directory, NAME for the latest run in `runs/NAME`, the directory of a checkpoint, or
-            that of a model: one with config.json, or an adapter.
+            that of a model: one with config.json, or an adapter; or the name of a shipped checkpoint.
         fetches_models: whether it may also be a model of the Hub, which is fetched then.
 
     Raises:
-        ConfigError: if a run does not have the checkpoint, none of the runs in `runs/NAME` is the latest, or
-            a model cannot be fetched.
+        ConfigError: if a run does not have the checkpoint, there is no such shipped one, none of the runs in
+            `runs/NAME` is the latest, or a model cannot be fetched.
     """
     path = Path(target)
+    if target.startswith(CHECKPOINT_PREFIX) and target != SMOLLM2:
+        path = find_checkpoint(target, "the model")
     if is_saved_model(path):
         model = resolved(path)
         run = _run_of(model.parent)

@@ -75,3 +75,10 @@ def test_mistakes() -> None:
         resolve("ppo").choose_model("actr")
     with pytest.raises(ConfigError, match=r"has no ledger\.sqlite; name another run"):
         why("ppo", "1")
+
+
+def test_a_shipped_checkpoint_is_a_model() -> None:
+    found = resolve("hflow:addition")
+    assert (found.kind, found.run, [*found.models]) == ("model", None, ["addition"])
+    with pytest.raises(ConfigError, match="the checkpoints that come with hflow are hflow:addition"):
+        resolve("hflow:additions")

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hflow.base.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.base.files import read_json_object
+from hflow.base.waiting import print_waits
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import ApiServer, EngineSetup, SamplingParams
@@ -123,7 +124,10 @@ def serve(
     )
     _check_served(setup, engine)
 
+    waiting = ExitStack()
+
     def ready(url: str) -> None:
+        waiting.close()
         example = _example(url, checkpoint.name, tokenizer, options.api_key)
         on_ready(ServedEndpoint(url, checkpoint.name, checkpoint.directory, engine, why, example))
 
@@ -133,10 +137,12 @@ def serve(
         )
     report_progress(f"starting {engine} on {checkpoint.directory}")
     kind = engine_kind(engine)
-    if kind.server is not None:
-        server = kind.server(setup, options.host, options.port, options.api_key)
-        return _serve_by_own_server(server, options.host, ready)
-    return asyncio.run(_serve_by_endpoint(kind, setup, tokenizer, options, ready))
+    with waiting:
+        waiting.enter_context(print_waits(report_progress)(f"{engine} to start"))
+        if kind.server is not None:
+            server = kind.server(setup, options.host, options.port, options.api_key)
+            return _serve_by_own_server(server, options.host, ready)
+        return asyncio.run(_serve_by_endpoint(kind, setup, tokenizer, options, ready))
 
 
 class CheckpointResponder:
