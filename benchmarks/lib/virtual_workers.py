@@ -219,7 +219,7 @@ class VirtualWorkers(Workers):
                 seconds = seconds_of(self._durations, task.node, task.key)
                 self._push(now + seconds, worker, ComputeReady(task.node, task.key, value=0.0))
 
-    async def poll(self, worker: int) -> WorkerReport:
+    async def poll(self, worker: int, num_lines: int = 0) -> WorkerReport:
         """Wait for events, and a little for others."""
         box = self._boxes[worker]
         if not self._is_ready(box, self._loop.time()):

@@ -71,7 +71,7 @@ def test_a_killed_run_is_not_what_it_was_when_it_ended_before(
     assert "score" in {span.name for span in kept.spans}, "the trace is whole after a kill"
     doing = read_activity(run / "activity.json")
     assert doing is not None
-    assert [(work.name, work.step) for work in doing.work] == [("advantage", 1)]
+    assert [(work.name, work.step) for work in doing.work] == [("advantage", 2)]
     Path("kill").unlink()
     hflow.prints("run", "--resume", "mine", "steps=3")
     assert json.loads(Path("runs/mine/latest/summary.json").read_text())["steps"] == 3

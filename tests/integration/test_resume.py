@@ -111,7 +111,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(undisturbed: RunSummary, tmp_p
     assert texts_of(resumed) == texts_of(undisturbed)
     for model in ("actor", "critic"):
         assert largest_difference(weights_of(resumed, model), weights_of(undisturbed, model)) == 0
-    assert resumed.samples == undisturbed.samples
+    assert resumed.sample_ends == undisturbed.sample_ends
     assert audit(copy / "ledger.sqlite") == []
     assert ends_of(resumed) == ends_of(undisturbed)
 

@@ -1210,8 +1210,6 @@ def _other_databases(good: Good) -> dict[str, bytes]:
         "format as text": database("UPDATE about SET value = '2' WHERE key = 'format'", start=whole),
         "format as bytes": database("UPDATE about SET value = x'ff' WHERE key = 'format'", start=whole),
         "another format": database("UPDATE about SET value = 99 WHERE key = 'format'", start=whole),
-        "no view": database("DROP VIEW samples", start=whole),
-        "another view": database("DROP VIEW samples", "CREATE VIEW samples AS SELECT 1 AS id", start=whole),
         "no issued": database("DROP TABLE issued", start=whole),
         "no streams": database("DROP TABLE streams", start=whole),
         "no rows of streams": database("DELETE FROM streams", start=whole),

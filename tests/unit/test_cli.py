@@ -103,6 +103,7 @@ def test_commands_and_options_do_not_change():
             "overrides",
             "recipe",
         ],
+        "translate": ["--cluster", "--json", "directory", "file"],
         "twin": ["--as-configured", "--layout", "--steps", "overrides", "recipe"],
         "doctor": ["--gpus", "--json"],
         "samples": ["--count", "--csv", "--json", "--limit", "--text", "--where", "run"],

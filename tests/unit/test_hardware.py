@@ -114,7 +114,7 @@ def requested(recipe: Path, *overrides: str) -> PlanRequest:
 
 def refused(message: str, recipe: Path, **keys: object) -> None:
     with pytest.raises(HflowError) as refusal:
-        cluster_hardware(RunConfig(name="mine", **keys), recipe)
+        cluster_hardware(RunConfig(name="mine", **{"cluster": "cpu-1x1", **keys}), recipe)
     assert str(refusal.value) == message
 
 

@@ -63,9 +63,9 @@ def test_the_trace_of_an_older_run_counts_steps_from_0(run: Path, tmp_path: Path
         if event["ph"] == "X" and event["cat"] == "device":
             event["args"]["step"] -= 1
     (older / "trace.json").write_text(json.dumps(trace))
-    spans = read_report(str(older)).spans
+    spans = read_report(str(older)).trace.spans
     assert [span for span in spans if span.lane == "device"] == [
-        s for s in report.spans if s.lane == "device"
+        s for s in report.trace.spans if s.lane == "device"
     ]
 
 

@@ -161,7 +161,7 @@ def copy_log_levels(levels: Mapping[str, int]) -> None:
 class _BodyStream:
     """A standard stream that gives what bodies write to a sink."""
 
-    def __init__(self, stream: TextIO, sink: LineSink, is_echoed: bool) -> None:
+    def __init__(self, stream: TextIO | None, sink: LineSink, is_echoed: bool) -> None:
         self._stream = stream
         self._sink = sink
         self._is_echoed = is_echoed
@@ -171,7 +171,7 @@ class _BodyStream:
         call = _call.get()
         if call is not None:
             call.write(text, self._sink)
-        if call is None or self._is_echoed:
+        if self._stream is not None and (call is None or self._is_echoed):
             self._stream.write(text)
         return len(text)
 
@@ -179,6 +179,11 @@ class _BodyStream:
         """Write texts."""
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        """Write what the stream still has; a process whose stream is closed has none."""
+        if self._stream is not None:
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
