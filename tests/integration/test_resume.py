@@ -122,6 +122,8 @@ def test_the_last_checkpoint_of_a_finished_run_continues_with_more_steps(
     copy = interrupted(undisturbed, tmp_path, 5)
     with pytest.raises(ConfigError, match="has completed its 5 steps; to continue it, set more"):
         resume(str(copy), live=False)
+    with pytest.raises(ConfigError, match="continues after step 5, so steps=4 leaves none; set more"):
+        launch.resume(str(copy), ["steps=4"], live=False)
     longer = launch.resume(str(copy), ["steps=6", "keep_checkpoints=1"], live=False)
     assert (longer.reason, longer.steps) == ("done", 6)
     assert [path.name for path in (copy / "checkpoints").glob("step-*")] == ["step-6"]

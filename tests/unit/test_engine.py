@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import enable_progress_bar
 
 from hflow.base.errors import BackendError, ConfigError
 from hflow.engines.embedded.engine import EmbeddedEngine
@@ -408,10 +409,13 @@ def test_options_are_checked(options: dict[str, int]) -> None:
         EmbeddedEngine(settings(), options)
 
 
-def test_a_checkpoint_is_read(tmp_path: object) -> None:
+def test_a_checkpoint_is_read(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     model = reference()
     model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    enable_progress_bar()
     engine = EmbeddedEngine(ModelSettings(name="actor", path=str(tmp_path)))
+    assert capsys.readouterr().err == ""
     (result,) = generate(engine, [PROMPTS[1]], [SamplingParams(max_tokens=5)]).values()
     expected = full_logprobs(model, PROMPTS[1], result.ids, 1.0)
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)

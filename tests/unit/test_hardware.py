@@ -691,6 +691,13 @@ def test_a_checkpoint_that_does_not_exist_yet(tmp_path):
     (tmp_path / "later").mkdir()
     (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
     assert warning.startswith(f"models.actor.path is {tmp_path}/later, which has no config.json. ")
+    inside = tmp_path / "later" / "checkpoints" / "latest" / "actor"
+    inside.mkdir(parents=True)
+    (inside / "config.json").write_text("{}")
+    (warning,) = requested(GRPO, path, "models.actor.architecture=null").warnings
+    assert f"{tmp_path}/later, which has no config.json ({inside} has one). " in warning
+    (warning,) = requested(GRPO, "models.actor.path=later", "models.actor.architecture=null").warnings
+    assert "is later, which does not exist on this machine (a model of the Hub is OWNER/NAME). " in warning
 
 
 def test_an_architecture_on_the_command_line_goes_before_the_checkpoint_of_the_recipe():

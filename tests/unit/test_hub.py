@@ -233,6 +233,7 @@ def test_a_plan_with_an_architecture_needs_no_hub(
     assert "Its sizes are those of the architecture; a run needs the model" in " ".join(printed.split())
     refused = hflow.refused("plan", *setup)
     assert "HF_HUB_OFFLINE is set" in refused
+    assert "A plan needs only its sizes, as model@models.actor=" in refused
 
 
 def test_a_plan_made_without_a_network_runs_with_one(

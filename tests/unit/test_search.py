@@ -638,7 +638,8 @@ def test_a_controller_that_handles_more_samples_than_engines_generate_is_named(
         return
     longer = dict(source.parts)["episodes"]
     assert named == [
-        f"actor_gen takes {longer:.1f} s longer, as the controller handles one sample after the other."
+        f"actor_gen takes {format_seconds(longer)} longer, "
+        "as the controller handles one sample after the other."
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from hflow.base.errors import BackendError, nearest
 from hflow.engines.embedded.attention import ATTENTION
@@ -53,6 +54,7 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
 def _new_module(settings: ModelSettings) -> Any:
     dtype, config = DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
+        disable_progress_bar()
         module: Any = AutoModelForCausalLM.from_pretrained(
             settings.path,
             config=config,

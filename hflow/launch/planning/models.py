@@ -140,11 +140,16 @@ def check_is_whole(name: str, model: ModelConfig) -> None:
 
 
 def missing_text(name: str, model: ModelConfig) -> str:
-    """Return a clause about a path without a checkpoint."""
+    """Return a clause about a path without a checkpoint, with what was probably meant."""
     assert model.path is not None, "only a path can be missing"
-    problem = (
-        "has no config.json" if local_directory(model.path).is_dir() else "does not exist on this machine"
-    )
+    directory = local_directory(model.path)
+    if directory.is_dir():
+        problem = "has no config.json"
+        inside = (directory / name, directory / "checkpoints" / "latest" / name)
+        problem += "".join(f" ({found} has one)" for found in inside if (found / "config.json").is_file())
+    else:
+        problem = "does not exist on this machine"
+        problem += " (a model of the Hub is OWNER/NAME)" if "/" not in model.path else ""
     return f"models.{name}.path is {model.path}, which {problem}"
 
 

@@ -248,7 +248,10 @@ def with_overridden_models(
         if not has_config(model):
             if name not in named:
                 if name in unreached:
-                    raise ConfigError(unreached[name])
+                    raise ConfigError(
+                        f"{unreached[name]}. A plan needs only its sizes, as "
+                        f"model@models.{name}=qwen2.5-0.5b."
+                    )
                 raise ConfigError(
                     f"{missing_text(name, model)}, and its architecture is the recipe's. Correct the path, "
                     "or name the sizes of a model that only other machines have, as "

@@ -144,6 +144,12 @@ def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None 
     checkpoints.link_latest()
     point = _read(checkpoint) if checkpoint else newest_point(checkpoints)
     if point is not None and point.steps >= compiled.config.steps:
+        if compiled.config.steps < earlier.steps:
+            raise ConfigError(
+                f"the run in {directory.path} continues after step {point.steps}, so "
+                f"steps={compiled.config.steps} leaves none; set more, "
+                f"such as steps={max(earlier.steps, point.steps + 1)}"
+            )
         raise ConfigError(
             f"the run in {directory.path} has completed its {point.steps} steps; to continue it, set more, "
             f"such as steps={2 * point.steps}"

@@ -260,7 +260,7 @@ async def _check_models_while_ray_starts(
     if processes is not None:
         with suppress(WorkerFailureError):  # `Attempts` starts them again
             processes.start(display.note, display.wait_for)
-    with display.wait_for("the checks of models"):
+    with display.wait_for("torch to load and models to be checked"):
         (await model_checks).check_models(compiled, setup)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hflow.base.errors import PlanError
-from hflow.base.text import format_setting
+from hflow.base.text import format_seconds, format_setting
 from hflow.graph.ir import Graph
 from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.forecast.cost.nodes import EPISODES
@@ -148,7 +148,7 @@ def _controller(forecast: Forecast, before: float) -> Iterator[Limit]:
     for row in forecast.times:
         seconds = dict(row.parts).get(EPISODES, 0.0)
         if seconds > MIN_GAIN * before:
-            more = f"{seconds:.1f} s longer, as the controller handles one sample after the other"
+            more = f"{format_seconds(seconds)} longer, as the controller handles one sample after the other"
             yield Limit(f"{row.node} takes {more}", ())
 
 
