@@ -40,6 +40,7 @@ def last_screen(written: str) -> list[str]:
 
 
 def main(typescript: str, title: str, out: str) -> None:
+    """Write the picture of a recorded terminal."""
     written = Path(typescript).read_bytes().decode()  # as text, \r would become \n
     body = [line for line in written.splitlines(keepends=True) if not line.startswith("Script ")]
     text = Text.from_ansi("\n".join(last_screen("".join(body))).strip())

@@ -260,8 +260,7 @@ def test_an_update_that_is_not_finite_is_skipped():
     (metrics, weights), (wanted, wanted_weights) = runs["skip"], runs["without"]
     assert metrics.pop("skipped_updates") == 1
     assert sorted(skipped) == sorted(poor.samples.tolist())
-    for tokens in ("num_tokens", "computed_tokens"):
-        assert metrics.pop(tokens) > wanted.pop(tokens)
+    assert metrics.pop("num_tokens") > wanted.pop("num_tokens")
     assert metrics == wanted
     assert all(torch.equal(weights[name], wanted_weights[name]) for name in weights)
     reason = r"norm is nan at update 2 of step 1; its input 'weights' is not finite in sample 3, so"
