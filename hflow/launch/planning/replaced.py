@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hflow.base.errors import ConfigError
 from hflow.config import DataConfig, ModelConfig, RunConfig, flatten, load_config
-from hflow.config.schema import OPEN_SETTINGS
+from hflow.config.schema import ONE_PROCESS, OPEN_SETTINGS
 from hflow.graph.ir import Graph
 from hflow.launch.planning.models import model_shape
 from hflow.launch.planning.this_machine import HERE
@@ -21,6 +21,12 @@ _OF_MODELS = re.compile(r"workload\..*|" + "|".join(key.replace("NAME", r"\w+") 
 _CLUSTER = re.compile("cluster")
 _OF_LENGTHS = re.compile(r"workload\.response_.*")
 """Settings that fit a cluster, models, and the most tokens of a response."""
+
+_LEARNING = (
+    " After a first run, workload.prompt=null workload.response_mean=null workload.response_cv=null "
+    "calibrate=RUN takes its lengths."
+)
+"""Advice where `calibrate` can learn: runs of one process are not measured by workers."""
 
 
 def replaced_warnings(
@@ -118,14 +124,14 @@ def _data_warnings(
     except ConfigError:  # its data was left open for the overrides
         return
     trained = {stream.dataset for stream in graph.streams if stream.trained}
+    learning = "" if config.workers in ONE_PROCESS else _LEARNING
     for name in (dataset.name for dataset in graph.datasets if dataset.name in trained):
         old, new = before.data.get(name, DataConfig()), config.data.get(name, DataConfig())
         if (old.path or old.generator or old.sources) and _rows(old) != _rows(new):
             yield (
                 f"the plan assumes prompts of {config.workload.prompt} tokens, as workload.prompt says for "
                 f"data.{name}.{_rows(old)}, but the rows are now those of {_rows(new)}. If their "
-                "prompts have another length, set workload.prompt. After a first run, workload.prompt=null "
-                "workload.response_mean=null workload.response_cv=null calibrate=RUN takes its lengths."
+                f"prompts have another length, set workload.prompt.{learning}"
             )
 
 
