@@ -112,7 +112,7 @@ def _parameters(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> str | None:
-    """Write the pages, or check them: return which are not up to date, if any."""
+    """Write the pages, or check them: return those that are out of date."""
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
     outdated = {page: text for page, old in pages.items() if (text := filled(old)) != old}
     if "--check" in arguments:

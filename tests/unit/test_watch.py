@@ -1,4 +1,4 @@
-"""`hflow watch`: the page that follows a run, its server, and what a run that goes on writes."""
+"""`hflow watch`: the page that follows a run, its server, and the files of a run in progress."""
 
 from __future__ import annotations
 

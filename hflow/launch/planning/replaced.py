@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hflow.base.errors import ConfigError
-from hflow.config import DataConfig, ModelConfig, RunConfig, flatten, load_config
+from hflow.config import ConfigLoader, DataConfig, RunConfig, flatten, load_config
 from hflow.config.schema import ONE_PROCESS, OPEN_SETTINGS
 from hflow.graph.ir import Graph
 from hflow.launch.planning.models import model_shape
@@ -18,7 +18,7 @@ _PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
 """How overrides of a dataset, and of the length of prompts, begin."""
 _OF_CLUSTER = re.compile(r"placement|groups\..*")
 _OF_MODELS = re.compile(r"workload\..*|" + "|".join(key.replace("NAME", r"\w+") for key in OPEN_SETTINGS))
-_CLUSTER = re.compile("cluster")
+_OF_MODELS_ON_CPUS = re.compile(rf"cluster|{_OF_MODELS.pattern}")
 _OF_LENGTHS = re.compile(r"workload\.response_.*")
 """Settings that fit a cluster, models, and the most tokens of a response."""
 
@@ -40,47 +40,21 @@ def replaced_warnings(
         recipe: path of the recipe's Python file.
         overrides: with which the configuration was composed.
     """
-    if overrides:
-        yield from _data_warnings(config, graph, recipe, overrides)
-        try:
-            yield from _size_warnings(config, load_config(recipe), graph, overrides)
-        except ConfigError:  # the recipe was left open for the overrides
-            return
-
-
-def _size_warnings(
-    config: RunConfig, before: RunConfig, graph: Graph, overrides: Sequence[str]
-) -> Iterator[str]:
-    """Yield a warning that names the settings of the recipe's files for another cluster or other models.
-
-    Args:
-        config: the configuration.
-        before: the configuration of the recipe's files alone.
-        graph: the recipe's graph.
-        overrides: with which the configuration was composed.
-    """
-    default, now = dict(flatten(RunConfig(name=config.name))), dict(flatten(config))
-    own = {key: value for key, value in flatten(before) if not _is_default(key, value, default)}
-    kept = [key for key, value in own.items() if now.get(key) == value and not _names(overrides, key)]
-    reasons: list[tuple[str, re.Pattern[str]]] = []
-    if _names(overrides, "cluster") and "cluster" in own and now["cluster"] != own["cluster"]:
-        reasons.append((f"cluster={before.cluster}", _OF_CLUSTER))
-    for model in graph.models:
-        key = f"models.{model.name}"
-        is_named = any(
-            _names(overrides, name) for name in (f"{key}.path", f"{key}.architecture", f"model@{key}")
-        )
-        if is_named and model_shape(before, graph, model) != model_shape(config, graph, model):
-            reasons.append((f"its own {key}", _OF_MODELS))
-            if before.cluster.startswith("cpu-"):
-                reasons.append((f"its own {key}", _CLUSTER))
-    for node, values in before.nodes.items():
-        most = values.get("max_tokens")
-        if most is not None and config.nodes.get(node, {}).get("max_tokens") != most:
-            reasons.append((f"nodes.{node}.max_tokens={most}", _OF_LENGTHS))
-    for reason in dict.fromkeys(reason for reason, _ in reasons):
-        patterns = [pattern for name, pattern in reasons if name == reason]
-        keys = [key for key in kept if any(pattern.fullmatch(key) for pattern in patterns)]
+    if not overrides:
+        return
+    yield from _data_warnings(config, graph, recipe, overrides)
+    try:
+        before, own_keys = ConfigLoader(recipe).load()
+    except ConfigError:  # the recipe was left open for the overrides
+        return
+    now = dict(flatten(config))
+    kept = [
+        key
+        for key, value in flatten(before)
+        if key in own_keys and now.get(key) == value and not _names(overrides, key)
+    ]
+    for reason, pattern in _replaced_parts(config, before, graph, overrides):
+        keys = [key for key in kept if pattern.fullmatch(key)]
         kept = [key for key in kept if key not in keys]
         if keys:
             nulls = " ".join(f"{key}={HERE if key == 'cluster' else 'null'}" for key in keys)
@@ -90,13 +64,24 @@ def _size_warnings(
             )
 
 
-def _is_default(key: str, value: object, default: dict[str, object]) -> bool:
-    """Return whether a value is that of a key that nobody has set."""
-    parts = key.split(".")
-    if parts[0] == "models" and len(parts) > 2:
-        default = dict(flatten(ModelConfig()))
-        key = ".".join(parts[2:])
-    return default.get(key) == value
+def _replaced_parts(
+    config: RunConfig, before: RunConfig, graph: Graph, overrides: Sequence[str]
+) -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Yield the parts of the recipe's own configuration that are replaced, and the settings made for each."""
+    if _names(overrides, "cluster") and before.cluster not in (HERE, config.cluster):
+        yield f"cluster={before.cluster}", _OF_CLUSTER
+    for model in graph.models:
+        key = f"models.{model.name}"
+        is_named = any(
+            _names(overrides, name) for name in (f"{key}.path", f"{key}.architecture", f"model@{key}")
+        )
+        if is_named and model_shape(before, graph, model) != model_shape(config, graph, model):
+            on_cpus = before.cluster.startswith("cpu-")
+            yield f"its own {key}", _OF_MODELS_ON_CPUS if on_cpus else _OF_MODELS
+    for node, values in before.nodes.items():
+        most = values.get("max_tokens")
+        if most is not None and config.nodes.get(node, {}).get("max_tokens") != most:
+            yield f"nodes.{node}.max_tokens={most}", _OF_LENGTHS
 
 
 def _names(overrides: Sequence[str], key: str) -> bool:
@@ -107,14 +92,7 @@ def _names(overrides: Sequence[str], key: str) -> bool:
 def _data_warnings(
     config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them.
-
-    Args:
-        config: the configuration.
-        graph: the recipe's graph.
-        recipe: path of the recipe's Python file.
-        overrides: with which the configuration was composed.
-    """
+    """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them."""
     others = [text for text in overrides if not _DATA_KEY.match(text)]
     is_given = any(_PROMPT_KEY.match(text) for text in overrides)
     if config.workload.prompt is None or is_given or len(others) == len(overrides):

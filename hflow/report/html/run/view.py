@@ -251,7 +251,7 @@ def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
 
     Args:
         report: what the run has written.
-        now: seconds since the epoch, on a page that follows the run while it goes on; None: on a report.
+        now: seconds since the epoch, on a page that follows the run; None: on a report.
     """
     record = report.record
     nodes = record.plan["graph"]["nodes"]
