@@ -128,3 +128,9 @@ def _verdict(results: Sequence[TwinResult]) -> Iterator[Text]:
             first = min(result.failed_metrics, key=lambda pair: pair.step, default=None)
             where = f"the weights of {result.failed_weights[0].model}" if first is None else first.at
             yield Text(f"{result.layout} differs, first in {where}", style="bold red")
+            if first is None:
+                model = result.failed_weights[0].model
+                yield Text(
+                    "losses and gradient norms are equal, so rounding may be the cause: Adam makes a whole step "
+                    f"from a gradient near 0. Try models.{model}.optim.eps=1e-3 with a larger learning rate"
+                )
