@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from hflow.graph.ir import EdgeKind, Graph
 from hflow.graph.model import Model
@@ -86,9 +87,10 @@ def compile_plan(
         estimates = dataclasses.replace(estimates, limits=limits)
     estimates = dataclasses.replace(estimates, candidates=tuple(_with_moves(plan, estimates)))
     capacity = plan.cluster.memory_bytes
-    check_memory(estimates.memory, capacity, lambda: nearest_fit(graph, request))
+    nearest = partial(nearest_fit, graph, request, asked)
+    check_memory(estimates.memory, capacity, nearest)
     check_host_memory(estimates.host)
-    tight = margin_warnings(estimates.memory, capacity, lambda: nearest_fit(graph, request, may_grow=False))
+    tight = margin_warnings(estimates.memory, capacity, partial(nearest, may_grow=False))
     plan = dataclasses.replace(
         plan, warnings=(*plan.warnings, *tight, *host_memory_warnings(estimates.host, request))
     )

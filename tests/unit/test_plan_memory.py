@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import memory_kit as kit
 import plan_graphs as graphs
@@ -783,7 +784,7 @@ def refused(capacity, cluster="h100-1x2", graph=None, request=None, **asked):
     plan = compile_plan(graph, replace(wanted, cluster=replace(wanted.cluster, memory_bytes=2**60)))
     phases = memory_phases(plan, wanted)
     with pytest.raises(PlanError) as error:
-        check_memory(phases, memory_bytes, lambda: nearest_fit(graph, small))
+        check_memory(phases, memory_bytes, lambda: nearest_fit(graph, small, small))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -875,14 +876,17 @@ def test_what_is_advised_fits():
         "h100-1x2", models=models, shapes=shapes, workload=WorkloadConfig(300, 50, 0.6), max_concurrent=8
     )
     request = replace(request, cluster=replace(request.cluster, memory_bytes=NUM_7B * 5), hardware=H100)
-    text = nearest_fit(graphs.grpo(), request)
+    request = with_settings(request, {"models.actor.layout": "d2"})
+    text = nearest_fit(graphs.grpo(), request, request)
     cluster = re.search(r"cluster=(\S+)", text)
     placement = re.search(r"placement='([^']*)'", text)
     assert cluster
     assert placement
     other = replace(graphs.cluster_of(cluster[1]), memory_bytes=NUM_7B * 5)
-    offloads = dict(re.findall(r"(models\.\w+\.offload)=(\w+)", text))
-    other_request = with_settings(replace(request, cluster=other, placement=placement[1]), offloads)
+    settings: dict[str, Any] = dict(re.findall(r"(models\.\w+\.offload)=(\w+)", text))
+    settings |= dict.fromkeys(re.findall(r"(models\.\S+)=null", text))
+    assert settings["models.actor.layout"] is None
+    other_request = with_settings(replace(request, cluster=other, placement=placement[1]), settings)
     assert compile_plan(graphs.grpo(), other_request).forecast
 
 

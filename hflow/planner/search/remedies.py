@@ -219,12 +219,13 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
     return NoFit(text, is_too_large=False)
 
 
-def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) -> str:
+def nearest_fit(graph: Graph, request: PlanRequest, asked: PlanRequest, *, may_grow: bool = True) -> str:
     """Return changes with which a request fits and leaves the margin free, as sentences.
 
     Args:
         graph: a checked graph.
         request: the request that does not fit, with groups and layouts.
+        asked: the request as the user has made it.
         may_grow: try larger clusters too, which takes longest.
     """
     attempts = _attempts(graph, request)
@@ -235,7 +236,7 @@ def nearest_fit(graph: Graph, request: PlanRequest, *, may_grow: bool = True) ->
         return _nothing_fits(graph, _anywhere(request)) if may_grow else "Use more or larger devices."
     attempt, found = _fewest_changes(graph, request, *fitting)
     attempt, found = _fewest_opened(graph, request, attempt, found)
-    return _sentence(request, attempt, *found)
+    return _sentence(request, asked, attempt, *found)
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
@@ -370,7 +371,9 @@ def _fewest_opened(
     return attempt, found
 
 
-def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choice: Choice) -> str:
+def _sentence(
+    request: PlanRequest, asked: PlanRequest, attempt: Attempt, evaluator: Evaluator, choice: Choice
+) -> str:
     """Return the changes of an attempt, with the memory that is needed then."""
     chosen = settings_of(evaluator, choice)
     settings = {
@@ -383,12 +386,15 @@ def _sentence(request: PlanRequest, attempt: Attempt, evaluator: Evaluator, choi
         is_opened = before is None and key in attempt.opened
         if is_opened and option.layout != Layout.parse(value_of(request, key)):
             settings[key] = str(option.layout)
-    texts = list(starmap(format_setting, settings.items()))
+    texts, removed = list(starmap(format_setting, settings.items())), ""
     if PLACEMENT in attempt.request.free - request.free:
-        texts.insert(0, f"placement='{placement_of(choice)}'")
+        cleared = [f"{key}=null" for key in (*layout_keys(asked), *_set_keys(asked, "group"))]
+        texts[:0] = [f"placement='{placement_of(choice)}'", *cleared]
+        removed = "".join(f" and remove groups.{name}" for name in asked.groups)
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
-    return f"Set {' '.join(texts)} ({format_gib(_needed(choice))}).{_planned_only(request, attempt.changes)}"
+    needed = format_gib(_needed(choice))
+    return f"Set {' '.join(texts)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
 
 
 def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
