@@ -155,7 +155,7 @@ def test_a_run_is_repeated_from_its_plan(
     assert (again.plan_digest, again.steps) == (first.plan_digest, 2)
     assert again.directory.is_relative_to(tmp_path / "again")
     assert largest_difference(weights_of(first), weights_of(again)) == 0
-    with pytest.raises(PlanError, match="is out of date: schedule num_steps: 2 -> 3"):
+    with pytest.raises(PlanError, match="is out of date: schedule steps: 2 -> 3"):
         launch.run_plan(first.directory, None, ["steps=3"], live=False)
 
 

@@ -195,7 +195,7 @@ def test_different_plans_exit_with_1(good: str, lock: str, hflow: CommandLine):
     assert ended.code == 1
     assert json.loads(ended.output)["changes"][0] == {
         "topic": "schedule",
-        "subject": "num_steps",
+        "subject": "steps",
         "before": "7",
         "after": "8",
         "effect": "same",
@@ -204,7 +204,7 @@ def test_different_plans_exit_with_1(good: str, lock: str, hflow: CommandLine):
 
 def test_a_plan_that_no_longer_fits_is_a_one_line_error(lock: str, hflow: CommandLine):
     error = hflow.refused("run", "--plan", lock, "steps=8")
-    assert f"{lock} is out of date: schedule num_steps: 7 -> 8, and 2 more" in error
+    assert f"{lock} is out of date: schedule steps: 7 -> 8, and 2 more" in error
 
 
 def test_cfg_prints_the_configuration_of_a_plan_file(good: str, lock: str, hflow: CommandLine):

@@ -148,7 +148,7 @@ def test_another_backend_is_resharded():
 @pytest.mark.parametrize(
     ("changes", "subject", "effect"),
     [
-        ({"num_steps": 20}, "num_steps", Effect.SAME),
+        ({"num_steps": 20}, "steps", Effect.SAME),
         ({"batch": 16}, "batch", Effect.NEW),
         ({"max_staleness": 2}, "max_staleness", Effect.NEW),
         ({"sync_every": 2}, "sync_every", Effect.NEW),
@@ -168,7 +168,7 @@ def test_other_steps_change_results_where_the_learning_rate_falls_until_the_last
 ):
     settings = {"models.actor.optim.schedule": schedule, "models.other.optim.schedule": "linear"}
     found = diff(rows(settings=settings), rows(settings=settings, num_steps=20))
-    assert the(found, "schedule", "num_steps").effect is effect
+    assert the(found, "schedule", "steps").effect is effect
     assert ("results differ from here on" in found.verdict) is (effect is Effect.NEW)
 
 

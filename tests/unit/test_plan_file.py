@@ -156,9 +156,9 @@ def test_a_configuration_with_quotes_colons_and_nulls_survives_overrides(checkou
 def test_an_override_that_changes_the_plan_is_refused(checkout: Path):
     file = lock("save_every=2")
     message = misfit(file, "steps=9")
-    assert message.startswith("schedule num_steps: 7 -> 9")
+    assert message.startswith("schedule steps: 7 -> 9")
     assert "`hflow plan --diff lock.json recipes/small.py steps=9`" in message
-    assert misfit(lock(), "steps=9").startswith("schedule num_steps: 7 -> 9, and 2 more")
+    assert misfit(lock(), "steps=9").startswith("schedule steps: 7 -> 9, and 2 more")
 
 
 def test_a_changed_body_is_refused(checkout: Path):

@@ -159,7 +159,7 @@ def _setting(difference: Difference, trained: TrainedNames) -> Effect:
 
 def _schedule(difference: Difference, trained: TrainedNames) -> Effect:
     """Allow other numbers of steps; results differ only where the learning rate falls until the last one."""
-    if difference.subject == "num_steps" and not trained.is_rate_decayed:
+    if difference.subject == "steps" and not trained.is_rate_decayed:
         return Effect.SAME
     return _SCHEDULE.get(difference.subject, Effect.NEW)
 

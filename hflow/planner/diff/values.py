@@ -314,7 +314,7 @@ def _settings(settings: list[Any], unmatched: Unmatched) -> Iterator[tuple[str, 
             yield key, {"": shown(without_directories(value))}
 
 
-_NUMBERS = ("num_steps", "max_staleness", "sync_every", "max_concurrent", "max_refused_per_step")
+_NUMBERS = ("max_staleness", "sync_every", "max_concurrent", "max_refused_per_step")
 _RULES = {"interrupt": True, "age_rule": True, "drop_older_than": None, "queue": None}
 """Rules of staleness, with their values in older plans, which do not have them."""
 
@@ -346,6 +346,7 @@ def placement_values(rows: Rows, unmatched: Unmatched) -> dict[str, Subjects]:
 
 
 def _numbers(schedule: Rows) -> Iterator[tuple[str, dict[str, ShownValue]]]:
+    yield "steps", {"": shown(schedule["num_steps"])}
     yield from ((key, {"": shown(schedule[key])}) for key in _NUMBERS)
     yield from ((key, {"": shown(schedule.get(key, default))}) for key, default in _RULES.items())
     for stream in schedule["streams"]:
