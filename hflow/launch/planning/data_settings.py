@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,7 +61,8 @@ def data_settings(
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
-            **vars(source) | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
+            **_without_sampler(source)
+            | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
             function=function(source.generator, source_key),
         )
@@ -70,7 +72,10 @@ def data_settings(
 
 
 def check_data(
-    config: RunConfig, graph: Graph, functions: Mapping[str, Callable[..., Any]] | None = None
+    config: RunConfig,
+    graph: Graph,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    samplers: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
     """Refuse settings of datasets that contradict each other, and rows without the declared columns.
 
@@ -81,6 +86,7 @@ def check_data(
         config: the configuration.
         graph: the recipe's graph.
         functions: the recipe's functions that make rows (`@rows`), by name.
+        samplers: the recipe's functions that choose rows (`@sampler`), by name.
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown generator, and weights of sources
@@ -91,6 +97,9 @@ def check_data(
     trained = {stream.dataset for stream in graph.streams if stream.trained}
     for dataset in graph.datasets:
         own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
+        if own.sampler is not None and dataset.name not in trained:
+            raise ConfigError(f"{key}.sampler has no effect, as evaluations read every row once; remove it")
+        find_row_sampler(config, dataset.name, samplers)
         if not (own.sources or own.path or own.generator):
             continue
         sources = list(_sources(own, key, dataset))
@@ -104,6 +113,27 @@ def check_data(
 
             checks = conversation_checks(graph, dataset.name)
             check_columns(data_settings(config, dataset, functions), dict(dataset.columns), checks)
+
+
+def find_row_sampler(
+    config: RunConfig, dataset: str, samplers: Mapping[str, Callable[..., Any]] | None
+) -> Callable[..., Any] | None:
+    """Return the function that chooses a dataset's rows, with its arguments; None if there is none.
+
+    Raises:
+        ConfigError: for an unknown sampler, and arguments that do not fit.
+    """
+    own, key = config.data.get(dataset, DataConfig()), f"data.{dataset}"
+    if own.sampler is None:
+        if own.sampler_arguments:
+            raise ConfigError(
+                f"{key}.sampler_arguments has no effect without {key}.sampler; set or remove one"
+            )
+        return None
+    from hflow.data.rows.samplers import find_sampler
+
+    function = find_sampler(own.sampler, own.sampler_arguments, samplers or {}, key)
+    return partial(function, **own.sampler_arguments)
 
 
 def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
@@ -159,6 +189,11 @@ def _refuse_weights(sources: list[tuple[str, SourceConfig | WeightedSourceConfig
     for key, source in sources:
         if isinstance(source, WeightedSourceConfig) and source.weight != 1:
             raise ConfigError(f"{key}.weight has no effect, as evaluations read every row once; remove it")
+
+
+def _without_sampler(source: SourceConfig) -> dict[str, Any]:
+    """Return the settings that say where rows are, and not which one is next."""
+    return {name: value for name, value in vars(source).items() if not name.startswith("sampler")}
 
 
 def _text(config: SourceConfig, name: str) -> str:
