@@ -250,6 +250,11 @@ class DataConfig(SourceConfig):
     """Several sources, by names of your own."""
     shuffle: StrictBool = True
     """Shuffle the rows of each source on every pass, seeded by `seed`."""
+    sampler: str | None = None
+    """What chooses the next row of the trained dataset from earlier results: `skip_settled`,
+    `difficulty_pools`, or a function of the recipe that `@sampler` decorates; null: their order."""
+    sampler_arguments: FrozenMapping[str, Any] = Field(default_factory=FrozenDict)
+    """The arguments of the sampler, as in `{rest: 5}`."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -7,7 +7,7 @@ from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
 from hflow.dsl.options import Option
 from hflow.dsl.overrides import apply_overrides, overridable_keys, override_values
 from hflow.dsl.recipe import Recipe, load_recipe
-from hflow.dsl.rows import rows
+from hflow.dsl.rows import rows, sampler
 from hflow.dsl.sandbox import sandbox
 from hflow.dsl.use import use
 from hflow.dsl.verbs import compute, encode, generate, infer, train, update
@@ -40,6 +40,7 @@ __all__ = [
     "override_values",
     "read_first_pass",
     "rows",
+    "sampler",
     "sandbox",
     "train",
     "typed_options",

@@ -1,4 +1,4 @@
-"""`@rows`: a function of the recipe that makes the rows of a dataset."""
+"""`@rows` and `@sampler`: functions of the recipe that make the rows of a dataset, and choose the next."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hflow.graph.errors import caller_location, recipe_error
+from hflow.types.group_result import SAMPLER_PARAMETERS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__hflow_rows__"
+_SAMPLER = "__hflow_sampler__"
 
 
 def rows(function: Function) -> Function:
@@ -33,3 +35,33 @@ def rows(function: Function) -> Function:
 def row_functions(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return those of a module's values that `rows` decorates, by name."""
     return {name: value for name, value in names.items() if getattr(value, _ATTRIBUTE, None) is True}
+
+
+def sampler(function: Function) -> Function:
+    """Decorate a function that chooses the next row of the trained dataset from earlier results.
+
+    `data.NAME.sampler=FUNCTION` calls `function(state, finished, position, order, **arguments)` for each
+    group, with `data.NAME.sampler_arguments`. It returns the row and a short reason, which `hflow why` shows.
+    It may change `state`, a dict of JSON values that checkpoints include, and must depend on nothing else.
+
+    - `finished`: the groups that have ended since the last call (`GroupResult`: `row`, `rewards`, `mean`,
+      `spread`, `is_refused`). Those of a batch, and those refused meanwhile, come together.
+    - `position`: the number of rows drawn before.
+    - `order`: the order without a sampler: `order.num_rows`, `order.row(position)`.
+
+    Raises:
+        RecipeError: for other parameters.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    first = tuple(parameter.name for parameter in parameters[: len(SAMPLER_PARAMETERS)])
+    others = parameters[len(SAMPLER_PARAMETERS) :]
+    if first != SAMPLER_PARAMETERS or any(other.kind is not other.KEYWORD_ONLY for other in others):
+        problem = "@sampler needs the parameters (state, finished, position, order); add its own after a *"
+        raise recipe_error(caller_location(), getattr(function, "__name__", repr(function)), problem)
+    setattr(function, _SAMPLER, True)
+    return function
+
+
+def samplers(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return those of a module's values that `sampler` decorates, by name."""
+    return {name: value for name, value in names.items() if getattr(value, _SAMPLER, None) is True}

@@ -8,9 +8,21 @@ from hflow.rewards.answers import exact, final_number, math, regex
 from hflow.rewards.combination import combine
 from hflow.rewards.lengths import brevity, overlong
 from hflow.rewards.programs import code
+from hflow.rewards.reasoning_gym import reasoning_gym
 from hflow.rewards.structure import json_schema
 
-__all__ = ["brevity", "code", "combine", "exact", "final_number", "json_schema", "math", "overlong", "regex"]
+__all__ = [
+    "brevity",
+    "code",
+    "combine",
+    "exact",
+    "final_number",
+    "json_schema",
+    "math",
+    "overlong",
+    "reasoning_gym",
+    "regex",
+]
 
 
 def __dir__() -> list[str]:

@@ -74,9 +74,25 @@ def test_a_run_reads_them_in_their_order_and_resumes_at_its_position(
     ("override", "message"),
     [
         ("data.heldout.limit=null", "evaluations read all rows; set data.heldout.limit"),
-        ("data.train.generator=sum", "no generator 'sum' (known: addition"),
+        ("data.train.generator=sum", "the recipe's @rows: sums); did you mean 'sums'"),
         ("+data.train.arguments.size=3", "data.train.arguments do not fit sums(split: str, digits: int)"),
     ],
 )
 def test_what_does_not_fit_is_refused(recipe: Path, hflow: CommandLine, override: str, message: str) -> None:
     assert message in hflow.refused("run", recipe, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train.generator=sum"], "data.train.generator: there is no generator 'sum'"),
+        (["+data.train.arguments.size=3"], "data.train.arguments do not fit sums(split: str, digits: int)"),
+        (
+            ["data.train.generator=addition"],
+            "takes neither a task nor arguments",
+        ),
+    ],
+)
+def test_a_plan_knows_it_too(recipe: Path, hflow: CommandLine, overrides: list[str], message: str) -> None:
+    for command in ("check", "plan"):
+        assert message in hflow.refused(command, recipe, *overrides)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from hflow import rewards
 from hflow.base.errors import DataError
 from hflow.data.rows.datasets import DataSettings, RowSource, open_dataset
 from hflow.types import Unit
@@ -13,6 +15,15 @@ from hflow.types import Unit
 pytest.importorskip("reasoning_gym")
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
+
+
+def entry_of(task: str, **arguments: Any) -> dict[str, Any]:
+    """The entry of a row, as it is when it was stored as JSON."""
+    settings = DataSettings(generator=f"reasoning-gym:{task}", arguments={"size": 3, **arguments})
+    entry: dict[str, Any] = json.loads(
+        json.dumps(open_dataset(settings, {"entry": Unit.JSON}).row(1)["entry"])
+    )
+    return entry
 
 
 def rows(task: str = "chain_sum", split: str = "train", **arguments: Any) -> RowSource:
@@ -46,14 +57,45 @@ def test_rows_depend_on_the_seed_alone() -> None:
     assert as_lists[0] == as_lists[1] != as_lists[2]
 
 
-def test_an_entry_is_what_the_task_scores() -> None:
+@pytest.mark.parametrize(
+    ("task", "arguments"),
+    [
+        ("chain_sum", SUMS),
+        pytest.param("arc_agi", {}, marks=pytest.mark.long),  # its scorer compares tuples, no JSON
+        ("prime_factorization", {}),  # its scorer raises for what it cannot read
+        ("n_queens", {}),  # the answer is a board
+    ],
+)
+def test_the_tasks_own_scorer_scores_a_completion(task: str, arguments: dict[str, Any]) -> None:
     import reasoning_gym
 
-    settings = DataSettings(generator="reasoning-gym:chain_sum", arguments=SUMS)
-    row = open_dataset(settings, {"entry": Unit.JSON, "answer": Unit.TEXT}).row(3)
-    score = reasoning_gym.get_score_answer_fn(row["entry"]["metadata"]["source_dataset"])
-    assert score(row["answer"], row["entry"]) == 1.0
-    assert score("no number", row["entry"]) < 1.0
+    entry = entry_of(task, **arguments)
+    source = reasoning_gym.create_dataset(task, **entry["arguments"])
+    known = source[entry["number"]]
+    assert known["question"] == entry["question"]
+    assert rewards.reasoning_gym(f"so <answer> {known['answer']}\n</answer>, I think", entry) == 1.0
+    assert rewards.reasoning_gym(f"<answer>no</answer> <answer>{known['answer']}</answer>", entry) == 1.0
+    assert rewards.reasoning_gym(str(known["answer"]), entry) == 0.0
+    assert rewards.reasoning_gym(f" {known['answer']} ", entry, tag="") == 1.0
+    assert rewards.reasoning_gym("<answer>no</answer>", entry) < 0.5
+
+
+def test_the_scorer_has_the_arguments_of_the_rows() -> None:
+    exact, rounded = (
+        entry_of("decimal_arithmetic", min_num_decimal_places=1, max_num_decimal_places=n) for n in (6, 1)
+    )
+    scores = [
+        rewards.reasoning_gym(f"{float(entry['answer']) + 0.01:.6f}", entry, tag="")
+        for entry in (exact, rounded)
+    ]
+    assert scores[0] < 1.0 == scores[1]
+
+
+def test_another_column_is_no_entry() -> None:
+    with pytest.raises(ValueError, match="is not that of a row of reasoning-gym"):
+        rewards.reasoning_gym("<answer>3</answer>", {"answer": "3"})
+    with pytest.raises(ValueError, match="asks another question"):
+        rewards.reasoning_gym("<answer>3</answer>", {**entry_of("chain_sum", **SUMS), "question": "1 + 1 ="})
 
 
 @pytest.mark.parametrize(

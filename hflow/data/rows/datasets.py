@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from hflow.base.errors import DataError, nearest
+from hflow.base.errors import DataError
 from hflow.base.hub import DATASET_PREFIX
 from hflow.base.registry import Registry
 from hflow.base.validation import CHECKED
@@ -145,11 +145,15 @@ def check_columns(
 ) -> None:
     """Check the first row of each file that is on this machine, without opening the whole dataset.
 
+    Of a generator, the task, the arguments and the columns are checked.
+
     Raises:
-        DataError: for a file without the declared columns, as `open_dataset` raises.
+        DataError: for a source without the declared columns, as `open_dataset` raises.
     """
     for source in settings.sources or (settings,):
         schema = RowSchema(columns, source.map, source.key, checks or {})
+        if source.generator is not None:
+            _open_generator(source, schema)
         paths = (source.path,) if isinstance(source.path, str) else source.path or ()
         for pattern in paths:
             names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
@@ -229,11 +233,6 @@ def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
     if settings.function is not None:
         return GeneratedRows(settings.function, settings.split, settings.arguments, schema)
     name, _, task = str(settings.generator).partition(":")
-    if name not in GENERATORS:
-        raise DataError(
-            f"there is no generator {name!r} (known: {', '.join(GENERATORS)}, and the recipe's functions "
-            f"with @rows){nearest(name, GENERATORS)}"
-        )
     source: RowSource = GENERATORS.load(name)(task, settings.split, settings.arguments, schema)
     return source
 

@@ -27,6 +27,9 @@ MAX_QUESTIONS_PER_ROW = 100
 class ReasoningGym:
     """The questions of a task. Columns: `prompt`, `answer` and `entry`, from which an answer is scored.
 
+    An entry is that of the task as JSON, with the task, the arguments and the question's number, from which
+    `rewards.reasoning_gym` makes it again: scorers may need values that JSON does not have.
+
     Args:
         task: the name of the task, such as `chain_sum`.
         split: `train`, or `heldout`.
@@ -64,15 +67,15 @@ class ReasoningGym:
         self._size = own.pop("size", SIZES[split])
         if type(self._size) is not int or self._size < 1:
             raise DataError(f"{schema.key}.arguments.size is {self._size!r}; set it to a number of rows")
+        own = {"seed": 0, **own, "size": MAX_QUESTIONS_PER_ROW * self._size}
         try:
-            self._made = reasoning_gym.create_dataset(
-                task, **{"seed": 0, **own, "size": MAX_QUESTIONS_PER_ROW * self._size}
-            )
+            self._made = reasoning_gym.create_dataset(task, **own)
         except Exception as error:  # the tasks assert, and raise what they like
             raise DataError(
                 f"{schema.key}.arguments do not fit reasoning-gym:{task}: {reason_of(error)}"
             ) from error
         self._task, self._is_held_out, self._schema = task, split == "heldout", schema
+        self._arguments = own
         schema.check(self.names, f"reasoning-gym:{task}")
 
     def __len__(self) -> int:
@@ -80,11 +83,17 @@ class ReasoningGym:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the split."""
-        entry = self._made[self._questions[index]]
+        number = self._questions[index]
+        entry = self._made[number]
         row = {
             "prompt": entry["question"],
             "answer": str(entry["answer"]),
-            "entry": json.loads(json.dumps(entry, default=str)),
+            "entry": {
+                **json.loads(json.dumps(entry, default=str)),
+                "task": self._task,
+                "number": number,
+                "arguments": self._arguments,
+            },
         }
         return self._schema.row(row, self.where(index))
 

@@ -114,6 +114,8 @@ class Compiled:
     """Keys of the configuration that the recipe's files and overrides set."""
     row_functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """The recipe's functions that make rows, by name."""
+    samplers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """The recipe's functions that choose rows, by name."""
 
 
 def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
@@ -264,6 +266,7 @@ def compile_read(
         read.recipe.observers,
         read.set_keys,
         read.recipe.row_functions,
+        read.recipe.samplers,
     )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hflow.base.errors import ConfigError
+from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import resolved
 from hflow.base.hub import DATASET_PREFIX
 from hflow.config import DataConfig, RunConfig
@@ -38,49 +39,101 @@ def data_settings(
         functions: the recipe's functions that make rows (`@rows`), by name.
 
     Raises:
-        ConfigError: if the configuration names no rows, or too many.
+        ConfigError: if the configuration names no rows, too many, or an unknown generator.
     """
     from hflow.data.rows.datasets import GENERATORS, DataSettings
 
-    for name in functions or ():
+    known = functions or {}
+    for name in known:
         if name in GENERATORS:
             raise ConfigError(f"hflow has a generator {name!r} of its own; rename the function with @rows")
+
+    def function(generator: str | None, key: str) -> Callable[..., Any] | None:
+        name = (generator or "").partition(":")[0]
+        if generator is None or generator in known or name in GENERATORS:
+            return known.get(generator or "")
+        own = f"the recipe's @rows: {', '.join(known) or 'none'}"
+        raise ConfigError(
+            f"{key}.generator: there is no generator {name!r} (known: {', '.join(GENERATORS)}; {own})"
+            f"{nearest(name, [*GENERATORS, *known])}"
+        )
 
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
-            **vars(source) | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
+            **_without_sampler(source)
+            | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
-            function=(functions or {}).get(source.generator or ""),
+            function=function(source.generator, source_key),
         )
         for source_key, source in _sources(own, key, dataset)
     )
     return DataSettings(shuffle=own.shuffle, sources=sources, key=key) if own.sources else sources[0]
 
 
-def check_data(config: RunConfig, graph: Graph) -> None:
-    """Refuse settings of datasets that contradict each other, and files without the declared columns.
+def check_data(
+    config: RunConfig,
+    graph: Graph,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    samplers: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Refuse settings of datasets that contradict each other, and rows without the declared columns.
 
     A plan needs no data. So a dataset without settings, and files that are not on this machine, are left to
-    the run. Of a file, the first row is read.
+    the run. Of a file, the first row is read. Of a generator, the name, arguments and columns are checked.
+
+    Args:
+        config: the configuration.
+        graph: the recipe's graph.
+        functions: the recipe's functions that make rows (`@rows`), by name.
+        samplers: the recipe's functions that choose rows (`@sampler`), by name.
 
     Raises:
-        ConfigError: for settings that contradict each other, and weights of sources that no training reads.
-        DataError: for a file that does not have the columns that the recipe declares.
+        ConfigError: for settings that contradict each other, an unknown generator, and weights of sources
+            that no training reads.
+        DataError: for a file or a generator that does not have the columns that the recipe declares, and for
+            a task or arguments that a generator does not have.
     """
     trained = {stream.dataset for stream in graph.streams if stream.trained}
     for dataset in graph.datasets:
         own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
+        if own.sampler is not None and dataset.name not in trained:
+            raise ConfigError(f"{key}.sampler has no effect, as evaluations read every row once; remove it")
+        find_row_sampler(config, dataset.name, samplers)
         if not (own.sources or own.path or own.generator):
             continue
         sources = list(_sources(own, key, dataset))
         if dataset.name not in trained:
             _refuse_weights(sources)
-        if any(not path.startswith(DATASET_PREFIX) for _, source in sources for path in _paths(source)):
+        is_local = any(
+            not path.startswith(DATASET_PREFIX) for _, source in sources for path in _paths(source)
+        )
+        if is_local or any(source.generator is not None for _, source in sources):
             from hflow.data.rows.datasets import check_columns
 
             checks = conversation_checks(graph, dataset.name)
-            check_columns(data_settings(config, dataset), dict(dataset.columns), checks)
+            check_columns(data_settings(config, dataset, functions), dict(dataset.columns), checks)
+
+
+def find_row_sampler(
+    config: RunConfig, dataset: str, samplers: Mapping[str, Callable[..., Any]] | None
+) -> Callable[..., Any] | None:
+    """Return the function that chooses a dataset's rows, with its arguments; None if there is none.
+
+    Raises:
+        ConfigError: for an unknown sampler, and arguments that do not fit.
+    """
+    own, key = config.data.get(dataset, DataConfig()), f"data.{dataset}"
+    if own.sampler is None:
+        if own.sampler_arguments:
+            raise ConfigError(
+                f"{key}.sampler_arguments has no effect without {key}.sampler; set or remove one"
+            )
+        return None
+    from hflow.data.rows.samplers import find_sampler
+
+    function = find_sampler(own.sampler, own.sampler_arguments, samplers or {}, key)
+    return partial(function, **own.sampler_arguments)
 
 
 def conversation_checks(graph: Graph, dataset: str) -> dict[str, Check]:
@@ -136,6 +189,11 @@ def _refuse_weights(sources: list[tuple[str, SourceConfig | WeightedSourceConfig
     for key, source in sources:
         if isinstance(source, WeightedSourceConfig) and source.weight != 1:
             raise ConfigError(f"{key}.weight has no effect, as evaluations read every row once; remove it")
+
+
+def _without_sampler(source: SourceConfig) -> dict[str, Any]:
+    """Return the settings that say where rows are, and not which one is next."""
+    return {name: value for name, value in vars(source).items() if not name.startswith("sampler")}
 
 
 def _text(config: SourceConfig, name: str) -> str:

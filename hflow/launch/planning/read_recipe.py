@@ -96,7 +96,7 @@ class RecipeReader:
         graph = build_graph(apply_overrides(spec, config.nodes))
         self._recipe.check_bodies(graph)
         check_model_fit(config, graph)
-        check_data(config, graph)
+        check_data(config, graph, self._recipe.row_functions, self._recipe.samplers)
         check_metric_names(config, graph)
         check_trackers(config.report)
         return ReadRecipe(

@@ -18,18 +18,19 @@ from hflow.data.rows.generated import ENDLESS
 from hflow.data.rows.row_order import RowOrder, WeightedOrder
 from hflow.data.text.tokenizer import TokenizerSettings, eos_ids
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
-from hflow.graph.ir import Node, Read
+from hflow.graph.ir import Level, Node, Read
 from hflow.graph.model import Model
 from hflow.graph.queries import reported_field
 from hflow.launch.planning.compile import Compiled
-from hflow.launch.planning.data_settings import conversation_checks, data_settings
+from hflow.launch.planning.data_settings import conversation_checks, data_settings, find_row_sampler
 from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
 from hflow.models.hub import is_fetched, local_directory
 from hflow.models.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.planner.models import descriptors
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.schedule import scheduled_updates
-from hflow.runtime.execution.row_cursor import DatasetRows
+from hflow.runtime.execution.row_cursor import DatasetRows, SampledRows
+from hflow.runtime.ledger.header import make_header
 from hflow.training.interface import FIRST_PASS_STREAM
 from hflow.types import Unit
 from hflow.types.kernels import LayerKernels
@@ -123,8 +124,33 @@ def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tup
         check_rows(settings, source)
         _refuse_endless(settings, is_trained[stream])
         rows[stream] = _row_order(settings, source, compiled.config.seed, is_trained[stream])
+        if (function := find_row_sampler(compiled.config, name, compiled.samplers)) is not None:
+            if len(source) == ENDLESS:
+                raise ConfigError(
+                    f"{settings.key}.sampler chooses among a number of rows, but "
+                    f"{settings.key}.generator={settings.generator} may not end; set {settings.key}.limit"
+                )
+            judge = _judge(compiled.plan, stream, f"{settings.key}.sampler")
+            key, order = f"{settings.key}.sampler={compiled.config.data[name].sampler}", rows[stream]
+            rows[stream] = SampledRows(order, function, judge, key)
         files[name] = source.files
     return rows, files
+
+
+def _judge(plan: Plan, stream: str, key: str) -> str | None:
+    """Return the node whose number is the reward of a stream's samples; None if there is none.
+
+    Raises:
+        ConfigError: if it rewards whole batches, which are formed before.
+    """
+    judge = next(row.judge for row in make_header(plan).streams if row.name == stream)
+    for node in plan.schedule.nodes:
+        if node.name == judge and (node.level is not Level.SAMPLE or node.groups):
+            raise ConfigError(
+                f"{key} needs the rewards of single samples, but {judge} runs on batches or on a model; "
+                "reward them in a compute node with per='sample', or remove the sampler"
+            )
+    return judge
 
 
 def _row_order(settings: DataSettings, source: RowSource, seed: int, is_trained: bool) -> DatasetRows:

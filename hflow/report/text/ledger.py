@@ -128,6 +128,8 @@ def _made(story: SampleHistory) -> Iterator[Line]:
         "issued",
         f"{first}, group {sample['group_id']}{members}, worker {sample['worker']}{version}",
     )
+    if story.drawn is not None:
+        yield None, "", f"its row was chosen by the sampler: {story.drawn}"
     for restart in story.restarts:
         yield restart.at, "begun again", restart.reason
     if sample["finished_at"] is not None:

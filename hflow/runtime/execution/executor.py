@@ -25,7 +25,7 @@ from hflow.runtime.execution.batch_runner import BatchRunner, SampleRelease
 from hflow.runtime.execution.engine_control import EngineControl, Rebalancer
 from hflow.runtime.execution.engine_recovery import EngineRecovery
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, streamed_outputs
-from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor
+from hflow.runtime.execution.row_cursor import DatasetRows, RowCursor, SampledCursor, SampledRows
 from hflow.runtime.execution.run_context import RunContext
 from hflow.runtime.execution.streaming_runner import StreamingRunner
 from hflow.runtime.records.activity import DEVICE, OngoingWork
@@ -107,13 +107,19 @@ class Executor:
         self._stream_of_source = {stream.source: stream.name for stream in plan.schedule.streams}
         self._nodes = {node.name: node for node in plan.schedule.nodes}
         evaluations = dict(snapshot.evaluations) if snapshot else {}
-        self._cursors = {
+        self._samplers = {
+            name: SampledCursor(sampled, stream.group_size, point.saved.samplers.get(name) if point else None)
+            for name, stream in self._streams.items()
+            if isinstance(sampled := rows[name], SampledRows)
+        }
+        self._cursors = self._samplers | {
             name: RowCursor(
                 rows[name],
                 endless=stream.batch is not None,
                 first_group=evaluations[name].first_group if name in evaluations else 0,
             )
             for name, stream in self._streams.items()
+            if name not in self._samplers
         }
         self._summaries: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._reports: set[asyncio.Task[None]] = set()
@@ -315,17 +321,23 @@ class Executor:
                     self._saving.add_finished(event)
                     self._run.metrics.add_sample(event, is_trained=self._is_trained(event.stream))
                 self._release_engine(event.stream, event.sample)
+                self._add_reward(event.stream, self._streams[event.stream].source, event.sample, event.value)
                 return ev.SampleDone(event.stream, event.sample, event.oldest)
             case ComputeReady():
                 self._computing.pop((event.node, event.key), None)
                 self._run.ledger.record_result(event)
                 self._run.metrics.add_result(event)
+                self._add_reward(self._nodes[event.node].stream, event.node, event.key, event.value)
                 return ev.NodeDone(event.node, event.key, event.keep)
             case Failed():
                 self._computing.pop((event.node, event.key), None)
                 if stream := self._stream_of_source.get(event.node):
                     self._release_engine(stream, event.key)
                 return ev.NodeFailed(event.node, event.key, ev.Refusal(event.reason), event.message)
+
+    def _add_reward(self, stream: str, node: str, key: int, value: float | None) -> None:
+        if stream in self._samplers:
+            self._samplers[stream].add_reward(node, key, value)
 
     def _is_trained(self, stream: str) -> bool:
         return self._streams[stream].batch is not None
@@ -375,7 +387,8 @@ class Executor:
             worker, journals = self._run.placer.home(stream, group), self._saving.journals(stream, samples)
         else:
             worker, journals = self._run.placer.place(stream, group, len(samples)), None
-            self._run.ledger.record_issued(instruction, row, worker, self._state.engine_version(stream))
+            version, reason = self._state.engine_version(stream), self._cursors[stream].reason(group)
+            self._run.ledger.record_issued(instruction, row, worker, version, reason)
         messages.groups[worker].append(GroupTask(stream, group, row, samples, journals))
 
     def _add_compute(self, messages: WorkerMessages, node: str, key: int, samples: tuple[int, ...]) -> None:
@@ -388,6 +401,8 @@ class Executor:
     def _refuse(self, instruction: ev.Refuse) -> None:
         stream, group, samples = instruction.stream, instruction.group, instruction.samples
         self._run.metrics.add_refused(instruction.reason, len(samples))
+        if stream in self._samplers:
+            self._samplers[stream].refuse(group, samples)
         if self._is_trained(stream):
             self._run.metrics.forget_samples(stream, samples)
         else:
@@ -422,6 +437,8 @@ class Executor:
             self._cursors[stream.name].restart()
         else:
             self._run.metrics.add_batch(stream.name, step, samples, stream.group_size)
+            if stream.name in self._samplers:
+                self._samplers[stream.name].form_batch(instruction.groups, samples)
         self._run.placer.bound(stream.name, instruction.groups)
         self._saving.forget(stream.name, samples)
         batch = StepBatch(stream.name, step, samples, instruction.groups, stream.group_size, num_refused)
@@ -459,7 +476,8 @@ class Executor:
 
     def _take_checkpoint(self, snapshot: RunSnapshot) -> None:
         is_last = self._state.is_last_checkpoint(snapshot)
-        self._spawn(self._saving.take(snapshot, tuple(self._reports), is_last=is_last))
+        samplers = {stream: sampler.save() for stream, sampler in self._samplers.items()}
+        self._spawn(self._saving.take(snapshot, tuple(self._reports), samplers, is_last=is_last))
 
 
 def _first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -28,7 +28,7 @@ from hflow.runtime.ledger.rows import (
     SamplesRestarted,
     WeightsVerified,
 )
-from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
+from hflow.runtime.ledger.schema import DRAWN, FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, write_error
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
@@ -60,9 +60,14 @@ class Ledger:
         self._counts: dict[str, int] = {}
 
     # Records
-    def record_issued(self, instruction: OpenGroup, row: int, worker: int, version: int) -> None:
-        """Record that a group goes to a worker whose engine holds weights of `version` (-1: no engine)."""
-        self._writer.put(GroupIssued(instruction, row, worker, version))
+    def record_issued(
+        self, instruction: OpenGroup, row: int, worker: int, version: int, reason: str = ""
+    ) -> None:
+        """Record that a group goes to a worker whose engine holds weights of `version` (-1: no engine).
+
+        The reason is that of the sampler which chose the row.
+        """
+        self._writer.put(GroupIssued(instruction, row, worker, version, reason))
 
     def record_restarted(self, stream: str, samples: tuple[int, ...], reason: str) -> None:
         """Record that samples begin again, as the worker on which they were in flight has failed."""
@@ -195,6 +200,7 @@ def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
     database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
     if not _is_created(database):
         _create(database, header)
+    database.executescript(DRAWN)
     return _started_at(database), _last_seq(database)
 
 
@@ -235,5 +241,9 @@ def _started_at(database: sqlite3.Connection) -> float:
 
 
 def _last_seq(database: sqlite3.Connection) -> int:
-    last = (database.execute(f"SELECT MAX(seq) FROM {table}").fetchone()[0] or 0 for table in NUM_COLUMNS)
+    last = (
+        database.execute(f"SELECT MAX(seq) FROM {table}").fetchone()[0] or 0
+        for table in NUM_COLUMNS
+        if table != "drawn"
+    )
     return max(last)

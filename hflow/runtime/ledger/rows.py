@@ -26,6 +26,8 @@ class GroupIssued:
     row: int
     worker: int
     version: int
+    reason: str = ""
+    """Why a sampler chose the row; empty without a sampler."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class RowBuilder:
         rows = self._tables["issued"]
         for sample in opened.samples:
             rows += (stream, sample, *values)
+        if record.reason:
+            self._tables["drawn"] += (stream, opened.group, seq, time, record.reason)
 
     def _add_restarted(self, record: SamplesRestarted, seq: int, time: int) -> None:
         rows = self._tables["restarted"]

@@ -75,6 +75,8 @@ class SampleHistory:
     closing: str | None
     """How the run ended; None: it is not over, or was killed."""
     restarts: tuple[SampleRestart, ...] = ()
+    drawn: str | None = None
+    """Why a sampler chose its row; None: there was no sampler."""
 
     def to_json(self) -> dict[str, Any]:
         """Return one object: the columns of the sample's row, and the other attributes."""
@@ -154,7 +156,18 @@ def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHisto
                 (stream, sample),
             )
         ),
+        drawn=_drawn(database, stream, row["group_id"]),
     )
+
+
+def _drawn(database: sqlite3.Connection, stream: int, group: int) -> str | None:
+    if not database.execute("SELECT 1 FROM main.sqlite_master WHERE name = 'drawn'").fetchone():
+        return None
+    row = database.execute(
+        f"SELECT reason FROM drawn AS d WHERE stream = ? AND group_id = ? AND {survives('d')}",
+        (stream, group),
+    ).fetchone()
+    return str(row[0]) if row else None
 
 
 def _computed(database: sqlite3.Connection, stream: int, sample: int, group: int) -> tuple[NodeOutput, ...]:

@@ -5,6 +5,7 @@ group at once, so these share one. Times are milliseconds since the run's start.
 its stream and its id. Tables are clustered by sample, so that they need no index.
 
 issued      a sample was admitted: row of the dataset, worker, version of the engine's weights
+drawn       why a sampler chose the row of a group; files of runs before there were samplers do not have it
 restarted   it was in flight on a worker that failed, and begins again on the process that took its place
 finished    its source is done: its tokens
 segments    consecutive tokens that one version generated
@@ -77,8 +78,15 @@ CREATE TABLE rewinds (
 CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NULL);
 """
 
+DRAWN = """
+CREATE TABLE IF NOT EXISTS drawn (
+    stream INTEGER, group_id INTEGER, seq INTEGER, time INTEGER, reason TEXT NOT NULL,
+    PRIMARY KEY (stream, group_id, seq)) WITHOUT ROWID;
+"""
+
 NUM_COLUMNS = {
     "issued": 8,
+    "drawn": 5,
     "restarted": 5,
     "finished": 9,
     "segments": 6,

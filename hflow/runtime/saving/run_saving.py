@@ -93,7 +93,12 @@ class RunSaving:
         self._copied[steps][model] = directory
 
     def take(
-        self, snapshot: RunSnapshot, reports: Sequence[asyncio.Task[None]], *, is_last: bool
+        self,
+        snapshot: RunSnapshot,
+        reports: Sequence[asyncio.Task[None]],
+        samplers: Mapping[str, str],
+        *,
+        is_last: bool,
     ) -> Coroutine[Any, Any, None]:
         """Begin a checkpoint of this moment; the result is awaited while the run continues.
 
@@ -101,6 +106,7 @@ class RunSaving:
             snapshot: the state machine.
             reports: tasks that report the metrics of what is complete in it. A run that continues from the
                 checkpoint does not report these again, so the checkpoint is not complete before they are.
+            samplers: stream -> JSON of what its sampler of rows knows.
             is_last: whether the run ends with it. If another one cannot be written, the run continues.
         """
         homes = {
@@ -121,6 +127,7 @@ class RunSaving:
                 for model, num in scheduled_updates(self._run.plan, snapshot.steps).items()
             },
             streamed_outputs(self._run.plan),
+            samplers,
         )
         self._release.hold()
         self.saved_at = time.monotonic()

@@ -41,6 +41,9 @@ class SavedRun:
     outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Node on samples or groups -> the fields that it made, as `stream/field`."""
 
+    samplers: Mapping[str, str] = field(default_factory=dict)
+    """Stream -> JSON of what its sampler of rows knows."""
+
     def with_outputs(self, outputs: Mapping[str, tuple[str, ...]]) -> SavedRun:
         """Return the same where nodes that make other fields now are not done, so that they run again."""
         other = {name for name, fields in self.outputs.items() if outputs.get(name, fields) != fields}
