@@ -131,6 +131,6 @@ def _verdict(results: Sequence[TwinResult]) -> Iterator[Text]:
             if first is None:
                 model = result.failed_weights[0].model
                 yield Text(
-                    "losses and gradient norms are equal, so rounding may be the cause: Adam makes a whole step "
-                    f"from a gradient near 0. Try models.{model}.optim.eps=1e-3 with a larger learning rate"
+                    "losses and gradient norms are equal, so rounding may be the cause: Adam makes a whole "
+                    f"step from a gradient near 0. Try models.{model}.optim.eps=1e-3 with a larger learning rate"
                 )
