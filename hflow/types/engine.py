@@ -175,9 +175,10 @@ class Engine(Protocol):
         ...
 
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
-        """Return a context manager that opens an HTTP endpoint for this episode, with the APIs of OpenAI and Anthropic.
+        """Return a context manager that opens an HTTP endpoint for this episode.
 
-        An agent framework can generate with it; its conversations become trajectories.
+        It has the APIs of OpenAI and Anthropic. An agent framework can generate with it; its conversations
+        become trajectories.
         """
         ...
 
