@@ -300,7 +300,7 @@ class _Request:
         """Return the unsent tokens, and count them as sent.
 
         Args:
-            drawn: those of the engine from `num_unsent_start` on.
+            drawn: the engine's tokens from `num_unsent_start` on.
         """
         kept = self.generated
         tokens = DrawnTokens(

@@ -202,7 +202,7 @@ def read_tools(tools: Any, choice: Any) -> tuple[Mapping[str, Any], ...]:
     """Return the tools that the model may call.
 
     Args:
-        tools: their schemas, in the form of OpenAI's chat API.
+        tools: schemas in the form of OpenAI's chat API.
         choice: `auto`, or `none` for no calls.
     """
     with refused("tools"):

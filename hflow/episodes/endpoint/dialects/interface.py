@@ -42,8 +42,8 @@ class Dialect(Protocol):
         """Read a request.
 
         Args:
-            body: its JSON.
-            headers: its HTTP headers; names are found in any case.
+            body: the request's JSON.
+            headers: the request's HTTP headers; names are found in any case.
 
         Raises:
             RequestRefused: for an option that is unknown, not supported or wrong.

@@ -158,7 +158,7 @@ class ChunkWriter:
         return self._chunk(self._part_choice(part), None) if is_shown else ""
 
     def end(self, reply: Reply) -> str:
-        """Return why the reply ended, in chunks."""
+        """Return the chunks after the last part, such as tool calls."""
         chunks = "".join(self._chunk(choice, reply.finish_reason) for choice in self._last_choices(reply))
         if self._request.with_usage:
             chunks += event({**self._header, "choices": [], "usage": reply.usage})

@@ -129,7 +129,7 @@ class TokenWriter:
         return event({**self._header, "choices": [choice]}) if part.ids else ""
 
     def end(self, reply: Reply) -> str:
-        """Return why the reply ended."""
+        """Return the reason why the reply ended."""
         choice = {
             "index": 0,
             "token_ids": [],
