@@ -46,7 +46,7 @@ class EngineDriver:
         self._requests: dict[int, _Request] = {}
         """Requests that the engine has, or had when it was interrupted; the oldest first."""
         self._streamed: dict[int, _Request] = {}
-        """Those of `_requests` whose tokens are awaited one by one."""
+        """Entries of `_requests` whose tokens are awaited one by one."""
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._waiting_lock, self._engine_lock = threading.Lock(), threading.Lock()

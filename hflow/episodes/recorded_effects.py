@@ -104,7 +104,7 @@ class RecordedEffects:
             model: the model.
             prompt_ids: tokens of the prompt.
             params: how to sample.
-            on_tokens: the argument of `EngineDriver.submit`. Not called for a completion that the journal has.
+            on_tokens: the argument of `EngineDriver.submit`. Not called for recorded completions.
         """
         index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
         if entry.is_done:

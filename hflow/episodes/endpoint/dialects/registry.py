@@ -11,7 +11,7 @@ from hflow.episodes.endpoint.dialects.responses import ResponsesDialect
 from hflow.episodes.endpoint.dialects.tokens import TokensDialect
 
 DEFAULT_DIALECT: Dialect = ChatDialect()
-"""That of errors of paths that no dialect has."""
+"""The dialect of errors where no dialect has the path."""
 DIALECTS: Mapping[str, Dialect] = {
     dialect.path: dialect
     for dialect in (DEFAULT_DIALECT, TextDialect(), ResponsesDialect(), MessagesDialect(), TokensDialect())
