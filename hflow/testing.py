@@ -119,6 +119,7 @@ class ScriptedEngine:
         tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        on_part: object = None,
     ) -> Trajectory:
         """Return the trajectory with the next reply. `max_tokens` limits a text; `stop` has no effect.
 
@@ -157,9 +158,18 @@ class ScriptedEngine:
         finally:
             await server.close()
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end-of-text token."""
+        return (END,)
+
     def text_before_calls(self, turn: Trajectory) -> str:
         """Return the text of a trajectory's last turn; nothing if it calls tools."""
         return "" if turn.tool_calls else turn.completion
+
+    def found_stop(self, ids: Sequence[int], stops: Sequence[str]) -> str | None:
+        """Return None, as `stop` has no effect."""
+        return None
 
     def token_text(self, token: int) -> str:
         """Return the character of a token."""

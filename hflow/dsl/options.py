@@ -165,8 +165,9 @@ Stop = Annotated[tuple[str, ...], _option((), text="texts that end a completion.
 ToolFormat = Annotated[
     str | None,
     _option(
-        text="how the model writes tool calls: `hermes`, or the two characters around a call, such as "
-        "`[]`. Default: `hermes`."
+        text="how the model writes tool calls: `hermes`, `llama3_json`, `pythonic`, `mistral`, "
+        "`deepseek_v3`, `deepseek_v31` or `glm`, or the two characters around a call, such as `[]`. "
+        "Default: the chat template's, or `hermes`."
     ),
 ]
 RoutingReplay = Annotated[

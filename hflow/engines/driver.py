@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
-from hflow.engines.interface import GenerationEngine, GenerationResult, SamplingParams
+from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.types.engine import EngineStats, SleepLevel
 from hflow.types.recorded import extend_recorded
 
@@ -45,6 +45,8 @@ class EngineDriver:
         """For the engine's thread: new requests, and ids of cancelled ones."""
         self._requests: dict[int, _Request] = {}
         """Requests that the engine has, or had when it was interrupted; the oldest first."""
+        self._streamed: dict[int, _Request] = {}
+        """Entries of `_requests` whose tokens are awaited one by one."""
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._waiting_lock, self._engine_lock = threading.Lock(), threading.Lock()
@@ -58,6 +60,7 @@ class EngineDriver:
         params: SamplingParams,
         generated: GenerationResult | None = None,
         on_interrupt: Callable[[GenerationResult], None] | None = None,
+        on_tokens: Callable[[DrawnTokens], None] | None = None,
     ) -> GenerationResult:
         """Generate; cancelling the awaiting task cancels the request.
 
@@ -67,6 +70,8 @@ class EngineDriver:
             generated: what another engine generated before it was interrupted. The result starts with it.
             on_interrupt: called with all tokens generated so far whenever the engine is interrupted, from
                 the thread that interrupts it.
+            on_tokens: called on the event loop after engine steps, with the tokens since the last call. Those
+                of the last steps may only be in the result. What it raises, `submit` raises.
 
         Raises:
             BackendError: when the engine refuses the request.
@@ -80,6 +85,7 @@ class EngineDriver:
             params,
             loop.create_future(),
             on_interrupt=on_interrupt,
+            on_tokens=on_tokens,
         )
         if generated is not None:
             request.generated = generated
@@ -88,7 +94,7 @@ class EngineDriver:
         self._submitted.append(request)
         try:
             return await request.future
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or `on_tokens` raised
             self._inbox.append(request.request_id)
             self._has_work.set()
             raise
@@ -214,6 +220,8 @@ class EngineDriver:
                 start = time.perf_counter()
                 answers += [self._finish(*result) for result in engine.step()]
                 self.stats += EngineStats(seconds=time.perf_counter() - start)
+            if self._streamed:
+                self._send_drawn(engine)
         _send_answers(answers)
         return num_unfinished > 0
 
@@ -224,6 +232,7 @@ class EngineDriver:
             message = self._inbox.popleft()
             if isinstance(message, int):
                 if self._requests.pop(message, None) is not None:
+                    self._streamed.pop(message, None)
                     engine.cancel(message)
                 continue
             if message.future.cancelled():
@@ -234,10 +243,22 @@ class EngineDriver:
                 refused.append((message, error))
             else:
                 self._requests[message.request_id] = message
+                if message.on_tokens is not None:
+                    self._streamed[message.request_id] = message
         return refused
+
+    def _send_drawn(self, engine: GenerationEngine) -> None:
+        """Send the new tokens of streamed requests to their event loops."""
+        starts = {number: request.num_unsent_start for number, request in self._streamed.items()}
+        drawn = engine.drawn(starts)
+        for number, request in self._streamed.items():
+            tokens = request.take_unsent(drawn.get(number, DrawnTokens((), ())))
+            if tokens.ids:
+                request.future.get_loop().call_soon_threadsafe(_stream, request, tokens)
 
     def _finish(self, request_id: int, result: GenerationResult) -> _Answer:
         request = self._requests.pop(request_id)
+        self._streamed.pop(request_id, None)
         self._record(request, result)
         return request, request.generated
 
@@ -266,6 +287,27 @@ class _Request:
     generated: GenerationResult = field(default_factory=lambda: GenerationResult((), (), (), "abort"))
     on_interrupt: Callable[[GenerationResult], None] | None = None
     """Called with `generated` when the request is interrupted."""
+    on_tokens: Callable[[DrawnTokens], None] | None = None
+    num_sent: int = 0
+    """Number of tokens that `on_tokens` has received."""
+
+    @property
+    def num_unsent_start(self) -> int:
+        """Where unsent tokens begin among those that the engine has drawn since the last interruption."""
+        return max(0, self.num_sent - len(self.generated.ids))
+
+    def take_unsent(self, drawn: DrawnTokens) -> DrawnTokens:
+        """Return the unsent tokens, and count them as sent.
+
+        Args:
+            drawn: the engine's tokens from `num_unsent_start` on.
+        """
+        kept = self.generated
+        tokens = DrawnTokens(
+            kept.ids[self.num_sent :] + drawn.ids, kept.logprobs[self.num_sent :] + drawn.logprobs
+        )
+        self.num_sent += len(tokens.ids)
+        return tokens
 
     def extend(self, result: GenerationResult) -> None:
         """Append what the engine generated since the last interruption."""
@@ -310,6 +352,16 @@ def _send_answers(answers: Sequence[_Answer]) -> None:
         answers_of.setdefault(answer[0].future.get_loop(), []).append(answer)
     for loop, loop_answers in answers_of.items():
         loop.call_soon_threadsafe(_resolve, loop_answers)
+
+
+def _stream(request: _Request, tokens: DrawnTokens) -> None:
+    if request.future.done():
+        return
+    assert request.on_tokens is not None
+    try:
+        request.on_tokens(tokens)
+    except Exception as error:  # noqa: BLE001 - for the coroutine that waits
+        request.future.set_exception(error)
 
 
 def _resolve(answers: Sequence[_Answer]) -> None:

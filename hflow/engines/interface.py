@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
@@ -91,6 +91,13 @@ class GenerationResult:
     has no entry, as it was not computed."""
 
 
+class DrawnTokens(NamedTuple):
+    """Tokens of a request that is still generating. Both tuples have the same length."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class GenerationEngine(abc.ABC):
     """A generation engine: a copy of a model, a KV cache and a scheduler.
 
@@ -127,6 +134,16 @@ class GenerationEngine(abc.ABC):
 
         Raises:
             BackendError: if the model's output is unusable (NaN). It ends the engine.
+        """
+
+    @abc.abstractmethod
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        """Return the tokens of running requests from a position on, to stream them.
+
+        Called between two steps. Requests that wait, or have finished, may be missing.
+
+        Args:
+            starts: request id -> the number of its drawn tokens that are already known.
         """
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from hflow.base.errors import BackendError
-from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
 from hflow.types.engine import find_sampling_problem
 from hflow.types.recorded import recorded_kind
 
@@ -48,6 +48,10 @@ class GenerationRequest:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+
+    def drawn(self, start: int) -> DrawnTokens:
+        """Return the drawn tokens without the first ones."""
+        return DrawnTokens(tuple(self.ids[self.num_prompt + start :]), tuple(self.logprobs[start:]))
 
     def result(self, stop_reason: str) -> GenerationResult:
         """Return the request's result."""

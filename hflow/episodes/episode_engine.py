@@ -18,14 +18,18 @@ from typing import Any, TypeVar
 from hflow.base.errors import DataError, EpisodeError
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.data.text.tokenizer import TextTokenizer
-from hflow.data.text.tool_formats import Tool, ToolFormat, tool_format, tool_schema
+from hflow.data.text.tool_formats.interface import ToolFormat
+from hflow.data.text.tool_formats.registry import tool_format
+from hflow.data.text.tool_formats.tools import Tool, tool_schema
+from hflow.data.text.turn_text import TurnText
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.engines.interface import DrawnTokens, SamplingParams
 from hflow.episodes.endpoint.conversations import EpisodeEndpoint, open_endpoint
+from hflow.episodes.endpoint.replies import ReplyPart
 from hflow.episodes.endpoint.server import EndpointServer
 from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.episodes.trajectories import append_messages, append_turn, prompt_trajectory
 from hflow.types import ToolCall, Trajectory
-from hflow.types.recorded import extend_recorded
 
 T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
@@ -73,6 +77,7 @@ class EpisodeEngine:
         tools: Sequence[Tool] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        on_part: Callable[[ReplyPart], None] | None = None,
     ) -> Trajectory:
         """Generate one turn and return the trajectory with it.
 
@@ -85,6 +90,8 @@ class EpisodeEngine:
             max_tokens: most tokens to generate in this turn; the node's by default.
             stop: texts that end the turn; the node's by default. Their tokens remain in the
                 trajectory, but the completion ends before them.
+            on_part: called with tokens as they are drawn, and the text in front of tool calls that they make
+                certain. The last ones are only in the trajectory.
 
         Raises:
             RecipeError: when the tools cannot be offered with this tokenizer.
@@ -106,6 +113,7 @@ class EpisodeEngine:
             self._model,
             start.input_ids,
             dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
+            None if on_part is None else self._part_sink(on_part, start, offered, params.stop),
         )
         text = cut_at_stop(self._tokenizer.decode_answer(generated.ids), params.stop)
         return append_turn(start, generated, text, self._parse_calls(text, offered))
@@ -127,9 +135,20 @@ class EpisodeEngine:
             self._server, self._model, self._conversation_engine, sampling, self._conversation_numbers
         )
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn."""
+        return tuple(dict.fromkeys((*self._params.stop_ids, *self._tokenizer.stop_ids)))
+
     def text_before_calls(self, turn: Trajectory) -> str:
         """Return the text of a trajectory's last turn in front of its tool calls."""
         return self._format.parse(turn.completion, turn.tools).text if turn.tool_calls else turn.completion
+
+    def found_stop(self, ids: Sequence[int], stops: Sequence[str]) -> str | None:
+        """Return the string that ended a turn of these tokens; None if none of `stops` did."""
+        text = self._tokenizer.decode_answer(ids) if stops else ""
+        found = [stop for stop in stops if stop in text]
+        return min(found, key=text.find, default=None)
 
     def token_text(self, token: int) -> str:
         """Return the text of a token, also of a special one."""
@@ -146,8 +165,7 @@ class EpisodeEngine:
             RecipeError: for a method of an object that is no environment of the episode.
             Exception: what any other function raised.
         """
-        has_format = self._format_name is not None or self._tokenizer.chat_template is not None
-        failure = self._format.failure if has_format else "error: {}".format
+        failure = "error: {}".format if self._format_name is None else self._format.failure
         return await self._effects.call(self._model, tool, arguments, failure)
 
     async def environment(self, kind: Callable[..., T], /, **arguments: Any) -> T:
@@ -182,17 +200,35 @@ class EpisodeEngine:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        return tool_format(self._format_name, self._tokenizer.chat_template is not None)
+        return tool_format(self._format_name, self._tokenizer.template_text)
 
     def _turn_params(self, max_tokens: int | None, stop: Sequence[str] | None) -> SamplingParams:
         params = self._params
         return dataclasses.replace(
             params,
-            stop_ids=tuple(dict.fromkeys((*params.stop_ids, *self._tokenizer.stop_ids))),
+            stop_ids=self.stop_ids,
             seed=self._seed,
             max_tokens=params.max_tokens if max_tokens is None else max_tokens,
             stop=params.stop if stop is None else tuple(stop),
         )
+
+    def _part_sink(
+        self,
+        on_part: Callable[[ReplyPart], None],
+        start: Trajectory,
+        tools: tuple[Tool, ...],
+        stops: Sequence[str],
+    ) -> Callable[[DrawnTokens], None]:
+        """Return a function that makes parts of a turn's reply of its tokens."""
+        num_safe = self._format.num_safe if tools else None
+        turn = TurnText(self._tokenizer.decode_answer, stops, num_safe)
+        num_prompt = len(start.input_ids)
+
+        def add(drawn: DrawnTokens) -> None:
+            tokens = tuple(map(self.token_text, drawn.ids))
+            on_part(ReplyPart(turn.add(drawn.ids), drawn.ids, tokens, drawn.logprobs, num_prompt))
+
+        return add
 
     def _parse_calls(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """Return the tool calls in a turn, and count malformed ones."""
@@ -252,54 +288,6 @@ def sample_seed(run_seed: int, stream: str, sample: int, model: str) -> int:
 def _hashed_seed(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
-
-
-def prompt_trajectory(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
-    """Return a trajectory of a prompt, of which nothing is learned."""
-    return Trajectory(
-        input_ids=tuple(ids),
-        loss_mask=(False,) * len(ids),
-        behav_logprobs=(0.0,) * len(ids),
-        versions=(-1,) * len(ids),
-        messages=messages,
-    )
-
-
-def append_messages(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
-    """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again."""
-    added = prompt_trajectory(ids, trajectory.pending)
-    return dataclasses.replace(
-        trajectory,
-        input_ids=trajectory.input_ids + added.input_ids,
-        loss_mask=trajectory.loss_mask + added.loss_mask,
-        behav_logprobs=trajectory.behav_logprobs + added.behav_logprobs,
-        versions=trajectory.versions + added.versions,
-        messages=trajectory.messages + added.messages,
-        pending=(),
-    )
-
-
-def append_turn(
-    trajectory: Trajectory, generated: GenerationResult, text: str, calls: tuple[ToolCall, ...] = ()
-) -> Trajectory:
-    """Append a generated turn, with its text and the tool calls in it.
-
-    The stop reason of a turn that was cut at `max_tokens` is "length", even if it called a tool before.
-    """
-    has_called = calls and generated.stop_reason == "stop"
-    return dataclasses.replace(
-        trajectory,
-        input_ids=trajectory.input_ids + generated.ids,
-        loss_mask=trajectory.loss_mask + (True,) * len(generated.ids),
-        behav_logprobs=trajectory.behav_logprobs + generated.logprobs,
-        versions=trajectory.versions + generated.versions,
-        recorded=extend_recorded(trajectory.recorded, generated.recorded),
-        messages=(*trajectory.messages, {"role": "assistant", "content": text}),
-        completion=text,
-        stop_reason="tool_calls" if has_called else generated.stop_reason,
-        num_turns=trajectory.num_turns + 1,
-        tool_calls=calls,
-    )
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from hflow.base.errors import HflowError
-from hflow.data.text.tool_formats import Tool, tool_name
+from hflow.data.text.tool_formats.tools import Tool, tool_name
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
 from hflow.episodes.journal import Journal, JournalRecorder, can_replay, completion_request
 from hflow.processes.error_location import error_line
 from hflow.sandboxes.providers import Sandboxes
@@ -90,16 +90,29 @@ class RecordedEffects:
             self.counts.setdefault(name, 0)
 
     async def complete(
-        self, driver: EngineDriver, model: str, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        driver: EngineDriver,
+        model: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[DrawnTokens], None] | None = None,
     ) -> GenerationResult:
-        """Generate tokens, except those that the journal has."""
+        """Generate tokens, except those that the journal has.
+
+        Args:
+            driver: drives the model's engine.
+            model: the model.
+            prompt_ids: tokens of the prompt.
+            params: how to sample.
+            on_tokens: the argument of `EngineDriver.submit`. Not called for recorded completions.
+        """
         index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
         if entry.is_done:
             recorded: GenerationResult = entry.outcome
             return recorded
         on_interrupt = partial(self._recorder.record, index, is_done=False)
         with self.status.during(EpisodeState.GENERATING):
-            generated = await driver.submit(prompt_ids, params, entry.outcome, on_interrupt)
+            generated = await driver.submit(prompt_ids, params, entry.outcome, on_interrupt, on_tokens)
         self._recorder.record(index, generated)
         return generated
 

@@ -109,11 +109,16 @@ class EpisodeState(enum.StrEnum):
 
 
 class Endpoint(Protocol):
-    """An OpenAI-compatible HTTP endpoint on the policy of one episode."""
+    """An HTTP endpoint with the APIs of OpenAI and Anthropic on the policy of one episode."""
 
     @property
     def base_url(self) -> str:
-        """The URL for clients, such as `http://127.0.0.1:40123/v1`."""
+        """The URL for OpenAI's clients, such as `http://127.0.0.1:40123/v1`."""
+        ...
+
+    @property
+    def server_url(self) -> str:
+        """The URL without `/v1`, as Anthropic's clients want it."""
         ...
 
     @property
@@ -170,9 +175,10 @@ class Engine(Protocol):
         ...
 
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
-        """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.
+        """Return a context manager that opens an HTTP endpoint for this episode.
 
-        An agent framework can generate with it; its conversations become trajectories.
+        It has the APIs of OpenAI and Anthropic. An agent framework can generate with it; its conversations
+        become trajectories.
         """
         ...
 

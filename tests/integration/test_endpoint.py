@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import episode_kit
 import openai
 import pytest
+from endpoint_kit import ADD, ASK, CALLS, client_of, find_calling_sample, play, serve
 from episode_kit import Gated, Heard, check_tokens, driving, episode, heard, new_effects, new_engine, until
 from openai import AsyncOpenAI
 
@@ -34,15 +34,6 @@ plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
 chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
 shared_driver = pytest.fixture(episode_kit.heard_driver, scope="module")
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add numbers.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
-    },
-}
-ASK = [{"role": "user", "content": "1+1="}]
 Message = dict[str, Any]
 
 
@@ -50,47 +41,6 @@ Message = dict[str, Any]
 def driver(shared_driver: Heard) -> Heard:
     shared_driver.heard.clear()
     return shared_driver
-
-
-@asynccontextmanager
-async def client_of(engine: Any) -> AsyncIterator[tuple[AsyncOpenAI, Endpoint]]:
-    async with (
-        engine.endpoint() as endpoint,
-        AsyncOpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=60, max_retries=0
-        ) as client,
-    ):
-        yield client, endpoint
-
-
-def serve(body: Callable[[EndpointServer], Awaitable[Any]]) -> Any:
-    """Run a body with a server."""
-
-    async def main() -> Any:
-        server = EndpointServer()
-        try:
-            return await asyncio.wait_for(body(server), 60)
-        finally:
-            await server.close()
-
-    return asyncio.run(main())
-
-
-def play(
-    body: Callable[[AsyncOpenAI, Endpoint], Awaitable[Any]],
-    driver: Any,
-    tokenizer: TextTokenizer,
-    effects: Any = None,
-    **options: Any,
-) -> Any:
-    """Run a body with the client of an episode's endpoint."""
-
-    async def main(server: EndpointServer) -> Any:
-        engine = episode(driver, tokenizer, effects or new_effects(), server=server, **options)
-        async with client_of(engine) as (client, endpoint):
-            return await body(client, endpoint)
-
-    return serve(main)
 
 
 def weights_of(engine: EmbeddedEngine, factor: float = 1.0) -> IncomingWeights:
@@ -145,16 +95,7 @@ async def use_tools(client: AsyncOpenAI, endpoint: Endpoint) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def calling_sample(chat: TextTokenizer, shared_driver: Heard) -> int:
-    """A sample in which the random model happens to write `[...]`."""
-
-    async def complete_all() -> list[Trajectory]:
-        engines = [episode(shared_driver, chat, new_effects(), sample=i, **CALLS) for i in range(200)]
-        return list(await asyncio.gather(*(engine.complete(ASK, tools=[ADD]) for engine in engines)))
-
-    return next(i for i, talk in enumerate(asyncio.run(complete_all())) if talk.tool_calls)
-
-
-CALLS = {"tools": "[]", "max_tokens": 60}
+    return find_calling_sample(chat, shared_driver)
 
 
 def test_turns_with_a_tool_are_never_encoded_again(
@@ -313,8 +254,8 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(chat: TextTokenizer, dri
             assert body["type"] == "invalid_request_error"
         with pytest.raises(openai.NotFoundError, match=r"there is no model 'gpt-4' here; set model='actor'"):
             await client.chat.completions.create(model="gpt-4", messages=ASK)
-        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/responses here; use /v1/chat"):
-            await client.responses.create(model="actor", input="1")
+        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings here; use /v1/chat"):
+            await client.embeddings.create(model="actor", input="1")
         assert endpoint.trajectories == ()
         with pytest.raises(EpisodeError, match=r"no trajectory, as its agent completed no request"):
             _ = endpoint.trajectory
@@ -330,7 +271,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(chat: TextTokenizer, dri
     play(ask, driver, chat)
 
 
-def test_a_stream_has_the_whole_turn(chat: TextTokenizer, driver: Heard) -> None:
+def test_a_stream_has_the_turn(chat: TextTokenizer, driver: Heard) -> None:
     async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[list[Any], Trajectory]:
         request: Any = {"model": "actor", "messages": ASK, "logprobs": True, "max_tokens": 5}
         stream = await client.chat.completions.create(
@@ -347,8 +288,11 @@ def test_a_stream_has_the_whole_turn(chat: TextTokenizer, driver: Heard) -> None
     assert talk.num_turns == 2
     assert chunks[0].choices[0].delta.role == "assistant"
     drawn = driver.heard[0][1]
-    assert tuple(token.logprob for token in chunks[0].choices[0].logprobs.content) == drawn.logprobs
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, drawn.stop_reason]
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks[:-1] if chunk.choices[0].logprobs]
+    assert tuple(token.logprob for part in logprobs for token in part.content) == drawn.logprobs
+    assert len(logprobs) > 1
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + [drawn.stop_reason]
     assert chunks[-1].usage.completion_tokens == len(drawn.ids)
 
 
@@ -409,13 +353,14 @@ def test_messages_are_compared_by_what_they_say(chat: TextTokenizer) -> None:
                 {"role": "developer", "content": "a"},
                 {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]},
             ]
-            await client.chat.completions.create(model=endpoint.model, messages=first, tools=[ADD])
-            call = {"id": "call_0_0_0", "function": {"name": "add", "arguments": '{"text":"1", "n": 2}'}}
+            reply = await client.chat.completions.create(model=endpoint.model, messages=first, tools=[ADD])
+            call_id = reply.choices[0].message.tool_calls[0].id
+            call = {"id": call_id, "function": {"name": "add", "arguments": '{"text":"1", "n": 2}'}}
             rest: list[Any] = [
                 {"role": "system", "content": "a"},
                 {"role": "user", "content": "1+1", "name": None},
                 {"role": "assistant", "content": "", "tool_calls": [{**call, "type": "function"}]},
-                {"role": "tool", "tool_call_id": "call_0_0_0", "content": "2"},
+                {"role": "tool", "tool_call_id": call_id, "content": "2"},
             ]
             await client.chat.completions.create(model=endpoint.model, messages=rest, tools=[ADD])
             return endpoint.trajectory
@@ -452,7 +397,8 @@ def test_texts_are_completed_one_by_one(chat: TextTokenizer, plain: TextTokenize
         reply = await client.completions.create(model="actor", prompt="1+1=", logprobs=0, stop="3")
         talk = endpoint.trajectory
         stream = await client.completions.create(model="actor", prompt=["2="], stream=True)
-        assert [chunk.choices[0].text async for chunk in stream] == [endpoint.trajectories[1].completion]
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == endpoint.trajectories[1].completion
         for wrong in ({"logprobs": 1}, {"prompt": [[1, 2]]}, {"echo": True}, {"best_of": 2}, {"suffix": "x"}):
             request: Any = {"model": "actor", "prompt": "1=", **wrong}
             with pytest.raises(openai.BadRequestError):

@@ -313,6 +313,25 @@ def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
     assert subject.engine.num_unfinished == 0
 
 
+def test_tokens_can_be_read_while_a_request_runs(subject: Subject) -> None:
+    subject.load(3)
+    engine = subject.engine
+    for number, prompt in enumerate(PROMPTS[:2]):
+        engine.add(number, prompt, SamplingParams(max_tokens=40, seed=number))
+    seen: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {0: ((), ()), 1: ((), ())}
+    results: dict[int, GenerationResult] = {}
+    while engine.num_unfinished:
+        results.update(engine.step())
+        for number, drawn in engine.drawn({number: len(seen[number][0]) for number in seen}).items():
+            ids, logprobs = seen[number]
+            seen[number] = (ids + drawn.ids, logprobs + drawn.logprobs)
+    for number, (ids, logprobs) in seen.items():
+        assert len(ids) > 1
+        assert results[number].ids[: len(ids)] == ids
+        assert results[number].logprobs[: len(ids)] == logprobs
+    assert engine.drawn({0: 0}) == {}
+
+
 def test_cancelled_requests_return_nothing(subject: Subject) -> None:
     """Whether they have not been sent yet, run, or wait for a slot."""
     subject.load(3)

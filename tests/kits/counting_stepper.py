@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from hflow.base.errors import BackendError
+from hflow.engines.interface import DrawnTokens
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
@@ -56,6 +57,11 @@ class CountingStepper(Stepper):
                 finished.append((request.request_id, request.result(reason)))
                 del self._requests[request.request_id]
         return finished
+
+    @override
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        known = [number for number in starts if number in self._requests]
+        return {number: self._requests[number].drawn(starts[number]) for number in known}
 
     @override
     def interrupt(self) -> Results:

@@ -20,7 +20,6 @@ BORDERS = {
             "base/validation.py": "a key of another library, which means the same",
             "cli/commands.py": "an example of `hflow serve`",
             "cli/runs.py": "the help of `hflow serve`",
-            "data/text/tool_formats.py": "the name of a format's parser in its own server",
             "doctor/gpus.py": "advice on two settings of GPUs",
             "engines/embedded/descriptor.py": "advice: another engine",
             "translate/trl.py": "keys of another library",
@@ -90,7 +89,7 @@ BORDERS = {
     ),
     "tool-call format": (
         "(?i)hermes",
-        "data/text/tool_formats.py",
+        "data/text/tool_formats/",
         {"dsl/options.py": "the text of the option"},
     ),
     "sandbox provider": (

@@ -16,7 +16,7 @@ from hflow.base.errors import BackendError, PlanError, RecipeError, ReturnError
 from hflow.dsl import load_recipe
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.engines.request import new_request
-from hflow.episodes.episode_engine import append_messages, append_turn, prompt_trajectory
+from hflow.episodes.trajectories import append_messages, append_turn, prompt_trajectory
 from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, Parameter
 from hflow.planner.forecast.traffic import field_size

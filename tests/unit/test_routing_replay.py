@@ -30,7 +30,7 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.shared_prefix import share_prefixes
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import GenerationResult, SamplingParams
-from hflow.episodes.episode_engine import append_messages, append_turn, prompt_trajectory
+from hflow.episodes.trajectories import append_messages, append_turn, prompt_trajectory
 from hflow.models.expert_replay import ReplayedExperts, routers_of
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard

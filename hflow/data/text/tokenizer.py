@@ -97,6 +97,11 @@ class TextTokenizer:
         return len(self._hf)
 
     @property
+    def template_text(self) -> str | None:
+        """The chat template, as Jinja text; None if there is none."""
+        return str(self._hf.chat_template) if self.chat_template is not None else None
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can encode messages."""
         return self.chat_template is not None

@@ -34,7 +34,7 @@ from hflow.engines.embedded.module import (
 )
 from hflow.engines.embedded.packing import PromptGroup, admit, pack_step
 from hflow.engines.embedded.sampling import SamplingRows, draw
-from hflow.engines.interface import GenerationEngine, GenerationResult, SamplingParams
+from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
@@ -184,6 +184,11 @@ class EmbeddedEngine(GenerationEngine):
             self._rows = None
         self._draw(logits)
         return self._finish(has_entered=len(groups) > 0)
+
+    @override
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        streamed = [request for request in self._running if request.request_id in starts]
+        return {request.request_id: request.drawn(starts[request.request_id]) for request in streamed}
 
     @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:

@@ -10,7 +10,13 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
-from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
+from hflow.engines.interface import (
+    DrawnTokens,
+    EngineSetup,
+    GenerationEngine,
+    GenerationResult,
+    SamplingParams,
+)
 from hflow.engines.process.engine_process import (
     EngineCall,
     EngineProcess,
@@ -114,6 +120,12 @@ class ProcessEngine(GenerationEngine):
         while isinstance(message := self._process.receive(0), FinishedRequests):
             self._finished.extend(message.results)
         return self._take_finished()
+
+    @override
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        """Ask the process, which answers after the step that it performs."""
+        tokens: dict[int, DrawnTokens] = self._call("drawn", starts)
+        return tokens
 
     @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:

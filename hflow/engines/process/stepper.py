@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hflow.engines.interface import GenerationResult
+from hflow.engines.interface import DrawnTokens, GenerationResult
 from hflow.engines.request import GenerationRequest
 from hflow.types.engine import SleepLevel
 
@@ -36,6 +36,9 @@ class Stepper(Protocol):
 
     def step(self) -> Results:
         """Draw one token for each request that the library schedules; return the finished requests."""
+
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        """Return the tokens of unfinished requests from a position on."""
 
     def interrupt(self) -> Results:
         """Remove all requests, and return the tokens that each has drawn."""

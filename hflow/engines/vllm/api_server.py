@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from hflow.base.errors import ConfigError
-from hflow.data.text.tool_formats import tool_format
+from hflow.base.errors import ConfigError, RecipeError
+from hflow.data.text.tool_formats.registry import tool_format
 from hflow.engines.interface import ApiServer, EngineSetup
 from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
 from hflow.processes.child import ChildProcess
@@ -86,8 +86,9 @@ class VllmApiServer(ApiServer):
             tokenizer.save_for_server(arguments["tokenizer"])
             arguments["generation_config"] = arguments["tokenizer"]
             if tokenizer.chat_template is not None:
-                parser = tool_format(None, has_template=True).vllm_parser
-                arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
+                with suppress(RecipeError):  # without a parser, the server refuses requests with tools
+                    parser = tool_format(None, tokenizer.template_text).server_parser
+                    arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
             if tokenizer.settings.template_kwargs:
                 arguments["default_chat_template_kwargs"] = json.dumps(
                     dict(tokenizer.settings.template_kwargs)

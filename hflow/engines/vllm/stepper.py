@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.base.errors import BackendError
+from hflow.engines.interface import DrawnTokens
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
@@ -141,6 +142,11 @@ class VllmStepper(Stepper):
                     surplus.append(output.request_id)
         self._core.abort_requests(surplus)
         return finished
+
+    @override
+    def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
+        names = {number: self._names[number] for number in starts if number in self._names}
+        return {number: self._requests[name].drawn(starts[number]) for number, name in names.items()}
 
     @override
     def interrupt(self) -> Results:

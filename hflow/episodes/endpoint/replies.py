@@ -1,15 +1,28 @@
-"""`Reply`: one completion, and its JSON in OpenAI's API."""
+"""`Reply`: one completion, and `StreamedTurn`: its parts, while it is generated."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from hflow.types import ToolCall, Trajectory
+
+
+@dataclass(frozen=True)
+class ReplyPart:
+    """Some tokens of a reply. The text may lag behind them."""
+
+    text: str
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    """The text of each token, with special tokens."""
+    logprobs: tuple[float, ...]
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,9 @@ class Reply:
     """In the form of OpenAI's API."""
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
+    stop: str | None
+    """The stop string of the request that ended the text."""
+    ids: tuple[int, ...]
     tokens: tuple[str, ...]
     """The text of each generated token, with special tokens."""
     logprobs: tuple[float, ...]
@@ -37,7 +53,7 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, int]:
-        """The number of tokens."""
+        """The number of tokens, as OpenAI's chat API names them."""
         num_prompt, num_generated = self.num_prompt_tokens, len(self.tokens)
         return {
             "prompt_tokens": num_prompt,
@@ -45,8 +61,50 @@ class Reply:
             "total_tokens": num_prompt + num_generated,
         }
 
+    def part(self, num_characters: int, num_tokens: int) -> ReplyPart:
+        """Return the reply without its first characters and tokens."""
+        return ReplyPart(
+            self.text[num_characters:],
+            self.ids[num_tokens:],
+            self.tokens[num_tokens:],
+            self.logprobs[num_tokens:],
+            self.num_prompt_tokens,
+        )
 
-def reply_of(reply_id: str, before: Trajectory, after: Trajectory, text: str, tokens: Sequence[str]) -> Reply:
+
+class StreamedTurn:
+    """The parts of a reply that is being generated.
+
+    Attributes:
+        reply_id: the reply's, from the time that the first part is there.
+    """
+
+    def __init__(self) -> None:
+        self.reply_id = ""
+        self._parts: asyncio.Queue[ReplyPart | None] = asyncio.Queue()
+
+    def add(self, part: ReplyPart) -> None:
+        """Add a part."""
+        self._parts.put_nowait(part)
+
+    def end(self) -> None:
+        """Note that there are no further parts."""
+        self._parts.put_nowait(None)
+
+    async def parts(self) -> AsyncIterator[ReplyPart]:
+        """Yield the parts as they come."""
+        while (part := await self._parts.get()) is not None:
+            yield part
+
+
+def reply_of(
+    reply_id: str,
+    before: Trajectory,
+    after: Trajectory,
+    text: str,
+    tokens: Sequence[str],
+    stop: str | None = None,
+) -> Reply:
     """Return the reply for the last turn of a trajectory.
 
     Args:
@@ -55,14 +113,17 @@ def reply_of(reply_id: str, before: Trajectory, after: Trajectory, text: str, to
         after: the trajectory with the turn.
         text: the turn's text without its tool calls.
         tokens: the text of each generated token.
+        stop: the stop string of the request that ended the turn.
     """
-    num_generated = after.num_tokens - before.num_tokens
-    num_prompt = len(after.input_ids) - num_generated
+    ids = generated_ids(before, after)
+    num_prompt = len(after.input_ids) - len(ids)
     return Reply(
         reply_id=reply_id,
         text=text,
-        tool_calls=tuple(_wire_call(f"call_{reply_id}_{i}", call) for i, call in enumerate(after.tool_calls)),
+        tool_calls=tuple(_wire_call(_call_id(reply_id, i), call) for i, call in enumerate(after.tool_calls)),
         finish_reason=after.stop_reason,
+        stop=stop,
+        ids=ids,
         tokens=tuple(tokens),
         logprobs=after.behav_logprobs[num_prompt:],
         num_prompt_tokens=num_prompt,
@@ -74,89 +135,10 @@ def generated_ids(before: Trajectory, after: Trajectory) -> tuple[int, ...]:
     return after.input_ids[len(after.input_ids) - (after.num_tokens - before.num_tokens) :]
 
 
-def chat_json(reply: Reply, model: str, with_logprobs: bool) -> dict[str, Any]:
-    """Return a chat completion."""
-    message = {**reply.message, "content": reply.text if reply.text or not reply.tool_calls else None}
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": _chat_logprobs(reply) if with_logprobs else None,
-        "finish_reason": reply.finish_reason,
-    }
-    return {**_header(reply, model, "chat.completion"), "choices": [choice], "usage": reply.usage}
-
-
-def text_json(reply: Reply, model: str, with_logprobs: bool) -> dict[str, Any]:
-    """Return the completion of a text."""
-    choice = {
-        "index": 0,
-        "text": reply.text,
-        "logprobs": _text_logprobs(reply) if with_logprobs else None,
-        "finish_reason": reply.finish_reason,
-    }
-    return {**_header(reply, model, "text_completion"), "choices": [choice], "usage": reply.usage}
-
-
-def chat_stream(reply: Reply, model: str, with_logprobs: bool, with_usage: bool) -> Iterator[str]:
-    """Yield a chat completion as server-sent events: the whole message, then why it ended."""
-    calls = [{"index": i, **call} for i, call in enumerate(reply.tool_calls)]
-    delta = {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
-    logprobs = _chat_logprobs(reply) if with_logprobs else None
-    choices = [
-        {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None},
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reply.finish_reason},
-    ]
-    yield from _events(_header(reply, model, "chat.completion.chunk"), choices, reply, with_usage)
-
-
-def text_stream(reply: Reply, model: str, with_logprobs: bool, with_usage: bool) -> Iterator[str]:
-    """Yield the completion of a text as server-sent events."""
-    logprobs = _text_logprobs(reply) if with_logprobs else None
-    choice = {"index": 0, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
-    yield from _events(_header(reply, model, "text_completion"), [choice], reply, with_usage)
-
-
-def _events(
-    header: Mapping[str, Any], choices: Sequence[Mapping[str, Any]], reply: Reply, with_usage: bool
-) -> Iterator[str]:
-    usage = {"usage": None} if with_usage else {}
-    for choice in choices:
-        yield _event({**header, "choices": [choice], **usage})
-    if with_usage:
-        yield _event({**header, "choices": [], "usage": reply.usage})
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def _header(reply: Reply, model: str, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return {
-        "id": f"{prefix}-{reply.reply_id}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
-def _chat_logprobs(reply: Reply) -> dict[str, Any]:
-    content = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(reply.tokens, reply.logprobs, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _text_logprobs(reply: Reply) -> dict[str, Any]:
-    offsets = [0, *accumulate(map(len, reply.tokens))][: len(reply.tokens)]
-    return {
-        "tokens": list(reply.tokens),
-        "token_logprobs": list(reply.logprobs),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
+def _call_id(reply_id: str, number: int) -> str:
+    """Return the id of a call: nine letters and digits, as Mistral's chat templates demand."""
+    digest = hashlib.blake2b(f"{reply_id}/{number}".encode(), digest_size=5).digest()
+    return "c" + base64.b32hexencode(digest).decode().lower()
 
 
 def _wire_call(call_id: str, call: ToolCall) -> dict[str, Any]:

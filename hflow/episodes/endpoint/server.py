@@ -1,4 +1,4 @@
-"""`EndpointServer`: the HTTP server of OpenAI's API in a process."""
+"""`EndpointServer`: the HTTP server of all dialects in a process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hflow.base.errors import BackendError, ConfigError, DataError, EpisodeError, HflowError
 from hflow.base.json_text import parse_json
-from hflow.episodes.endpoint.replies import Reply, chat_json, chat_stream, text_json, text_stream
-from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused, parse_chat, parse_text
+from hflow.episodes.endpoint.dialects.interface import Dialect, ReplyWriter
+from hflow.episodes.endpoint.dialects.registry import DEFAULT_DIALECT, DIALECTS
+from hflow.episodes.endpoint.replies import Reply, StreamedTurn
+from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -31,7 +33,7 @@ REQUEST_SECONDS = 60
 MAX_BODY_BYTES = 16 << 20
 """The largest body of a request. A million tokens, written with escapes, are half of it."""
 _NO_RETRY = {"x-should-retry": "false"}
-"""A header by which OpenAI's client does not repeat a request whose answer would be the same."""
+"""A header by which clients do not repeat a request whose answer would be the same."""
 _RETRY = {"retry-after": "5"}
 """The header of an answer that will be another one soon."""
 
@@ -44,8 +46,12 @@ class Responder(Protocol):
         """Name of the model that generates."""
         ...
 
-    async def reply(self, request: CompletionRequest) -> Reply:
+    async def reply(self, request: CompletionRequest, turn: StreamedTurn | None = None) -> Reply:
         """Complete a request. Cancelled if the client disconnects.
+
+        Args:
+            request: the request.
+            turn: receives the parts of the reply, as far as they come before it.
 
         Raises:
             RequestRefused: if the request cannot be completed as it is.
@@ -169,34 +175,22 @@ class EndpointServer:
 
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._text, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in DIALECTS),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._model, methods=["GET"]),
             ],
             exception_handlers={
-                RequestRefused: _refusal_response,
+                RequestRefused: _failure_response,
                 HTTPException: _no_route_response,
                 HflowError: _failure_response,
                 Exception: _failure_response,
             },
         )
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._complete(request, parse_chat, chat_json, chat_stream)
+    async def _complete(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
 
-    async def _text(self, request: Request) -> Response:
-        return await self._complete(request, parse_text, text_json, text_stream)
-
-    async def _complete(
-        self,
-        request: Request,
-        parse: Callable[[Any], CompletionRequest],
-        to_json: Callable[..., dict[str, Any]],
-        to_stream: Callable[..., Iterator[str]],
-    ) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
-
+        dialect = _dialect(request)
         key = self._key(request)
         self._responder(key)  # before the body is read
         body = await _read_body(request)
@@ -204,32 +198,43 @@ class EndpointServer:
             value = parse_json(body)
         except ValueError as error:
             raise RequestRefused(f"the body of the request is not JSON: {error}") from error
-        wanted = parse(value)
-        model = self._responder(key).model
-        _check_model(wanted.model, model)
-        reply = await self._run(key, request, wanted)
+        wanted = dialect.parse(value, request.headers)
+        _check_model(wanted.model, self._responder(key).model)
         if wanted.is_streamed:
-            events = to_stream(reply, model, wanted.with_logprobs, wanted.with_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(to_json(reply, model, wanted.with_logprobs))
+            return await self._stream(key, request, wanted, dialect.writer(wanted))
+        task = self._start(key, wanted)
+        return JSONResponse(dialect.reply_json(await _while_connected(request, task), wanted))
 
-    async def _run(self, key: str | None, request: Request, wanted: CompletionRequest) -> Reply:
-        """Complete a request, as long as its client is connected and its key valid."""
-        task = asyncio.create_task(self._responder(key).reply(wanted))
+    async def _stream(
+        self, key: str | None, request: Request, wanted: CompletionRequest, writer: ReplyWriter
+    ) -> Response:
+        """Return a response whose events are sent as tokens are drawn. It begins with the first of them."""
+        from starlette.responses import StreamingResponse
+
+        turn = StreamedTurn()
+        task = self._start(key, wanted, turn)
+        task.add_done_callback(lambda _: turn.end())
+        events = _events(task, turn, writer)
+        first = await _while_connected(request, asyncio.create_task(_next(events)))
+
+        async def all_events() -> AsyncIterator[str]:
+            try:
+                yield first
+                async for text in events:
+                    yield text
+            finally:
+                task.cancel()
+
+        return StreamingResponse(all_events(), media_type="text/event-stream")
+
+    def _start(
+        self, key: str | None, wanted: CompletionRequest, turn: StreamedTurn | None = None
+    ) -> asyncio.Task[Reply]:
+        """Begin to complete a request. It is cancelled when its key is no longer valid."""
+        task = asyncio.create_task(self._responder(key).reply(wanted, turn))
         self._tasks[key].add(task)
         task.add_done_callback(self._tasks[key].discard)
-        gone = asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            task.cancel()
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise RequestRefused(
-                "the request was cancelled: its client has gone, or its episode has ended", status=503
-            ) from None
+        return task
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -248,7 +253,9 @@ class EndpointServer:
         """Return the key under which the request is admitted."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         known = self._announced | self._responders.keys()
-        if scheme.lower() == "bearer" and key in known:
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        if key in known:
             return key
         if None in known:
             return None
@@ -286,6 +293,70 @@ async def _read_body(request: Request) -> bytes:
     raise RequestRefused(f"the body of the request has more than {MAX_BODY_BYTES:,} bytes", status=413)
 
 
+T = TypeVar("T")
+
+
+async def _while_connected(request: Request, task: asyncio.Task[T]) -> T:
+    """Return the result of a task, which is cancelled if the client disconnects.
+
+    Raises:
+        RequestRefused: if the task was cancelled.
+    """
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise _cancelled() from None
+
+
+async def _next(events: AsyncIterator[str]) -> str:
+    return await anext(events)
+
+
+async def _events(task: asyncio.Task[Reply], turn: StreamedTurn, writer: ReplyWriter) -> AsyncIterator[str]:
+    """Yield the events of a reply as its parts come, and cancel it if they are no longer wanted.
+
+    Raises:
+        Exception: what prevented the first part. A later error is an event.
+    """
+    sent, num_sent, has_begun = "", 0, False
+    try:
+        async for part in turn.parts():
+            begin = "" if has_begun else writer.begin(turn.reply_id, part.num_prompt_tokens)
+            has_begun = True
+            sent, num_sent = sent + part.text, num_sent + len(part.ids)
+            if events := begin + writer.add(part):
+                yield events
+        reply = await task
+        if not reply.text.startswith(sent):
+            raise EpisodeError("the text that was streamed differs from the reply's; request it unstreamed")
+        begin = "" if has_begun else writer.begin(reply.reply_id, reply.num_prompt_tokens)
+        yield begin + writer.add(reply.part(len(sent), num_sent)) + writer.end(reply)
+    except (Exception, asyncio.CancelledError) as error:
+        if not has_begun:
+            raise
+        if isinstance(error, asyncio.CancelledError) and not task.cancelled():
+            raise  # the client has gone
+        yield writer.fail(_refusal_of(error))
+    finally:
+        task.cancel()
+
+
+def _cancelled() -> RequestRefused:
+    return RequestRefused(
+        "the request was cancelled: its client has gone, or its episode has ended", status=503
+    )
+
+
+def _dialect(request: Request) -> Dialect:
+    return DIALECTS.get(request.url.path, DEFAULT_DIALECT)
+
+
 async def _disconnected(request: Request) -> None:
     """Wait until the client disconnects."""
     with suppress(RuntimeError):
@@ -307,35 +378,33 @@ def _model_json(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hflow"}
 
 
-def _refusal_response(_: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, RequestRefused)
-    return _error_response(refusal)
+def _failure_response(request: Request, error: Exception) -> Response:
+    return _error_response(_refusal_of(error), _dialect(request))
 
 
-def _failure_response(_: Request, error: Exception) -> Response:
-    """Answer with the error of an engine. Only those that concern the request are its client's fault."""
+def _refusal_of(error: BaseException) -> RequestRefused:
+    """Return the answer to an error. Only errors that concern the request are its client's fault."""
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return _cancelled()
     if isinstance(error, HflowError):
-        return _error_response(RequestRefused(str(error), status=400 if isinstance(error, REFUSALS) else 500))
-    return _error_response(RequestRefused(f"{type(error).__name__}: {error}", status=500))
+        return RequestRefused(str(error), status=400 if isinstance(error, REFUSALS) else 500)
+    return RequestRefused(f"{type(error).__name__}: {error}", status=500)
 
 
 def _no_route_response(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = (
-        f"there is no {request.method} {request.url.path} here; use /v1/chat/completions, /v1/completions or "
-        "/v1/models"
-    )
+    known = ", ".join(DIALECTS)
+    message = f"there is no {request.method} {request.url.path} here; use {known} or /v1/models"
     return _error_response(RequestRefused(message, status=status))
 
 
-def _error_response(refusal: RequestRefused) -> Response:
+def _error_response(refusal: RequestRefused, dialect: Dialect = DEFAULT_DIALECT) -> Response:
     from starlette.responses import JSONResponse
 
-    kinds = {401: "authentication_error", 404: "not_found_error"}
-    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    error = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
     headers = _RETRY if refusal.status == 503 else _NO_RETRY
-    return JSONResponse({"error": error}, refusal.status, headers=headers)
+    return JSONResponse(dialect.error_json(refusal), refusal.status, headers=headers)
 
 
 def _new_server(app: Starlette) -> Any:

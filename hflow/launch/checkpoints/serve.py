@@ -1,4 +1,4 @@
-"""`hflow serve`: an OpenAI-compatible endpoint on a checkpoint."""
+"""`hflow serve`: an endpoint with the APIs of OpenAI and Anthropic on a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from hflow.base.waiting import print_waits
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import ApiServer, EngineSetup, SamplingParams
-from hflow.episodes.endpoint.replies import Reply, generated_ids, reply_of
-from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused
+from hflow.episodes.endpoint.conversations import check_stop_ids
+from hflow.episodes.endpoint.replies import Reply, StreamedTurn, generated_ids, reply_of
+from hflow.episodes.endpoint.requests import CompletionRequest, RequestRefused, TokenPrompt
 from hflow.episodes.endpoint.server import EndpointServer, base_url
-from hflow.episodes.episode_engine import EpisodeEngine
+from hflow.episodes.episode_engine import EpisodeEngine, Prompt
 from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.episodes.trajectories import prompt_trajectory
 from hflow.launch.checkpoints.served import ServedCheckpoint, find_checkpoint
 from hflow.launch.running.stop_signals import stop_signals
 from hflow.models.hf_config import max_length, read_config
@@ -177,8 +179,11 @@ class CheckpointResponder:
         """Name of the model."""
         return self._model
 
-    async def reply(self, request: CompletionRequest) -> Reply:
+    async def reply(self, request: CompletionRequest, turn: StreamedTurn | None = None) -> Reply:
         """Complete a request."""
+        reply_id = str(next(self._numbers))
+        if turn is not None:
+            turn.reply_id = reply_id
         params = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
@@ -188,18 +193,30 @@ class CheckpointResponder:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         effects = RecordedEffects(self._sandboxes)
         engine = EpisodeEngine(self._driver, self._tokenizer, params, seed, effects, self._model)
+        check_stop_ids(request, engine.stop_ids)
+        before = Trajectory((), (), (), ())
+        prompt: Prompt = before
+        if isinstance(request.prompt, TokenPrompt):
+            prompt = before = prompt_trajectory(request.prompt.ids, ())
+        else:
+            prompt = request.prompt
         try:
             after = await engine.complete(
-                request.prompt, tools=request.tools, max_tokens=request.max_tokens, stop=request.stop
+                prompt,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
+                on_part=None if turn is None else turn.add,
             )
         except RecipeError as error:
             raise RequestRefused(str(error), param="tools") from error
         except RunError as error:
             self._on_failure(error)
             raise
-        before = Trajectory((), (), (), ())
-        tokens = [engine.token_text(token) for token in generated_ids(before, after)]
-        return reply_of(str(next(self._numbers)), before, after, engine.text_before_calls(after), tokens)
+        ids = generated_ids(before, after)
+        tokens = [engine.token_text(token) for token in ids]
+        stop = engine.found_stop(ids, request.stop or ())
+        return reply_of(reply_id, before, after, engine.text_before_calls(after), tokens, stop)
 
 
 async def _serve_by_endpoint(

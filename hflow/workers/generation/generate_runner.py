@@ -11,7 +11,7 @@ from typing import Any
 
 from hflow.base.errors import BackendError, DataError, EpisodeError, HflowError, ReturnError, timeout_message
 from hflow.data.text.tokenizer import TextTokenizer
-from hflow.data.text.tool_formats import tool_format
+from hflow.data.text.tool_formats.registry import tool_format
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import SamplingParams
 from hflow.episodes.endpoint.server import EndpointServer
@@ -98,7 +98,7 @@ class GenerateRunner:
         self._tool_format = program.options.get("tool_format")
         if self._tool_format is not None:
             for model in program.models:
-                tool_format(self._tool_format, tokenizers[model].chat_template is not None)
+                tool_format(self._tool_format, tokenizers[model].template_text)
 
     async def run(self, start: EpisodeStart, effects: RecordedEffects) -> WorkerEvent:
         """Run one episode to its end, store what it returns, and return the event that reports it.

@@ -1,0 +1,1 @@
+"""The APIs that the endpoint speaks, one file each. `registry` lists them."""
