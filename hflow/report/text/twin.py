@@ -132,5 +132,5 @@ def _verdict(results: Sequence[TwinResult]) -> Iterator[Text]:
                 model = result.failed_weights[0].model
                 yield Text(
                     "losses and gradient norms are equal, so rounding may be the cause: Adam makes a whole "
-                    f"step from a gradient near 0. Try models.{model}.optim.eps=1e-3 with a larger learning rate"
+                    f"step from a gradient near 0. Try models.{model}.optim.eps=1e-3 with a higher lr"
                 )
