@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -56,7 +57,7 @@ class Host:
             ConfigError: if there is no interpreter, or the environment cannot be loaded there.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
+            if self._process is not None and self._has_ended():
                 self._end()
             if self._process is None:
                 self._start()
@@ -91,7 +92,7 @@ class Host:
         Raises:
             EpisodeError: if the environment raised, or its process has ended.
         """
-        reply = json.loads(line) if line.endswith(b"\n") else {"ended": None}
+        reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"ended": None}
         if "result" in reply:
             return reply["result"]
         if "error" in reply:
@@ -109,6 +110,12 @@ class Host:
         """End the server and all that it started. Safe to call twice."""
         with self._lock:
             self._end()
+
+    def _has_ended(self) -> bool:
+        """Return whether the server has closed the control socket. Its guard ends later."""
+        poll = select.poll()
+        poll.register(self._control, 0)
+        return bool(poll.poll(0))
 
     def _start(self) -> None:
         settings = self._settings

@@ -5,7 +5,7 @@
 
 `nodes.gymnasium.python=PATH` runs the game in another interpreter, which has gymnasium. The model reads an
 observation, such as `14, 10, 0`, and replies `1` to take a card or `0` to stop. A reply that is neither costs
-a tenth. Every row of the dataset is a seed: all episodes of a group play the same cards, and those that are
+a quarter. Every row of the dataset is a seed: all episodes of a group play the same cards, and those that are
 held out are never trained on.
 """
 
@@ -27,7 +27,7 @@ def seeds(split: str) -> Iterator[dict[str, int]]:
 
 @compute(per="sample")
 def score(reward: float, num_unreadable: int) -> float:
-    return reward - 0.1 * num_unreadable
+    return reward - 0.25 * num_unreadable
 
 
 recipe = Recipe(

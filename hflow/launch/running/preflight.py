@@ -7,7 +7,7 @@ import importlib.util
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
 from hflow.config.schema import ONE_PROCESS, FaultsConfig
-from hflow.environments.client import close_hosts, host_of
+from hflow.environments.client import host_of
 from hflow.environments.interface import adapter_of
 from hflow.graph.ir import Graph
 from hflow.launch.planning.compile import Compiled
@@ -105,8 +105,6 @@ def check_environments(compiled: Compiled) -> None:
                 host_of(adapter.name, node.spec.knob_values).start()
             except ConfigError as error:
                 raise ConfigError(f"{node.name} ({node.spec.where}): {error}") from None
-    if compiled.config.workers not in ONE_PROCESS:
-        close_hosts()  # each worker has its own
 
 
 def check_variables(config: RunConfig) -> None:
