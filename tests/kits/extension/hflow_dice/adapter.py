@@ -24,7 +24,7 @@ async def dice(
 ) -> tuple[Trajectory, float]:
     """Guess the roll of a die."""
     settings = {"sides": sides, "one_process": one_process, "python": python, "requirements": requirements}
-    die = await engine.environment(
+    die: Any = await engine.environment(
         open_environment, adapter="dice", settings=settings, arguments={"seed": int(1000 * engine.random())}
     )
     talk = await engine.complete(prompt)
