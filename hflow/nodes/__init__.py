@@ -56,7 +56,7 @@ from hflow.nodes.training import (
     sft_train,
 )
 
-__all__ = [
+__all__ = [  # noqa: PLE0604 - the last ones are names of a registry
     "actor_gen",
     "actor_inf",
     "actor_train",
@@ -97,12 +97,13 @@ __all__ = [
     "sft_view",
     "topk_inf",
     "turn_advantage",
+    *ENVIRONMENTS.own,
 ]
 
 
 def __dir__() -> list[str]:
     """Return the names of the nodes, without the modules that define them."""
-    return [*__all__, *ENVIRONMENTS]
+    return [*dict.fromkeys((*__all__, *ENVIRONMENTS))]
 
 
 def __getattr__(name: str) -> Any:

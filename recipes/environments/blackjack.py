@@ -37,7 +37,7 @@ recipe = Recipe(
         use(nodes.gymnasium, actor, id="Blackjack-v1", group=8),
         score,
         use(nodes.group_advantage, reads={"reward": "score"}),
-        use(nodes.actor_train, actor, minibatches=2, prox="none"),
+        use(nodes.actor_train, actor, prox="none", entropy_coef=0.01),
         use(
             nodes.gymnasium,
             actor,

@@ -44,8 +44,6 @@ class Environment:
         )
         module, _, name = env.partition(":")
         if name:
-            if "." not in module:
-                raise ValueError(f"env is {env!r}; name a class by MODULE:CLASS, as in my_package.envs:MyEnv")
             self._environment = getattr(importlib.import_module(module), name)(**args)
         else:
             self._environment = verifiers.load_environment(env, **args)
