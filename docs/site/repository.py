@@ -57,8 +57,7 @@ def _tables(kind: str, text: str) -> str:
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Yield the public names of a module: those of `__all__`, or those that it defines."""
-    for name in dict.fromkeys((*vars(module), *getattr(module, "__all__", ()))):
-        value = getattr(module, name)
+    for name, value in vars(module).items():
         is_defined = inspect.isclass(value) or inspect.isfunction(value)
         is_own = is_defined and value.__module__ == module.__name__ and not name.startswith("_")
         if name in getattr(module, "__all__", ()) or (not hasattr(module, "__all__") and is_own):

@@ -66,7 +66,7 @@ class Host:
         """Return a connection for a session.
 
         Raises:
-            ConfigError: as `start` does.
+            ConfigError: if `start` raises it.
         """
         self.start()
         ours, theirs = socket.socketpair()
@@ -78,7 +78,7 @@ class Host:
         """Call a method of what was loaded, and wait for its result.
 
         Raises:
-            ConfigError: as `start` does.
+            ConfigError: if `start` raises it.
             EpisodeError: if it fails.
         """
         with self.connect() as connection, connection.makefile("rwb") as stream:
@@ -148,7 +148,7 @@ class Host:
             raise ConfigError(problem)
 
     def _start_problem(self, python: str, reply: Mapping[str, Any] | None) -> str:
-        """Return why the server has not started, in one line."""
+        """Return the reason for which the server has not started, in one line."""
         start = f"the {self._name} environment cannot start"
         if reply is None:
             os.lseek(self._log.fileno(), 0, os.SEEK_SET)
@@ -176,7 +176,7 @@ class RemoteEnvironment:
     """An environment in another process, as one episode uses it.
 
     Args:
-        host: its server.
+        host: the server that was connected.
         connection: a connection to it.
         timeout: seconds that one call may take; None: no limit.
         replay: how its calls are treated when the episode is replayed.

@@ -57,7 +57,7 @@ class Adapter:
     """
 
     name: str
-    """Its name in `ENVIRONMENTS`."""
+    """The name in `ENVIRONMENTS`."""
     node: Callable[..., Any]
     """The body of a generate node."""
     host_settings: Callable[[Mapping[str, Any]], HostSettings]

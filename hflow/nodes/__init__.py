@@ -56,7 +56,7 @@ from hflow.nodes.training import (
     sft_train,
 )
 
-__all__ = [  # noqa: PLE0604 - the last ones are names of a registry
+__all__ = [
     "actor_gen",
     "actor_inf",
     "actor_train",
@@ -97,13 +97,12 @@ __all__ = [  # noqa: PLE0604 - the last ones are names of a registry
     "sft_view",
     "topk_inf",
     "turn_advantage",
-    *ENVIRONMENTS.own,
 ]
 
 
 def __dir__() -> list[str]:
     """Return the names of the nodes, without the modules that define them."""
-    return [*dict.fromkeys((*__all__, *ENVIRONMENTS))]
+    return [*__all__, *ENVIRONMENTS]
 
 
 def __getattr__(name: str) -> Any:

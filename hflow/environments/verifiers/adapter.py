@@ -34,7 +34,7 @@ async def verifiers(
         engine: generates what the environment requests.
         example: a row of the environment's dataset, which `data.NAME.generator=verifiers:ENV` reads.
         env: the environment: the name of an installed one, or `MODULE:CLASS` of a class with one.
-        args: its arguments as JSON, such as `{"gym": "gcd"}`.
+        args: the arguments of the environment as JSON, such as `{"gym": "gcd"}`.
         replay: what an episode does that is interrupted: `again` repeats what the environment did with the
             completions that it had; `never` begins again, for environments that are not repeatable.
         python: path of the interpreter that has the package. Default: that of hflow.
