@@ -10,8 +10,8 @@ from typing import Any
 
 MAX_VALUES = 64
 """Most numbers of an observation that becomes a text without a function of the user."""
-_COLOUR = re.compile(r"\x1b\[4[0-9]m(.*?)\x1b\[0m", re.DOTALL)
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_HIGHLIGHT = re.compile(r"\x1b\[4[0-9]m(.*?)\x1b\[0m", re.DOTALL)
+"""The place of the player in what an environment prints. It is put into brackets."""
 _NUMBER = r"-?\d+(?:\.\d+)?"
 
 
@@ -28,14 +28,14 @@ class Environments:
 
         self._id, self._options = id, options
         self._make = gymnasium.make
+        self.function = _load_function(render) if ":" in render else None
         modes = gymnasium.make(id, **options).metadata.get("render_modes", [])
-        self.uses_ansi = render == "ansi" or (not render and "ansi" in modes)
+        self.uses_ansi = render == "ansi" or (not render and "ansi" in modes and self._is_plain())
         if render == "ansi" and "ansi" not in modes:
             raise ValueError(
                 f"{id} cannot render ansi, only {modes}; set render to observation or a function"
             )
         environment = self.make()
-        self.function = _load_function(render) if ":" in render else None
         if render not in ("", "ansi", "observation") and self.function is None:
             raise ValueError(f"render is {render!r}; use ansi, observation or FILE.py:FUNCTION")
         self.actions = _Actions(environment.action_space, actions)
@@ -63,7 +63,21 @@ class Environments:
             raise TypeError(
                 f"an observation became {type(text).__name__} and no text; set render to a function"
             )
-        return _ESCAPE.sub("", _COLOUR.sub(r"[\1]", text)).strip()
+        text = _HIGHLIGHT.sub(r"[\1]", text).strip()
+        if "\x1b" in text:
+            raise ValueError(
+                f"{self._id} prints colours, which a text has not; set render to observation or a function"
+            )
+        return text
+
+    def _is_plain(self) -> bool:
+        """Return whether what the environment prints means the same without colours."""
+        self.uses_ansi = True
+        try:
+            Game(self, seed=0, instructions=" ")
+        except ValueError:
+            return False
+        return True
 
 
 class Game:
