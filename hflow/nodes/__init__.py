@@ -4,7 +4,10 @@
 function into the recipe: most are a few lines long.
 """
 
+from typing import Any
+
 from hflow.dsl.implicit_nodes import actor_inf
+from hflow.environments.interface import ENVIRONMENTS, adapter_named
 from hflow.nodes.advantages import (
     gae,
     gdpo_advantage,
@@ -99,4 +102,15 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the names of the nodes, without the modules that define them."""
-    return __all__
+    return [*__all__, *ENVIRONMENTS]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the node of an environment's adapter, such as `nodes.gymnasium`.
+
+    Raises:
+        AttributeError: if there is none with that name.
+    """
+    if name.startswith("_") or name not in ENVIRONMENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return adapter_named(name).node

@@ -13,6 +13,7 @@ from command_line import CommandLine
 from serve_kit import serving
 
 from hflow import twin
+from hflow.base.cache import CACHE_VARIABLE
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import find_recipe
 from hflow.models import smollm2
@@ -148,7 +149,7 @@ def test_it_is_served(engine: str) -> None:
 
 
 def test_what_is_refused(hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     assert "is not that of version 0.1.2; run pip install" in hflow.refused("plan", "smollm2")
     monkeypatch.setattr(smollm2, "PACKAGE", "an_absent_package")
@@ -158,6 +159,6 @@ def test_what_is_refused(hflow: CommandLine, tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     file = tmp_path / "no_directory"
     file.write_text("")
-    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(file))
+    monkeypatch.setenv(CACHE_VARIABLE, str(file))
     with pytest.raises(ConfigError, match=r"cannot be written to .*; set HFLOW_CACHE to another directory"):
         smollm2.fetch(KEY)

@@ -34,7 +34,7 @@ from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import GenerationResult
 from hflow.episodes.episode_engine import EpisodeEngine
 from hflow.episodes.journal import Journal, JournalEntry
-from hflow.episodes.recorded_effects import RecordedEffects
+from hflow.episodes.recorded_effects import MAX_RESTARTS, RecordedEffects
 from hflow.testing import ScriptedEngine
 from hflow.types import EpisodeState, Trajectory
 from hflow.types.engine import SleepLevel
@@ -265,6 +265,12 @@ def test_an_episode_whose_environment_is_never_replayed_begins_again(
     again, after = play(driver, plain, moved(effects.journal), searching(kind))
     assert again == [4, 5, 6]
     assert not after.has_diverged
+    assert after.counts["restarts"] == 1
+    for _ in range(MAX_RESTARTS - 1):
+        _, after = play(driver, plain, moved(after.journal), searching(kind))
+    assert after.counts["restarts"] == MAX_RESTARTS
+    with pytest.raises(EpisodeError, match="the episode began again 5 times and was interrupted each time"):
+        play(driver, plain, moved(after.journal), searching(kind))
 
 
 def test_a_way_of_replay_that_does_not_exist_is_refused(driver: Heard, plain: TextTokenizer) -> None:

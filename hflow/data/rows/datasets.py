@@ -273,6 +273,7 @@ GENERATORS = Registry(
         "addition-chat": "hflow.data.rows.addition:AdditionChat",
         "addition-pairs": "hflow.data.rows.addition:AdditionPairs",
         "reasoning-gym": "hflow.data.rows.reasoning_gym:ReasoningGym",
+        "verifiers": "hflow.environments.verifiers.rows:VerifiersRows",
     },
 )
 """Name -> what makes a `RowSource` of `(task, split, arguments, schema)`. The task is the part of

@@ -7,6 +7,8 @@ import importlib.util
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
 from hflow.config.schema import ONE_PROCESS, FaultsConfig
+from hflow.environments.client import host_of
+from hflow.environments.interface import adapter_of
 from hflow.graph.ir import Graph
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.running.worker_setup import make_processes
@@ -20,6 +22,7 @@ from hflow.types.kernels import (
     install_problem,
     installed_transformer_engine,
 )
+from hflow.workers.process_setup import ray_address
 
 
 def refuse_unrunnable(compiled: Compiled) -> None:
@@ -48,6 +51,7 @@ def refuse_unrunnable(compiled: Compiled) -> None:
                 f"'hflow-rl[{TE_PACKAGE}]', or set {key}=torch"
             )
     check_packages(compiled.graph)
+    check_environments(compiled)
 
 
 def _refuse_missing_gpus(compiled: Compiled) -> None:
@@ -84,6 +88,23 @@ def check_packages(graph: Graph) -> None:
                 f"{node.name} ({node.spec.where}) asks for a TensorDict, but the package tensordict is not "
                 "installed. Run pip install 'hflow-rl[tensordict]'"
             )
+
+
+def check_environments(compiled: Compiled) -> None:
+    """Start the environments of nodes once, if workers are on this machine.
+
+    Raises:
+        ConfigError: if one cannot be started.
+    """
+    if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
+        return  # its interpreters are on other machines
+    for node in compiled.graph.nodes:
+        adapter = adapter_of(compiled.bodies[node.name]) if node.name in compiled.bodies else None
+        if adapter is not None:
+            try:
+                host_of(adapter.name, node.spec.knob_values).start()
+            except ConfigError as error:
+                raise ConfigError(f"{node.name} ({node.spec.where}): {error}") from None
 
 
 def check_variables(config: RunConfig) -> None:

@@ -18,7 +18,9 @@ from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.files import resolved
 from hflow.base.terminal import SafeConsole
 from hflow.config import flatten, to_yaml
+from hflow.config.schema import ONE_PROCESS
 from hflow.dsl import Recipe
+from hflow.environments.client import close_hosts
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
@@ -211,6 +213,8 @@ async def _run_in_loop(
 ) -> RunSummary:
     """Check data and models before the run's directory is created or changed, and then run."""
     (rows, row_files), config = open_rows(compiled), compiled.config
+    if config.workers not in ONE_PROCESS:
+        close_hosts()  # each worker starts its own
     setup = make_setup(compiled, environment.factories)
     find_inputs, input_warnings = partial(run_inputs, compiled, row_files), list[str]()
     if resumed is not None:

@@ -15,6 +15,7 @@ from functools import partial
 from hflow.data.batches.row_arguments import bind_rows
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
+from hflow.environments.client import close_hosts
 from hflow.episodes.endpoint.server import LOOPBACK, EndpointServer
 from hflow.episodes.journal import Journal
 from hflow.episodes.recorded_effects import RecordedEffects
@@ -160,6 +161,7 @@ class EpisodeLoop:
             self._thread.join()
             self._loop.close()
             self._sandboxes.close()
+            close_hosts()
 
     # On the event loop
 

@@ -1,0 +1,95 @@
+"""`nodes.gymnasium`: a model plays an environment of the package `gymnasium` in a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hflow.base.errors import ConfigError
+from hflow.dsl import generate
+from hflow.environments.client import open_environment
+from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.types import Engine, Trajectory
+
+
+@generate(returns=("reward", "num_steps", "num_unreadable"))
+async def gymnasium(
+    engine: Engine,
+    seed: int,
+    *,
+    id: str = "",
+    options: str = "{}",
+    render: str = "",
+    actions: tuple[str, ...] = (),
+    instructions: str = "",
+    max_steps: int = 20,
+    step_timeout: float = 30.0,
+    python: str | None = None,
+    requirements: str | None = None,
+) -> tuple[Trajectory, float, int, int]:
+    """Let the model play an environment of gymnasium. Observations are messages of the user.
+
+    Returns the conversation, the sum of the environment's rewards, the number of its steps, and that of
+    replies without an action. Such a reply uses one of `max_steps`, but is no step of the environment; the
+    next message repeats the instructions.
+
+    Args:
+        engine: generates the actions.
+        seed: the seed of the environment's `reset`, a column of the dataset.
+        id: the environment, such as `FrozenLake-v1`, or `MODULE:ID` with the module that registers it.
+        options: arguments of `gymnasium.make` as JSON, such as `{"is_slippery": false}`.
+        render: the text of an observation: `ansi`, as the environment prints itself; `observation`, its
+            value; or `FILE.py:FUNCTION`, a function of the observation. Default: `ansi` where there is one.
+        actions: names of the actions of a `Discrete` space, in order. Default: their numbers.
+        instructions: the text in front of the first observation. Default: the actions.
+        max_steps: most replies of an episode.
+        step_timeout: seconds that one step may take.
+        python: path of the interpreter that has the package. Default: that of hflow.
+        requirements: a file in pip's format, installed once on each machine.
+    """
+    settings = {
+        "id": id,
+        "options": options,
+        "render": render,
+        "actions": list(actions),
+        "python": python,
+        "requirements": requirements,
+    }
+    game: Any = await engine.environment(
+        open_environment,
+        adapter="gymnasium",
+        settings=settings,
+        arguments={"seed": seed, "instructions": instructions},
+        timeout=step_timeout,
+    )
+    first = await engine.call(game.call, method="message")
+    talk = await engine.complete([{"role": "user", "content": first}])
+    reward, num_steps, num_unreadable = 0.0, 0, 0
+    for reply in range(1, max_steps + 1):
+        turn = await engine.call(game.call, method="step", reply=talk.completion)
+        reward += turn["reward"]
+        num_steps += turn["is_action"]
+        num_unreadable += not turn["is_action"]
+        if turn["is_end"] or reply == max_steps:
+            break
+        talk = await engine.complete(talk.add("user", turn["message"]))
+    return talk, reward, num_steps, num_unreadable
+
+
+def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
+    if not knobs.get("id"):
+        raise ConfigError("set id to an environment of gymnasium, such as FrozenLake-v1")
+    load = {
+        "id": knobs["id"],
+        "options": json_object(knobs.get("options", "{}"), "options"),
+        "render": knobs.get("render", ""),
+        "actions": list(knobs.get("actions", ())),
+    }
+    remote = str(Path(__file__).with_name("remote.py"))
+    python, requirements = knobs.get("python"), knobs.get("requirements")
+    return HostSettings(remote, json.dumps(load), "gymnasium", python, requirements)
+
+
+ADAPTER = Adapter("gymnasium", gymnasium, _host_settings)

@@ -1,0 +1,70 @@
+"""`nodes.verifiers`: episodes and rewards of an environment of the package `verifiers`, up to version 0.2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hflow.base.errors import ConfigError, EpisodeError
+from hflow.dsl import generate
+from hflow.environments.client import open_environment
+from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.types import Engine, Metrics, Trajectory
+
+
+@generate(returns="reward")
+async def verifiers(
+    engine: Engine,
+    example: dict[str, Any],
+    *,
+    env: str = "",
+    args: str = "{}",
+    replay: Literal["again", "never"] = "again",
+    python: str | None = None,
+    requirements: str | None = None,
+) -> tuple[Trajectory, float, Metrics]:
+    """Let an environment of verifiers run its episode, and score it.
+
+    Returns the conversation, the environment's reward, and each function of its rubric as a metric. The
+    environment sends its requests to this node's model, so sampling is that of the node.
+
+    Args:
+        engine: generates what the environment requests.
+        example: a row of the environment's dataset, which `data.NAME.generator=verifiers:ENV` reads.
+        env: the environment: the name of an installed one, or `MODULE:CLASS` of a class with one.
+        args: the arguments of the environment as JSON, such as `{"gym": "gcd"}`.
+        replay: what an episode does that is interrupted: `again` repeats what the environment did with the
+            completions that it had; `never` begins again, for environments that are not repeatable.
+        python: path of the interpreter that has the package. Default: that of hflow.
+        requirements: a file in pip's format, installed once on each machine.
+    """
+    settings = {"env": env, "args": args, "python": python, "requirements": requirements}
+    remote: Any = await engine.environment(
+        open_environment, adapter="verifiers", settings=settings, arguments={}, replay=replay
+    )
+    async with engine.endpoint() as endpoint:
+        # Not by `engine.call`: its completions are in the journal, and the environment is to run again.
+        done = await remote.call(
+            "rollout",
+            example=example,
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key,
+            model=endpoint.model,
+        )
+    if done["error"]:
+        raise EpisodeError(f"the environment {env} failed: {done['error']}")
+    return endpoint.trajectory, done["reward"], done["metrics"]
+
+
+def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
+    if not knobs.get("env"):
+        raise ConfigError("set env to an environment of verifiers, such as vf-gsm8k")
+    load = {"env": knobs["env"], "args": json_object(knobs.get("args", "{}"), "args")}
+    remote = str(Path(__file__).with_name("remote.py"))
+    python, requirements = knobs.get("python"), knobs.get("requirements")
+    return HostSettings(remote, json.dumps(load), "'verifiers<0.3'", python, requirements)
+
+
+ADAPTER = Adapter("verifiers", verifiers, _host_settings)
