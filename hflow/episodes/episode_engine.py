@@ -108,7 +108,8 @@ class EpisodeEngine:
             dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
         )
         text = cut_at_stop(self._tokenizer.decode_answer(generated.ids), params.stop)
-        return append_turn(start, generated, text, self._parse_calls(text, offered))
+        turn = append_turn(start, generated, text, self._parse_calls(text, offered))
+        return dataclasses.replace(turn, draws=(*start.draws, (len(start.input_ids), self._seed)))
 
     def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
         """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.

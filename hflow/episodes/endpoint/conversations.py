@@ -265,6 +265,7 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
         behav_logprobs=trajectory.behav_logprobs[:end],
         versions=trajectory.versions[:end],
         recorded=cut_recorded(trajectory.recorded, end),
+        draws=trajectory.draws[:num_turns],
         messages=trajectory.messages[: turn.num_recorded],
         num_turns=num_turns,
         tools=trajectory.tools,

@@ -28,7 +28,7 @@ from hflow.runtime.ledger.rows import (
     SamplesRestarted,
     WeightsVerified,
 )
-from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
+from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, TRAJECTORIES_TABLE, VIEW, survives
 from hflow.runtime.ledger.writer import Writer, write_error
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
@@ -145,6 +145,7 @@ def rewind(path: Path, step: int, position: int) -> None:
     try:
         if not step and not database.execute("SELECT 1 FROM sqlite_master").fetchone():
             return  # the run ended before it recorded anything
+        database.executescript(TRAJECTORIES_TABLE)
         where = f"step = ? AND seq <= ? AND {survives('steps')}"
         found = database.execute(f"SELECT 1 FROM steps WHERE {where}", (step - 1, position)).fetchone()
         if step and not found:
@@ -195,6 +196,7 @@ def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
     database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
     if not _is_created(database):
         _create(database, header)
+    database.executescript(TRAJECTORIES_TABLE)
     return _started_at(database), _last_seq(database)
 
 

@@ -47,6 +47,19 @@ class WeightsUsed:
 
 
 @dataclass(frozen=True)
+class SampleTrajectory:
+    """One of the trajectories of a sample whose episode returned a list."""
+
+    length: int
+    """All its tokens."""
+    tokens: int
+    """Tokens that were generated, without those that an earlier trajectory has."""
+    turns: int
+    oldest: int | None
+    newest: int | None
+
+
+@dataclass(frozen=True)
 class SampleRestart:
     """The sample began again, as the worker on which it was in flight had failed."""
 
@@ -75,6 +88,8 @@ class SampleHistory:
     closing: str | None
     """How the run ended; None: it is not over, or was killed."""
     restarts: tuple[SampleRestart, ...] = ()
+    trajectories: tuple[SampleTrajectory, ...] = ()
+    """Those of an episode that returned a list, in its order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return one object: the columns of the sample's row, and the other attributes."""
@@ -151,6 +166,14 @@ def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHisto
             for row in database.execute(
                 "SELECT time / 1e3, reason FROM restarted AS r WHERE stream = ? AND sample = ? "
                 f"AND {survives('r')} ORDER BY seq",
+                (stream, sample),
+            )
+        ),
+        trajectories=tuple(
+            SampleTrajectory(*row)
+            for row in database.execute(
+                "SELECT length, tokens, turns, oldest, newest FROM trajectories AS t "
+                f"WHERE stream = ? AND sample = ? AND {survives('t')} ORDER BY number",
                 (stream, sample),
             )
         ),

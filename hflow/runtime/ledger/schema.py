@@ -8,6 +8,8 @@ issued      a sample was admitted: row of the dataset, worker, version of the en
 restarted   it was in flight on a worker that failed, and begins again on the process that took its place
 finished    its source is done: its tokens
 segments    consecutive tokens that one version generated
+trajectories
+            the members of a sample whose episode returned a list; files of version 0.1 lack the table
 computed    a node is done with a sample or group: when, and the number that it gave
 accepted    the remaining members of its group passed all nodes
 batches     the batch of a step was formed (on a side stream: the evaluation of a version is over)
@@ -77,11 +79,19 @@ CREATE TABLE rewinds (
 CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NULL);
 """
 
+TRAJECTORIES_TABLE = """
+CREATE TABLE IF NOT EXISTS trajectories (
+    stream INTEGER, sample INTEGER, seq INTEGER, number INTEGER, length INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, turns INTEGER NOT NULL, oldest INTEGER, newest INTEGER,
+    PRIMARY KEY (stream, sample, seq, number)) WITHOUT ROWID;
+"""
+
 NUM_COLUMNS = {
     "issued": 8,
     "restarted": 5,
     "finished": 9,
     "segments": 6,
+    "trajectories": 9,
     "computed": 5,
     "accepted": 4,
     "ends": 9,
@@ -179,6 +189,8 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
         database.executescript(VIEW.replace("CREATE", "CREATE TEMP", 1))  # older files have other columns
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'trajectories'").fetchone():
+            database.executescript(TRAJECTORIES_TABLE.replace("CREATE", "CREATE TEMP", 1))
         row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
         if row is not None and row[0] == FORMAT:
             database.execute(f"SELECT {', '.join(map(_quoted, COLUMNS))} FROM samples LIMIT 0")
