@@ -1,4 +1,4 @@
-"""`Trajectory`: the tokens of one sample, with their log-probs and the weights that generated them."""
+"""`Trajectory`: tokens with their log-probs and the weights that generated them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample, immutable. Its four tuples of tokens have the same length.
+    """A sample, or a part of one, immutable. Its four tuples of tokens have the same length.
 
     A generated token has `loss_mask` True, the log-prob at which it was drawn, and the version of the weights
     that drew it. Tokens of prompts, templates and tools have `loss_mask` False, `behav_logprobs` 0.0 and

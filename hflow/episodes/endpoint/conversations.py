@@ -101,7 +101,8 @@ class EpisodeEndpoint:
         if len(found) > 1:
             raise EpisodeError(
                 f"the agent's requests made {len(found)} trajectories: {self._conversations[1].why_new}. "
-                "Return one of endpoint.trajectories, or let the agent send every conversation back as it was"
+                "Return endpoint.trajectories from a body with '-> list[Trajectory]', or let the agent send "
+                "every conversation back as it was"
             )
         return found[0]
 

@@ -132,7 +132,7 @@ def _made(story: SampleHistory) -> Iterator[Line]:
         yield restart.at, "begun again", restart.reason
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
-    for number, member in enumerate(story.trajectories, 1):
+    for number, member in enumerate(story.trajectories if len(story.trajectories) > 1 else (), 1):
         yield None, "", f"trajectory {number}: {_member(member)}"
     for weights in story.weights:
         yield None, "", f"version {weights.version} on {weights.replica} has the checksum {weights.digest}"
