@@ -516,7 +516,7 @@ class SampleReady:
     value: float | None = None
     """The reported field, as in `ComputeReady`."""
     trajectories: tuple[TrajectoryCounts, ...] = ()
-    """Those of an episode that returns a list."""
+    """The members of a sample whose episode returns a list."""
 
 
 @dataclass(frozen=True)

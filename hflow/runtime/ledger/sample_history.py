@@ -89,7 +89,7 @@ class SampleHistory:
     """How the run ended; None: it is not over, or was killed."""
     restarts: tuple[SampleRestart, ...] = ()
     trajectories: tuple[SampleTrajectory, ...] = ()
-    """Those of an episode that returned a list, in its order."""
+    """The members of a sample whose episode returned a list, in its order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return one object: the columns of the sample's row, and the other attributes."""
