@@ -239,6 +239,7 @@ class ScriptedEngine:
             completion=text,
             stop_reason="length" if is_truncated else "stop",
             num_turns=before.num_turns + 1,
+            draws=(*before.draws, (len(before.input_ids), len(self.prompts))),
         )
 
 

@@ -30,8 +30,8 @@ class ReturnTypes:
     fields: tuple[Returned, ...] = ()
     streams: tuple[str, ...] = ()
     metrics: bool = False
-    grouped: bool = False
-    """Whether the body returns a list of trajectories, which is one group."""
+    is_list: bool = False
+    """Whether the body returns a list of trajectories: one group, or those of one episode."""
 
 
 def read_fields(
@@ -65,11 +65,11 @@ def read_trajectories(hint: Any, names: Sequence[str], function: str, error: Err
         names = (function, *names)
     if len(names) < num_streams:
         raise error(f"the function returns {num_streams} trajectories. Name each of them in returns=")
-    grouped = any(_is_list(h) for h in hints[:num_streams])
-    if grouped and len(hints) > 1:
-        raise error("a list of trajectories (one group) must be the only result")
+    is_list = any(_is_list(h) for h in hints[:num_streams])
+    if is_list and num_streams > 1:
+        raise error("a list of trajectories must be the only stream. Return one list, or single trajectories")
     fields = _named_fields(hints[num_streams:], names[num_streams:], "sample", error)
-    return ReturnTypes(fields, tuple(names[:num_streams]), metrics, grouped)
+    return ReturnTypes(fields, tuple(names[:num_streams]), metrics, is_list)
 
 
 def read_loss(hint: Any, error: ErrorFactory) -> ReturnTypes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 from hflow.dsl.annotations import Form
@@ -19,7 +20,7 @@ from hflow.dsl.options import (
     options_of,
 )
 from hflow.dsl.return_types import ErrorFactory, ReturnTypes, read_loss, read_trajectories, read_weight
-from hflow.graph.ir import Level
+from hflow.graph.ir import EPISODE_FIELDS, Level
 from hflow.graph.model import Model
 
 
@@ -32,12 +33,7 @@ class StreamSource(NodeType, abstract=True):
 
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
         """Return the trajectories, which open streams, and the fields after them."""
-        results = read_trajectories(hint, self.return_names, function, error)
-        if results.grouped and self.runs_as != "encode":
-            raise error(
-                "an episode returns one Trajectory, not a list. Set group=n to run it n times per prompt"
-            )
-        return results
+        return read_trajectories(hint, self.return_names, function, error)
 
     def layout(self, field: str) -> str:
         """Keep a field with its sample, on the worker that created it."""
@@ -75,7 +71,9 @@ class Encode(StreamSource):
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
         """Return one trajectory, or a list of them for a group."""
         results = super().read_results(hint, function, error)
-        if results.grouped != (self.option_values["group"] > 1):
+        if results.is_list and results.fields:
+            raise error("a list of trajectories (one group) must be the only result")
+        if results.is_list != (self.option_values["group"] > 1):
             raise error(
                 "group=n and '-> list[Trajectory]' belong together: the list is one group of n. "
                 "Use both or neither"
@@ -86,7 +84,8 @@ class Encode(StreamSource):
 class Generate(StreamSource):
     """Decorate an asynchronous function that is one episode for one prompt: `@generate(actor, group=8)`.
 
-    The body receives an `Engine` and returns a `Trajectory`. It runs on the workers that hold the engines.
+    The body receives an `Engine` and returns a `Trajectory`, or a list of them, which are one sample. It runs
+    on the workers that hold the engines.
     """
 
     runs_as: ClassVar[str] = "generate"
@@ -108,6 +107,20 @@ class Generate(StreamSource):
         Raises:
             RecipeError: for an unknown option or a value that does not fit.
         """
+
+    def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
+        """Return one trajectory per stream, or a list of them with the fields that hflow makes of it."""
+        results = super().read_results(hint, function, error)
+        reserved = {made.field for made in EPISODE_FIELDS}
+        if taken := sorted(reserved & {result.field for result in results.fields}):
+            raise error(f"hflow makes the field {taken[0]!r} of episodes that return a list. Rename yours")
+        if not results.is_list:
+            return results
+        if len(self.models) > 1:
+            raise error(
+                "a list of trajectories is for episodes of one model. Return one Trajectory for each model"
+            )
+        return replace(results, fields=(*results.fields, *EPISODE_FIELDS))
 
     def draw(self) -> str:
         """Return the node's Graphviz shape."""

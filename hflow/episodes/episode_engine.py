@@ -116,7 +116,8 @@ class EpisodeEngine:
             None if on_part is None else self._part_sink(on_part, start, offered, params.stop),
         )
         text = cut_at_stop(self._tokenizer.decode_answer(generated.ids), params.stop)
-        return append_turn(start, generated, text, self._parse_calls(text, offered))
+        turn = append_turn(start, generated, text, self._parse_calls(text, offered))
+        return dataclasses.replace(turn, draws=(*start.draws, (len(start.input_ids), self._seed)))
 
     def endpoint(self) -> AbstractAsyncContextManager[EpisodeEndpoint]:
         """Return a context manager that opens an HTTP endpoint with OpenAI's API for this episode.

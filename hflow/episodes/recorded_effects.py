@@ -15,7 +15,7 @@ from hflow.base.errors import EpisodeError, HflowError
 from hflow.data.text.tool_formats.tools import Tool, tool_name
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
-from hflow.episodes.journal import Journal, JournalRecorder, can_replay, completion_request
+from hflow.episodes.journal import Journal, JournalRecorder, completion_request
 from hflow.processes.error_location import error_line
 from hflow.sandboxes.providers import Sandboxes
 from hflow.types import EpisodeState

@@ -16,9 +16,11 @@ from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, stat
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields
 from hflow.graph.framework_reads import (
+    check_lists,
     check_prox,
     check_recorded_kinds,
     computes_own_prox,
+    cut_parameters,
     framework_parameters,
     replayed_parameters,
     resolve_prox,
@@ -41,6 +43,7 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
     framework = (
         *framework_parameters(node, trains_own_samples(node, spec, assignment)),
         *replayed_parameters(node, spec, assignment),
+        *cut_parameters(node, spec, assignment),
     )
     reads: list[Read] = []
     unbound: list[str] = []
@@ -209,6 +212,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     )
     check_graph(graph)
     check_recorded_kinds(graph)
+    check_lists(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 
 

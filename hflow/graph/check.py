@@ -12,7 +12,7 @@ from hflow.base.errors import RecipeError
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.errors import format_problem, recipe_error
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec, RecipeSpec
+from hflow.graph.ir import EPISODE_FIELDS, EdgeKind, Graph, Level, Node, NodeSpec, RecipeSpec
 from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
 from hflow.types.engine import find_sampling_problem
@@ -348,7 +348,8 @@ def _unused(graph: Graph, node: Node) -> Iterator[str]:
         is_read = any(
             r.producer == node.name and r.field == result.field for n in graph.nodes for r in n.reads
         )
-        if not is_logged and not is_read:
+        is_own = node.spec.verb != "generate" or result not in EPISODE_FIELDS
+        if is_own and not is_logged and not is_read:
             yield format_problem(node.spec.where, node.name, f"no node reads {result.field!r}")
 
 

@@ -7,6 +7,10 @@ infer node (`actor_inf`) on the trained model computes them, with `loglinear` th
 **Replayed records**: an option of a generate node adds what its engine records beside tokens to its stream,
 as a field (`RecordedKind`). Where this is replayed, every train and infer node that runs the generating model
 on the stream reads it, without its body.
+
+**The cut of episodes**: where an episode returns a list of trajectories, its sample has their tokens one
+after the other. Every train and infer node of the stream reads the trajectory of each token, to compute each
+by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 from hflow.types.recorded import requested_kinds
+from hflow.types.trajectory import TRAJECTORY
 
 PROX = "prox_logprobs"
 _INTERPOLATING = ("loglinear", "metrics")
@@ -153,6 +158,51 @@ def replayed_parameters(
     return tuple(
         Parameter(f"@{kind.name}", kind.name, kind.unit, "tensor") for kind in kinds if kind.is_replayed
     )
+
+
+def cut_parameters(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment) -> tuple[Parameter, ...]:
+    """Return the parameter with which a train or infer node reads the trajectory of each token."""
+    source = assignment.stream(assignment.stream_of[node.name]).source
+    is_cut = any(other.name == source and other.returns_list for other in spec.nodes)
+    if node.verb not in ("train", "infer") or not is_cut:
+        return ()
+    return (Parameter(f"@{TRAJECTORY}", TRAJECTORY, Unit.TOKEN, "tensor"),)
+
+
+def check_lists(graph: Graph) -> None:
+    """Check that what reads the samples of episodes that return a list of trajectories can divide them.
+
+    Raises:
+        RecipeError: if the list derives from another stream, records a whole sequence, or a node computes
+            something that a sample has only once.
+    """
+    for node in graph.nodes:
+        source = graph.node(graph.stream(node.stream).source)
+        if source.spec.returns_list and (problem := _list_problem(graph, node, is_source=node is source)):
+            raise recipe_error(
+                node.spec.where, node.name, f"{problem}; {source.name} returns a list of trajectories"
+            )
+
+
+def _list_problem(graph: Graph, node: Node, *, is_source: bool) -> str | None:
+    """Return the reason why a node cannot work on samples of several trajectories, with the fix."""
+    spec = node.spec
+    if is_source:
+        if graph.stream(node.stream).parent is not None:
+            return "a stream that derives from another has one trajectory per sample. Return a Trajectory"
+        wholes = [kind for kind in requested_kinds(dict(spec.options)) if kind.unit is not Unit.TOKEN]
+        return f"{wholes[0].option} is for single trajectories. Remove it" if wholes else None
+    if spec.verb not in ("train", "infer"):
+        return None
+    head = graph.model(spec.models[0]).head
+    units = {returned.unit for returned in spec.returns}
+    if head != "lm":
+        return f"a model with head={head!r} has no values or scores of episodes yet. Remove this node"
+    if spec.verb == "infer" and units != {Unit.TOKEN}:
+        return "an infer node can only return PerToken there. Reduce it in a compute node"
+    if Unit.GROUP in units:
+        return "a loss per group compares sequences, not episodes. Return a loss PerToken or PerSequence"
+    return "a first pass is for single trajectories. Use another train node" if spec.has_first_pass else None
 
 
 def check_recorded_kinds(graph: Graph) -> None:

@@ -17,6 +17,7 @@ import networkx as nx
 from hflow.graph.errors import SourceLocation
 from hflow.graph.model import Model
 from hflow.types import Unit
+from hflow.types.trajectory import TRAJECTORIES, TRAJECTORY
 
 TRAJECTORY_FIELDS: Mapping[str, Unit] = {
     "input_ids": Unit.TOKEN,
@@ -98,6 +99,13 @@ class Returned:
     """The type that the body returns: `tensor`, `float`, `bool`, `list[float]`, `dict` ..."""
 
 
+EPISODE_FIELDS = (
+    Returned(TRAJECTORY, Unit.TOKEN, "list[int]"),
+    Returned(TRAJECTORIES, Unit.JSON, "list[dict]"),
+)
+"""Fields that hflow makes of a list of trajectories, beside those that the body of its episode returns."""
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """A dataset as the recipe declares it: its name and typed columns."""
@@ -163,6 +171,11 @@ class NodeSpec:
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of a decorator option."""
         return dict(self.options).get(name, default)
+
+    @property
+    def returns_list(self) -> bool:
+        """Whether it is a generate node whose episodes return any number of trajectories."""
+        return self.verb == "generate" and EPISODE_FIELDS[0] in self.returns
 
     @property
     def knob_values(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class Sequences:
     """The layout of S sequences in P groups, packed into T tokens.
 
-    Learned tokens are those that the policy generated, or that a written example teaches.
+    Learned tokens are those that the policy generated, or that a written example teaches. A sequence is a
+    sample; for train and infer bodies it is a trajectory, of which a sample may have several.
 
     Attributes:
         offsets: int64 `[S + 1]`, sequence s is tokens `offsets[s]:offsets[s + 1]`.

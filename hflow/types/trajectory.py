@@ -1,4 +1,4 @@
-"""`Trajectory`: the tokens of one sample, with their log-probs and the weights that generated them."""
+"""`Trajectory`: tokens with their log-probs and the weights that generated them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from hflow.types.recorded import Recorded, check_recorded
 STOP_REASONS = ("stop", "length", "tool_calls", "abort")
 """Why a generation ended."""
 
+TRAJECTORY = "trajectory"
+"""The field with the trajectory of each token, counted from 0 in its episode."""
+TRAJECTORIES = "trajectories"
+"""The field with messages, completion and counts of each trajectory of an episode."""
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -23,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample, immutable. Its four tuples of tokens have the same length.
+    """A sample, or a part of one, immutable. Its four tuples of tokens have the same length.
 
     A generated token has `loss_mask` True, the log-prob at which it was drawn, and the version of the weights
     that drew it. Tokens of prompts, templates and tools have `loss_mask` False, `behav_logprobs` 0.0 and
@@ -47,6 +52,10 @@ class Trajectory:
     recorded: Recorded = field(default_factory=dict, repr=False, hash=False)
     """What its engine recorded beside tokens, by kind (`RecordedKind`). The last drawn token has no entry, as
     it was not computed."""
+    draws: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+    """The completions that generated its turns, in order: the position of the first token, and the seed.
+    A token depends on the tokens before it, the seed and its position, so trajectories that begin with the
+    same tokens of the same seeds share these draws."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}

@@ -484,6 +484,20 @@ class WeightsLoaded:
 
 
 @dataclass(frozen=True)
+class TrajectoryCounts:
+    """One of several trajectories that an episode returned."""
+
+    length: int
+    """All its tokens."""
+    num_learned: int
+    """Without those that are learned in an earlier trajectory of the episode."""
+    num_turns: int
+    oldest: int
+    """Lowest weight version among its learned tokens; -1 if there is none."""
+    newest: int
+
+
+@dataclass(frozen=True)
 class SampleReady:
     """A source finished a sample; its trajectories are in this worker's store."""
 
@@ -501,6 +515,8 @@ class SampleReady:
     num_turns: int = 0
     value: float | None = None
     """The reported field, as in `ComputeReady`."""
+    trajectories: tuple[TrajectoryCounts, ...] = ()
+    """The members of a sample whose episode returns a list."""
 
 
 @dataclass(frozen=True)

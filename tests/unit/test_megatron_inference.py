@@ -65,9 +65,10 @@ def test_stages_receive_only_the_columns_that_they_read(directory):
         assert minibatch.totals == {Unit.TOKEN: 7}
         for part, rows in zip(minibatch.microbatches, ([0, 1], [2]), strict=True):
             whole = batch.take(rows)
-            names = {"input_ids", "routed_experts"} if rank < 2 else {*whole.columns, "is_learned"}
+            added = {"is_learned", "num_learned", "num_sequences"}
+            names = {"input_ids", "routed_experts"} if rank < 2 else {*whole.columns, *added}
             assert part.columns.keys() == names
-            for name in names - {"is_learned", "loss_mask"}:
+            for name in names - {*added, "loss_mask"}:
                 values = part.columns[name].values
                 assert values.dtype == whole.columns[name].values.dtype
                 assert np.array_equal(values, whole.columns[name].values)

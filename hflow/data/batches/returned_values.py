@@ -13,6 +13,7 @@ It is one table, which docs/nodes.md shows to users:
 | `dict`, `list[dict]` | what JSON can hold: no NaN, and only strings as keys | dict, list |
 | `Metrics` | a dict of numbers | dict of floats |
 | `Trajectory` | see `checked_trajectory` | `Trajectory` |
+| `list[Trajectory]`, of an episode | at least one | one sample |
 
 Scalars and arrays of numpy and torch count as the Python numbers and lists of their values, with a gradient
 or without. Everything else is a `ReturnError`, which refuses what an exception of the body would refuse: the

@@ -118,7 +118,8 @@ class EpisodeEndpoint:
         if len(found) > 1:
             raise EpisodeError(
                 f"the agent's requests made {len(found)} trajectories: {self._conversations[1].why_new}. "
-                "Return one of endpoint.trajectories, or let the agent send every conversation back as it was"
+                "Return endpoint.trajectories from a body with '-> list[Trajectory]', or let the agent send "
+                "every conversation back as it was"
             )
         return found[0]
 
@@ -330,6 +331,7 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
         behav_logprobs=trajectory.behav_logprobs[:end],
         versions=trajectory.versions[:end],
         recorded=cut_recorded(trajectory.recorded, end),
+        draws=trajectory.draws[:num_turns],
         messages=trajectory.messages[: turn.num_recorded],
         num_turns=num_turns,
         tools=trajectory.tools,

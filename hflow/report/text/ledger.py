@@ -16,7 +16,7 @@ from hflow.base.terminal import safe_text
 from hflow.base.text import pluralize
 
 if TYPE_CHECKING:
-    from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory
+    from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory, SampleTrajectory
     from hflow.runtime.records.body_log import LoggedLine
 
 
@@ -134,6 +134,8 @@ def _made(story: SampleHistory) -> Iterator[Line]:
         yield restart.at, "begun again", restart.reason
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
+    for number, member in enumerate(story.trajectories if len(story.trajectories) > 1 else (), 1):
+        yield None, "", f"trajectory {number}: {_member(member)}"
     for weights in story.weights:
         yield None, "", f"version {weights.version} on {weights.replica} has the checksum {weights.digest}"
 
@@ -141,11 +143,22 @@ def _made(story: SampleHistory) -> Iterator[Line]:
 def _tokens(story: SampleHistory) -> str:
     sample = story.sample
     turns = f" in {sample['turns']} turns" if sample["turns"] > 1 else ""
-    text = f"{sample['tokens']:,} tokens{turns} ({sample['length']:,} with the prompt)"
+    num = len(story.trajectories)
+    family = f", {num:,} {'trajectory' if num == 1 else 'trajectories'}" if num else ""
+    text = f"{sample['tokens']:,} tokens{turns}{family} ({sample['length']:,} with the prompt)"
     if len(story.segments) == 1:
         return f"{text}, by version {story.segments[0][0]}"
     runs = ", then ".join(f"{num:,} by version {version}" for version, num in story.segments)
     return f"{text}: {runs}" if runs else text
+
+
+def _member(member: SampleTrajectory) -> str:
+    turns = f" in {member.turns} turns" if member.turns > 1 else ""
+    text = f"{member.tokens:,} tokens{turns} ({member.length:,} with the prompt)"
+    if member.oldest is None:
+        return text
+    versions = member.oldest if member.oldest == member.newest else f"{member.oldest} to {member.newest}"
+    return f"{text}, by version {versions}"
 
 
 def _judged(story: SampleHistory) -> Iterator[Line]:

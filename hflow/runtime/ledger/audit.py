@@ -11,7 +11,7 @@ from hflow.runtime.ledger.schema import open_ledger, survives
 NUM_EXAMPLES = 3
 """Samples that the text of a violation names."""
 
-SAMPLE_TABLES = ("finished", "segments", "accepted", "ends")
+SAMPLE_TABLES = ("finished", "segments", "trajectories", "accepted", "ends")
 
 
 def audit(path: Path) -> list[str]:

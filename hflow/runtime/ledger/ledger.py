@@ -28,7 +28,7 @@ from hflow.runtime.ledger.rows import (
     SamplesRestarted,
     WeightsVerified,
 )
-from hflow.runtime.ledger.schema import DRAWN, FORMAT, NUM_COLUMNS, TABLES, VIEW, survives
+from hflow.runtime.ledger.schema import FORMAT, NUM_COLUMNS, TABLES, VIEW, create_later_tables, survives
 from hflow.runtime.ledger.writer import Writer, write_error
 from hflow.workers.interface import ComputeReady, NodeResult, SampleReady
 
@@ -150,6 +150,7 @@ def rewind(path: Path, step: int, position: int) -> None:
     try:
         if not step and not database.execute("SELECT 1 FROM sqlite_master").fetchone():
             return  # the run ended before it recorded anything
+        create_later_tables(database)
         where = f"step = ? AND seq <= ? AND {survives('steps')}"
         found = database.execute(f"SELECT 1 FROM steps WHERE {where}", (step - 1, position)).fetchone()
         if step and not found:
@@ -200,7 +201,7 @@ def _prepare(database: sqlite3.Connection, header: Header) -> tuple[float, int]:
     database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
     if not _is_created(database):
         _create(database, header)
-    database.executescript(DRAWN)
+    create_later_tables(database)
     return _started_at(database), _last_seq(database)
 
 

@@ -164,6 +164,11 @@ class RowBuilder:
         rows = self._tables["segments"]
         for number, (version, tokens) in enumerate(record.segments):
             rows += (stream, sample, seq, number, version, tokens)
+        rows = self._tables["trajectories"]
+        for number, member in enumerate(record.trajectories):
+            versions = (member.oldest, member.newest) if member.oldest >= 0 else (None, None)
+            rows += (stream, sample, seq, number, member.length, member.num_learned, member.num_turns)
+            rows += versions
 
     def _add_computed(self, record: ComputeReady, seq: int, time: int) -> None:
         self._tables["computed"] += (self._nodes[record.node], record.key, seq, time, record.value)

@@ -47,6 +47,19 @@ class WeightsUsed:
 
 
 @dataclass(frozen=True)
+class SampleTrajectory:
+    """One of the trajectories of a sample whose episode returned a list."""
+
+    length: int
+    """All its tokens."""
+    tokens: int
+    """Tokens that were generated, without those that an earlier trajectory has."""
+    turns: int
+    oldest: int | None
+    newest: int | None
+
+
+@dataclass(frozen=True)
 class SampleRestart:
     """The sample began again, as the worker on which it was in flight had failed."""
 
@@ -77,6 +90,8 @@ class SampleHistory:
     restarts: tuple[SampleRestart, ...] = ()
     drawn: str | None = None
     """Why a sampler chose its row; None: there was no sampler."""
+    trajectories: tuple[SampleTrajectory, ...] = ()
+    """The members of a sample whose episode returned a list, in its order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return one object: the columns of the sample's row, and the other attributes."""
@@ -157,12 +172,18 @@ def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHisto
             )
         ),
         drawn=_drawn(database, stream, row["group_id"]),
+        trajectories=tuple(
+            SampleTrajectory(*row)
+            for row in database.execute(
+                "SELECT length, tokens, turns, oldest, newest FROM trajectories AS t "
+                f"WHERE stream = ? AND sample = ? AND {survives('t')} ORDER BY number",
+                (stream, sample),
+            )
+        ),
     )
 
 
 def _drawn(database: sqlite3.Connection, stream: int, group: int) -> str | None:
-    if not database.execute("SELECT 1 FROM main.sqlite_master WHERE name = 'drawn'").fetchone():
-        return None
     row = database.execute(
         f"SELECT reason FROM drawn AS d WHERE stream = ? AND group_id = ? AND {survives('d')}",
         (stream, group),

@@ -5,10 +5,12 @@ group at once, so these share one. Times are milliseconds since the run's start.
 its stream and its id. Tables are clustered by sample, so that they need no index.
 
 issued      a sample was admitted: row of the dataset, worker, version of the engine's weights
-drawn       why a sampler chose the row of a group; files of runs before there were samplers do not have it
+drawn       why a sampler chose the row of a group
 restarted   it was in flight on a worker that failed, and begins again on the process that took its place
 finished    its source is done: its tokens
 segments    consecutive tokens that one version generated
+trajectories
+            the members of a sample whose episode returned a list
 computed    a node is done with a sample or group: when, and the number that it gave
 accepted    the remaining members of its group passed all nodes
 batches     the batch of a step was formed (on a side stream: the evaluation of a version is over)
@@ -26,6 +28,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from hflow.base.errors import ConfigError
@@ -78,11 +81,25 @@ CREATE TABLE rewinds (
 CREATE TABLE closings (seq INTEGER PRIMARY KEY, time INTEGER, reason TEXT NOT NULL);
 """
 
-DRAWN = """
-CREATE TABLE IF NOT EXISTS drawn (
-    stream INTEGER, group_id INTEGER, seq INTEGER, time INTEGER, reason TEXT NOT NULL,
-    PRIMARY KEY (stream, group_id, seq)) WITHOUT ROWID;
-"""
+LATER_TABLES = {
+    "drawn": """
+        stream INTEGER, group_id INTEGER, seq INTEGER, time INTEGER, reason TEXT NOT NULL,
+        PRIMARY KEY (stream, group_id, seq)""",
+    "trajectories": """
+        stream INTEGER, sample INTEGER, seq INTEGER, number INTEGER, length INTEGER NOT NULL,
+        tokens INTEGER NOT NULL, turns INTEGER NOT NULL, oldest INTEGER, newest INTEGER,
+        PRIMARY KEY (stream, sample, seq, number)""",
+}
+"""Table that files of version 0.1 lack -> its columns."""
+
+
+def create_later_tables(database: sqlite3.Connection, kind: Literal["TABLE", "TEMP TABLE"] = "TABLE") -> None:
+    """Create those of `LATER_TABLES` that a ledger lacks; as temporary ones, to read it."""
+    names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    for name, columns in LATER_TABLES.items():
+        if name not in names:
+            database.execute(f"CREATE {kind} {name} ({columns}) WITHOUT ROWID")
+
 
 NUM_COLUMNS = {
     "issued": 8,
@@ -90,6 +107,7 @@ NUM_COLUMNS = {
     "restarted": 5,
     "finished": 9,
     "segments": 6,
+    "trajectories": 9,
     "computed": 5,
     "accepted": 4,
     "ends": 9,
@@ -187,6 +205,7 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
         database.executescript(VIEW.replace("CREATE", "CREATE TEMP", 1))  # older files have other columns
+        create_later_tables(database, "TEMP TABLE")
         row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
         if row is not None and row[0] == FORMAT:
             database.execute(f"SELECT {', '.join(map(_quoted, COLUMNS))} FROM samples LIMIT 0")

@@ -103,7 +103,7 @@ class TorchModel(ModelBackend):
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        check_sequences(self.settings.name, self._model.config, shards)
+        check_sequences(call, self.settings.name, self._model.config, shards)
         with self.on_device():
             return self._runner.infer(call, shards)
 
@@ -112,7 +112,7 @@ class TorchModel(ModelBackend):
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
-        check_sequences(self.settings.name, self._model.config, batches)
+        check_sequences(call, self.settings.name, self._model.config, batches)
         with self._offload.on_device(training=True, changes=True):
             return self._runner.train(self._optimizer, call, shards, step)
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.batch_arguments import bind_batch, unpack_batch
+from hflow.data.batches.trajectory_rows import join_trajectories
 from hflow.training.interface import NodeCall
-from hflow.training.loop.inputs import PackedBatch, prepare_batch
+from hflow.training.loop.inputs import PackedBatch, cut, prepare_batch
 from hflow.training.loop.microbatches import MicrobatchSplitter, Minibatch
 from hflow.types import Output, Unit
 
@@ -30,7 +31,8 @@ def run_infer(
         splitter: splits them into micro-batches. Agrees with the other data indices (a collective).
         run_forwards: runs the forward passes and the body.
     """
-    prepared = [prepare_batch(shard, splitter.head) for shard in shards if len(shard)]
+    cuts = [cut(call, shard) if len(shard) else shard for shard in shards]
+    prepared = [prepare_batch(sequences, splitter.head) for sequences in cuts if len(sequences)]
     merged = Batch.concat(prepared) if prepared else None
     rows = [] if merged is None else splitter.rows(call, merged)
     batches = tuple(merged.take(indices) for indices in rows) if merged is not None else ()
@@ -39,8 +41,11 @@ def run_infer(
         return [_no_rows(call, shard) for shard in shards]
     order = np.argsort(np.concatenate([np.asarray(indices) for indices in rows]))
     ordered = Batch.concat(results).take(order)
-    bounds = accumulate((len(shard) for shard in shards), initial=0)
-    return [ordered.take(np.arange(start, end)) for start, end in pairwise(bounds)]
+    bounds = pairwise(accumulate(map(len, cuts), initial=0))
+    return [
+        join_trajectories(ordered.take(np.arange(start, end)), shard)
+        for shard, (start, end) in zip(shards, bounds, strict=True)
+    ]
 
 
 def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batch:

@@ -21,23 +21,25 @@ from hflow.base.errors import BackendError, RunError
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.batch_arguments import FRAMEWORK_READ, get_column, sequences_of, to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing, share_prefixes
+from hflow.data.batches.trajectory_rows import cut_trajectories
 from hflow.models.expert_replay import ReplayedExperts, replayed_experts
 from hflow.models.hf_config import max_length
 from hflow.models.packed_attention import PackedLayout, SharedRows
 from hflow.training.interface import NodeCall
 from hflow.types import Sequences, Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.trajectory import TRAJECTORY
 
 
-def check_sequences(model: str, config: PreTrainedConfig, batches: Iterable[Batch]) -> None:
-    """Check that a model has positions and embeddings for every sequence.
+def check_sequences(call: NodeCall, model: str, config: PreTrainedConfig, batches: Iterable[Batch]) -> None:
+    """Check that a model has positions and embeddings for every sequence that a node computes.
 
     Raises:
         BackendError: if a sequence is too long or has a token outside the vocabulary.
     """
     longest, name = max_length(config), f"model {model!r}"
     for batch in (batch for batch in batches if len(batch)):
-        num_tokens = int(batch.lengths.max())  # host: numpy
+        num_tokens = int(cut(call, batch).lengths.max())  # host: numpy
         if longest is not None and num_tokens > longest:
             raise BackendError(
                 f"a sequence has {num_tokens} tokens, but {name} has positions for {longest} "
@@ -66,6 +68,8 @@ def check_temperature(call: NodeCall) -> None:
 
 LEARNED = "is_learned"
 """Column that `prepare_batch` adds: which sequences count in means over sequences."""
+NUM_SEQUENCES, NUM_LEARNED = "num_sequences", "num_learned"
+"""Columns that `prepare_batch` adds: the sequences that count, and learned tokens, of each row's sample."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,20 @@ class PackedBatch(PackedTokens):
     """Number of entries of each unit that count."""
 
 
+def cut(call: NodeCall, batch: Batch) -> Batch:
+    """Return the batch with the sequences that a node computes: its samples, or their trajectories."""
+    is_cut = any(read.parameter == FRAMEWORK_READ + TRAJECTORY for read in call.reads)
+    return cut_trajectories(batch) if is_cut else batch
+
+
 def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
-    """Return the batch with its final `loss_mask` and the column `is_learned`.
+    """Return the batch with its final `loss_mask`, and columns that say which sequences count.
 
     The first token of a sequence has no prediction, so it is never learned. A sequence counts if any of its
     tokens is learned; for a `score` head it counts unless the mask excludes it.
 
     Args:
-        batch: has `loss_mask`.
+        batch: has `loss_mask`, and all sequences of its samples.
         head: the model's head.
         mask_field: bool column, per token or per sequence, that excludes more entries.
     """
@@ -131,17 +141,28 @@ def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Bat
         mask &= flags if extra.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)
         kept = _any_by_sequence(flags, batch) if extra.unit is Unit.TOKEN else flags
     learned = kept if head == "score" else _any_by_sequence(mask, batch)
+    _, sample = np.unique(batch.samples, return_inverse=True)
+    num_sequences = np.bincount(sample, weights=learned)[sample].astype(np.int64)
+    num_learned = np.bincount(np.repeat(sample, batch.lengths), weights=mask)[sample].astype(np.int64)
     return batch.with_columns(
-        {"loss_mask": Column(Unit.TOKEN, mask), LEARNED: Column(Unit.SEQUENCE, learned)}
+        {
+            "loss_mask": Column(Unit.TOKEN, mask),
+            LEARNED: Column(Unit.SEQUENCE, learned),
+            NUM_SEQUENCES: Column(Unit.SEQUENCE, num_sequences),
+            NUM_LEARNED: Column(Unit.SEQUENCE, num_learned),
+        }
     )
 
 
 def count_valid(batch: Batch) -> dict[Unit, int]:
-    """Count the tokens, sequences and groups of a prepared batch that are learned."""
+    """Count the tokens, samples and groups of a prepared batch that are learned.
+
+    A loss per sequence is averaged over samples, however many sequences they have.
+    """
     learned = np.asarray(batch.columns[LEARNED].values)
     return {
         Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
-        Unit.SEQUENCE: int(learned.sum()),
+        Unit.SEQUENCE: len(np.unique(batch.samples[learned])),
         Unit.GROUP: len(np.unique(batch.groups[learned])),
     }
 
@@ -187,7 +208,7 @@ def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype, replays: 
             Unit.SEQUENCE: learned,
             Unit.GROUP: seqs.group_sum(learned.long()) > 0,
         },
-        num_valid=count_valid(batch),
+        num_valid={**count_valid(batch), Unit.SEQUENCE: int(np.sum(batch.columns[LEARNED].values))},
     )
 
 

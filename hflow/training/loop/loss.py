@@ -39,7 +39,7 @@ from hflow.training.interface import (
     ENGINE_KL,
     NodeCall,
 )
-from hflow.training.loop.inputs import PackedBatch
+from hflow.training.loop.inputs import NUM_LEARNED, NUM_SEQUENCES, PackedBatch
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.training.loop.prox import PROX, UpdateProgress, computed_fields, prox_errors
 from hflow.types import Output, Unit
@@ -109,7 +109,7 @@ class Loss:
     unit: Unit
     reduction: str
     totals: dict[Unit, int]
-    """Entries of each unit that count in the whole minibatch, over all ranks."""
+    """Tokens, samples and groups that count in the whole minibatch, over all ranks."""
     progress: UpdateProgress
 
     def microbatch_loss(self, packed: PackedBatch, output: Output, metrics: MetricAccumulator) -> Tensor:
@@ -161,21 +161,26 @@ def entry_weights(reduction: str, packed: PackedBatch, totals: Mapping[Unit, int
     Args:
         reduction: one that `check_reduction` accepted.
         packed: the micro-batch.
-        totals: entries of each unit that count in the whole minibatch, over all ranks.
+        totals: tokens, samples and groups that count in the whole minibatch, over all ranks.
 
     Returns:
         `[T]`, `[S]` or `[P]`, by the reduction's unit. `token-sum/N` divides by the constant N; `seq-mean-*`
-        by the number of sequences; `seq-mean-token-mean` also by each sequence's learned tokens.
+        by the number of samples; `seq-mean-token-mean` also by each sample's learned tokens, and `seq-mean`
+        by its sequences.
     """
+
+    def of_samples(column: str) -> Tensor:
+        return to_tensor(packed.batch.columns[column].values, packed.input_ids.device).clamp(min=1)
+
     if reduction == "group-mean":
         return packed.valid[Unit.GROUP] / totals[Unit.GROUP]
     if reduction == "seq-mean":
-        return packed.valid[Unit.SEQUENCE] / totals[Unit.SEQUENCE]
+        return packed.valid[Unit.SEQUENCE] / of_samples(NUM_SEQUENCES) / totals[Unit.SEQUENCE]
     tokens = packed.valid[Unit.TOKEN].float()
     if reduction == "token-mean":
         return tokens / totals[Unit.TOKEN]
     if reduction.startswith("token-sum/"):
         return tokens / int(reduction.removeprefix("token-sum/"))
     if reduction == "seq-mean-token-mean":
-        tokens = tokens / packed.seqs.count().clamp(min=1)[packed.seqs.index]
+        tokens = tokens / of_samples(NUM_LEARNED)[packed.seqs.index]
     return tokens / totals[Unit.SEQUENCE]

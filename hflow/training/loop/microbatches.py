@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.device_copy import to_device
 from hflow.training.interface import NodeCall, TrainShard
-from hflow.training.loop.inputs import count_valid, prepare_batch
+from hflow.training.loop.inputs import count_valid, cut, prepare_batch
 from hflow.types import Unit
 
 _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
@@ -22,14 +22,14 @@ _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One rank's samples of a minibatch, prepared and split into micro-batches."""
+    """One rank's sequences of a minibatch, prepared and split into micro-batches."""
 
     microbatches: tuple[Batch, ...]
     num_microbatches: int
     """The largest number on any rank. Every rank runs this many forward passes, the surplus ones on
     placeholders."""
     totals: dict[Unit, int]
-    """Entries of each unit that count in the whole minibatch, over all ranks."""
+    """Tokens, samples and groups that count in the whole minibatch, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MicrobatchSplitter:
         """
         mask = call.options.get("mask")
         prepared = [
-            [prepare_batch(part, self.head, mask) for part in parts if len(part)]
+            [prepare_batch(cut(call, part), self.head, mask) for part in parts if len(part)]
             for parts in zip(*(shard.minibatches for shard in shards), strict=True)
         ]
         merged = [Batch.concat(parts) if parts else None for parts in prepared]

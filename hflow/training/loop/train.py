@@ -197,8 +197,8 @@ def _likely_cause(minibatch: Minibatch, group: ProcessGroup | None) -> str:
 
 
 def _samples(minibatch: Minibatch) -> list[int]:
-    """Return this rank's samples of a minibatch."""
-    return [int(sample) for batch in minibatch.microbatches for sample in batch.samples]
+    """Return this rank's samples of a minibatch. One of several trajectories is there once."""
+    return list(dict.fromkeys(int(sample) for batch in minibatch.microbatches for sample in batch.samples))
 
 
 def _infinite_input(minibatch: Minibatch) -> tuple[str | None, list[int]]:

@@ -59,7 +59,7 @@ class MegatronModel(ModelBackend):
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         check_temperature(call)
-        check_sequences(self.settings.name, self._stage.hf_config, shards)
+        check_sequences(call, self.settings.name, self._stage.hf_config, shards)
         with self.on_device():
             return self._runner.infer(call, shards)
 
@@ -69,7 +69,7 @@ class MegatronModel(ModelBackend):
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         check_temperature(call)
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
-        check_sequences(self.settings.name, self._stage.hf_config, batches)
+        check_sequences(call, self.settings.name, self._stage.hf_config, batches)
         with self._offload.on_device(training=True, changes=True):
             metrics = self._runner.train(self._optimizer, call, shards, step)
             self._optimizer.finish_gather()

@@ -7,9 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from hflow.base.errors import shorten
+from hflow.data.batches.batch import Batch
+from hflow.data.batches.trajectory_rows import cut_trajectories
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.planner.plan.rows import Plan
+from hflow.types.trajectory import TRAJECTORIES, TRAJECTORY
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -44,23 +49,45 @@ class SampleTexts:
             ]
 
     def _texts(self, stream: str, tokenizer: TextTokenizer, samples: Sequence[int]) -> Iterator[SampleText]:
-        names = ("input_ids", "loss_mask", "messages", "behav_logprobs", "versions")
+        names: tuple[str, ...] = ("input_ids", "loss_mask", "behav_logprobs", "versions", "messages")
+        names += (TRAJECTORY, TRAJECTORIES) if self._returns_list(stream) else ()
         fields = [f"{stream}/{name}" for name in names]
         batch = self._store.gather_if_present(stream, fields, samples)
         if batch is None:  # one of them was released meanwhile
             return
-        ids, mask, messages, logprobs, versions = (batch.columns[name].values for name in names)
+        if self._returns_list(stream):
+            batch = cut_trajectories(batch)
+        turns: dict[int, list[SampleTurn]] = {}
+        messages = _messages_of(batch)
+        ids, mask, logprobs, versions = (batch.columns[name].values for name in names[:4])
         offsets = batch.offsets.tolist()
         for row, sample in enumerate(batch.samples.tolist()):
             tokens = slice(offsets[row], offsets[row + 1])
             drawn = list(zip(map(float, logprobs[tokens]), map(int, versions[tokens]), strict=True))
-            turns = split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn)
-            yield SampleText(stream, sample, int(batch.groups[row]), tuple(turns))
+            turns.setdefault(sample, []).extend(
+                split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn)
+            )
+        groups = dict(zip(batch.samples.tolist(), batch.groups.tolist(), strict=True))
+        for sample, parts in turns.items():
+            yield SampleText(stream, sample, groups[sample], tuple(parts))
+
+    def _returns_list(self, stream: str) -> bool:
+        graph = self._plan.graph
+        return graph.node(graph.stream(stream).source).spec.returns_list
 
     def _tokenizer(self, model: str) -> TextTokenizer:
         if model not in self._tokenizers:
             self._tokenizers[model] = TextTokenizer(self._settings[model])
         return self._tokenizers[model]
+
+
+def _messages_of(batch: Batch) -> list[Any]:
+    """Return the messages of each row: those of its sample, or of its trajectory of the sample."""
+    if TRAJECTORIES not in batch.columns:
+        return list(batch.columns["messages"].values)
+    numbers = np.asarray(batch.columns[TRAJECTORY].values)[batch.offsets[:-1]]
+    members = batch.columns[TRAJECTORIES].values
+    return [of_sample[number]["messages"] for of_sample, number in zip(members, numbers, strict=True)]
 
 
 def split_turns(

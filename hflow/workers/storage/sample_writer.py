@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -18,12 +18,14 @@ from hflow.data.batches.returned_values import (
     checked_trajectory,
     split_result,
 )
+from hflow.graph.ir import EPISODE_FIELDS
 from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit
 from hflow.types.recorded import RecordedKind, RowFormat, requested_kinds
-from hflow.workers.interface import NodeProgram, SampleReady
+from hflow.workers.interface import NodeProgram, SampleReady, TrajectoryCounts
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
+from hflow.workers.storage.trajectory_list import described, index_of_tokens, join, without_repeated_draws
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class SampleResult:
     """What the body of a source returned for one sample, as plain values."""
 
     trajectories: tuple[Trajectory, ...]
-    """One per stream that the source opens."""
+    """One per stream that the source opens. Of an episode that returns a list, all tokens of the list."""
     fields: tuple[tuple[Any, ...], ...]
     """The returned fields, for each stream."""
     metrics: Mapping[str, float]
     recorded: tuple[dict[str, Column], ...]
     """What is stored of the record of each trajectory, by kind."""
+    members: tuple[Trajectory, ...] = ()
+    """The list, if the episode returns one."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class SampleWriter:
         streams: the streams that the source opens, in the order in which its body returns trajectories.
         store: where samples are stored.
         recorded: the kinds of which the streams have a field, and the formats of their entries.
+        returns_list: whether an episode returns a list of trajectories.
     """
 
     program: NodeProgram
     streams: tuple[str, ...]
     store: SampleStore
     recorded: tuple[tuple[RecordedKind, RowFormat], ...] = ()
+    returns_list: bool = False
 
     @classmethod
     def for_node(cls, program: NodeProgram, plan: Plan, store: SampleStore) -> SampleWriter:
@@ -62,7 +68,7 @@ class SampleWriter:
         kinds, shapes = requested_kinds(program.options), dict(plan.shapes)
         formats = [(kind, kind.row_format(shapes[program.models[0]])) for kind in kinds]
         recorded = tuple((kind, form) for kind, form in formats if form is not None)
-        return cls(program, streams, store, recorded)
+        return cls(program, streams, store, recorded, plan.graph.node(program.name).spec.returns_list)
 
     def read(self, result: Any) -> SampleResult:
         """Return a body's result for one sample, checked.
@@ -71,6 +77,8 @@ class SampleWriter:
             ReturnError: when that is not what it declares.
         """
         program = self.program
+        if self.returns_list:
+            return self._read_list(result)
         declared = (*((stream, "trajectory") for stream in self.streams), *program.returns)
         results, metrics = split_result(program.name, declared, program.metrics, result)
         num_streams = len(self.streams)
@@ -81,6 +89,30 @@ class SampleWriter:
             tuple(returns.read_fields(results[num_streams:], (len(x.input_ids),)) for x in trajectories),
             checked_metrics(program.name, metrics),
             tuple(map(self._pack_recorded, trajectories)),
+        )
+
+    def _read_list(self, result: Any) -> SampleResult:
+        """Return the checked result of an episode that returns a list of trajectories."""
+        program, num_made = self.program, len(EPISODE_FIELDS)
+        own = program.returns[:-num_made]
+        declared = ((self.streams[0], "trajectory"), *own)
+        (returned, *values), metrics = split_result(program.name, declared, program.metrics, result)
+        if not isinstance(returned, list | tuple) or not returned:
+            got = "an empty one" if isinstance(returned, list | tuple) else type(returned).__name__
+            raise ReturnError(f"node {program.name!r} must return a list of trajectories, not {got}")
+        members = without_repeated_draws([checked_trajectory(program.name, x) for x in returned])
+        sample = join(members)
+        made = (index_of_tokens(members), described(members))
+        fields = DeclaredReturns(program.name, program.returns, program.scalars).read_fields(
+            (*values, *made), (len(sample.input_ids),)
+        )
+        packed = [self._pack_recorded(x) for x in members]
+        recorded = {
+            kind.name: Column(kind.unit, np.concatenate([columns[kind.name].values for columns in packed]))
+            for kind, _ in self.recorded
+        }
+        return SampleResult(
+            (sample,), (fields,), checked_metrics(program.name, metrics), (recorded,), members
         )
 
     def write(
@@ -101,7 +133,8 @@ class SampleWriter:
                 self.store.add(stream, Batch(samples, groups, lengths, recorded))
         self.write_metrics(sample, result.metrics)
         value = _reported_value(self.program, result.fields[0])
-        return sample_ready_event(self.streams[0], sample, result.trajectories, value)
+        event = sample_ready_event(self.streams[0], sample, result.members or result.trajectories, value)
+        return replace(event, trajectories=tuple(map(_counts, result.members)))
 
     def write_metrics(self, sample: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a sample; they are averaged over the batch."""
@@ -154,6 +187,17 @@ def sample_ready_event(
         segments=segments,
         num_turns=sum(trajectory.num_turns for trajectory in trajectories),
         value=value,
+    )
+
+
+def _counts(trajectory: Trajectory) -> TrajectoryCounts:
+    versions = [version for version, _ in _version_runs(trajectory)]
+    return TrajectoryCounts(
+        len(trajectory.input_ids),
+        trajectory.num_tokens,
+        trajectory.num_turns,
+        min(versions, default=-1),
+        max(versions, default=-1),
     )
 
 
