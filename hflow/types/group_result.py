@@ -13,7 +13,7 @@ class GroupResult:
     """A group whose batch was formed, or that was refused."""
 
     row: int
-    """Its row of the dataset."""
+    """The dataset row of the group."""
     rewards: tuple[float, ...]
     """The reward of each of its samples. Empty if no node rewards them, or the group was refused before all
     of its samples had a reward."""

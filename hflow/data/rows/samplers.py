@@ -147,7 +147,7 @@ def find_sampler(name: str, arguments: Mapping[str, Any], known: Mapping[str, Sa
 
     Args:
         name: one of `SAMPLERS`, or of the recipe's.
-        arguments: its keyword arguments.
+        arguments: keyword arguments of the function.
         known: the recipe's functions with `@sampler`, by name.
         key: the dataset's key in the configuration, for errors.
 
