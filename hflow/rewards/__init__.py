@@ -8,8 +8,8 @@ from hflow.rewards.answers import exact, final_number, math, regex
 from hflow.rewards.combination import combine
 from hflow.rewards.lengths import brevity, overlong
 from hflow.rewards.programs import code
-from hflow.rewards.task_scores import reasoning_gym
 from hflow.rewards.structure import json_schema
+from hflow.rewards.task_scores import reasoning_gym
 
 __all__ = [
     "brevity",
