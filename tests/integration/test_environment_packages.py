@@ -78,7 +78,7 @@ def test_verifiers_gives_rows_scores_and_reasons(cache: Path):
     async def play(reply: str, example: dict[str, Any]) -> Any:
         return await verifiers(ScriptedEngine([reply]), example, **settings)
 
-    talk, reward, metrics = asyncio.run(play("<answer>3</answer>", train[0]))
+    (talk,), reward, metrics = asyncio.run(play("<answer>3</answer>", train[0]))
     assert (talk.completion, reward) == ("<answer>3</answer>", 1.0)
     assert metrics == {"check_answer_reward_func": 1.0, "format_reward_func": 1.0}
     with pytest.raises(EpisodeError, match="Error calling reward function check_answer_reward_func"):

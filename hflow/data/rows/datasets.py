@@ -145,14 +145,14 @@ def check_columns(
 ) -> None:
     """Check the first row of each file that is on this machine, without opening the whole dataset.
 
-    Of a generator, the task, the arguments and the columns are checked.
+    Of a generator, the task, the arguments and the columns are checked, unless it starts a program for that.
 
     Raises:
         DataError: for a source without the declared columns, as `open_dataset` raises.
     """
     for source in settings.sources or (settings,):
         schema = RowSchema(columns, source.map, source.key, checks or {})
-        if source.generator is not None:
+        if source.function is not None or (source.generator and not _starts_program(source)):
             _open_generator(source, schema)
         paths = (source.path,) if isinstance(source.path, str) else source.path or ()
         for pattern in paths:
@@ -237,6 +237,11 @@ def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
     return source
 
 
+def _starts_program(settings: DataSettings) -> bool:
+    name = str(settings.generator).partition(":")[0]
+    return getattr(GENERATORS.load(name), "starts_program", False)
+
+
 class _FirstRows:
     """The first rows of a source."""
 
@@ -277,4 +282,4 @@ GENERATORS = Registry(
     },
 )
 """Name -> what makes a `RowSource` of `(task, split, arguments, schema)`. The task is the part of
-`data.NAME.generator` after a colon."""
+`data.NAME.generator` after a colon. `hflow check` and `plan` do not open one with `starts_program = True`."""

@@ -24,11 +24,12 @@ async def verifiers(
     replay: Literal["again", "never"] = "again",
     python: str | None = None,
     requirements: str | None = None,
-) -> tuple[Trajectory, float, Metrics]:
+) -> tuple[list[Trajectory], float, Metrics]:
     """Let an environment of verifiers run its episode, and score it.
 
-    Returns the conversation, the environment's reward, and each function of its rubric as a metric. The
-    environment sends its requests to this node's model, so sampling is that of the node.
+    Returns the trajectories of its conversations, which are one sample, the environment's reward, and each
+    function of its rubric as a metric. A conversation that only grows is one trajectory. The environment
+    sends its requests to this node's model, so sampling is that of the node.
 
     Args:
         engine: generates what the environment requests.
@@ -55,7 +56,7 @@ async def verifiers(
         )
     if done["error"]:
         raise EpisodeError(f"the environment {env} failed: {done['error']}")
-    return endpoint.trajectory, done["reward"], done["metrics"]
+    return list(endpoint.trajectories), done["reward"], done["metrics"]
 
 
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:

@@ -73,10 +73,12 @@ class Environment:
         _problems.set(problems)
         client = OpenAIChatCompletionsClient(self._client.with_options(base_url=base_url, api_key=api_key))
         output = await self._environment.run_rollout(example, client, model, {})
-        error = output.get("error")
+        error, reward = output.get("error"), output["reward"]
         reason = problems[0] if problems else error and json.dumps(error, default=str)
+        if reward is None and not reason:
+            reason = "it gave no reward"
         return {
-            "reward": float(output["reward"] or 0.0),
+            "reward": float(reward or 0.0),
             "metrics": {name: float(value) for name, value in (output["metrics"] or {}).items()},
             "error": reason,
         }

@@ -30,6 +30,8 @@ class VerifiersRows:
 
     files: tuple[Path, ...] = ()
     """It has none."""
+    starts_program = True
+    """Only runs open it: a plan is made where the environment may not be installed."""
 
     def __init__(self, task: str, split: str, arguments: Mapping[str, Any], schema: RowSchema) -> None:
         if split not in SPLITS:

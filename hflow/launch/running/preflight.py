@@ -51,7 +51,6 @@ def refuse_unrunnable(compiled: Compiled) -> None:
                 f"'hflow-rl[{TE_PACKAGE}]', or set {key}=torch"
             )
     check_packages(compiled.graph)
-    check_environments(compiled)
 
 
 def _refuse_missing_gpus(compiled: Compiled) -> None:

@@ -17,6 +17,7 @@ from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.files import resolved
 from hflow.base.terminal import SafeConsole
+from hflow.base.waiting import print_waits
 from hflow.config import flatten, to_yaml
 from hflow.config.schema import ONE_PROCESS
 from hflow.dsl import Recipe
@@ -29,6 +30,7 @@ from hflow.launch.running.inputs import run_inputs
 from hflow.launch.running.observer_thread import ObserverThread
 from hflow.launch.running.preflight import (
     check_determinism,
+    check_environments,
     check_faults,
     check_saving,
     check_variables,
@@ -212,16 +214,19 @@ async def _run_in_loop(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
     """Check data and models before the run's directory is created or changed, and then run."""
-    (rows, row_files), config = open_rows(compiled), compiled.config
+    config, console = compiled.config, SafeConsole(stderr=True, quiet=environment.is_quiet)
+    with print_waits(console.print)("environments and rows of data"):
+        check_environments(compiled)
+        rows, row_files = open_rows(compiled)
     if config.workers not in ONE_PROCESS:
         close_hosts()  # each worker starts its own
     setup = make_setup(compiled, environment.factories)
     find_inputs, input_warnings = partial(run_inputs, compiled, row_files), list[str]()
     if resumed is not None:
         inputs, input_warnings = resumed.check_inputs(find_inputs)
-    console = SafeConsole(quiet=True) if environment.is_quiet else None
     async with AsyncExitStack() as stack:
-        display = stack.enter_context(open_display(config.name, live, console))
+        quiet = console if environment.is_quiet else None
+        display = stack.enter_context(open_display(config.name, live, quiet))
         processes = None
         if config.workers == "ray":
             processes = environment.processes or make_processes(compiled.plan, config.env)
