@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hflow.base.json_schema import schema_validator
 from hflow.dsl import checked_by, compute
 from hflow.rewards.fences import find_block
 
@@ -22,7 +23,7 @@ def _check_schema(knobs: Mapping[str, Any], reads: Collection[str]) -> str | Non
     if text is None:
         return None
     try:
-        _validator(json.loads(text))
+        schema_validator(json.loads(text))
     except ValueError as error:
         return f"knob shared_schema is no JSON schema: {error}. Correct it"
     return None
@@ -41,7 +42,7 @@ def json_schema(
         schema: the row's JSON schema.
         shared_schema: JSON text of a schema for all rows, in place of the column.
     """
-    validator = _validator(json.loads(shared_schema) if shared_schema is not None else schema)
+    validator = schema_validator(json.loads(shared_schema) if shared_schema is not None else schema)
     try:
         value = json.loads(find_block(completion, LANGUAGES), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -52,20 +53,3 @@ def json_schema(
 def _refuse_constant(name: str) -> None:
     """Refuse what Python reads as a number, but JSON does not have."""
     raise ValueError(f"{name} is not JSON")
-
-
-def _validator(schema: Any) -> Any:
-    """Return the validator of a schema, of the draft that its `$schema` names.
-
-    Raises:
-        ValueError: if it is no schema.
-    """
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import Draft202012Validator, validator_for
-
-    kind: Any = validator_for(schema, default=Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(error.message) from error
-    return kind(schema)

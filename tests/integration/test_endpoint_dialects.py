@@ -178,7 +178,10 @@ REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"include": ["file_search_call.results"]}, "include="),
     ({"tool_choice": "required"}, 'tool_choice="required" is not supported'),
     ({"tools": [{"type": "web_search"}]}, "only tools of type function are supported"),
-    ({"tools": [{**RESPONSES_ADD, "strict": True}]}, "tools[0].function.strict is not supported"),
+    (
+        {"tools": [{**RESPONSES_ADD, "parameters": {"type": "dict"}}]},
+        "the parameters of tools[0] are no JSON schema: 'dict' is not valid",
+    ),
     ({"tools": [{**RESPONSES_ADD, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, 'input[0] is of type "item_reference"'),
     ({"input": [{"type": "reasoning", "id": "x", "summary": []}]}, 'input[0] is of type "reasoning"'),
@@ -201,7 +204,10 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
         'tool_choice={"type": "any"} is not supported; set it to {"type": "auto"}',
     ),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools with name and input_schema"),
-    ({"tools": [{**ANTHROPIC_ADD, "strict": True}]}, "tools[0].function.strict is not supported"),
+    (
+        {"tools": [{**ANTHROPIC_ADD, "input_schema": {"type": "dict"}}]},
+        "the parameters of tools[0] are no JSON schema: 'dict' is not valid",
+    ),
     ({"tools": [{**ANTHROPIC_ADD, "input_examples": [{}]}]}, "tools[0].input_examples is not supported"),
     ({"system": [{"type": "image"}]}, "system must be text"),
     ({"stop_sequences": [""]}, "stop_sequences must be a text or a list of texts"),

@@ -319,3 +319,21 @@ def test_tools_that_cannot_be_described_are_rejected() -> None:
         tool_schema(bare)
     with pytest.raises(RecipeError, match=r"tool 'odd' .* 'x' is <class 'complex'>"):
         tool_schema(odd)
+
+
+@pytest.mark.parametrize("name", ["hermes", "[]"])
+def test_a_strict_tool_is_called_with_what_its_schema_accepts_only(name: str) -> None:
+    def parsed(number: str, *, is_strict: bool) -> ParsedCalls:
+        properties = {"a": {"enum": ["1", "2"]}}
+        parameters = {"type": "object", "properties": properties, "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
+        block = call(f'{{"name": "f", "arguments": {{"a": "{number}"}}}}')
+        return tool_format(name, None if name == "[]" else "x").parse(
+            f"[{number}]" if name == "[]" else block, [tool]
+        )
+
+    right = parsed("1", is_strict=True)
+    assert (right.calls, right.num_malformed) == ((ToolCall("f", {"a": "1"}),), 0)
+    wrong = parsed("3", is_strict=True)
+    assert (wrong.calls, wrong.num_malformed) == ((), 1)
+    assert parsed("3", is_strict=False).calls == (ToolCall("f", {"a": "3"}),)

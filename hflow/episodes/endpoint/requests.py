@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hflow.base.errors import DataError, nearest, shorten
+from hflow.base.json_schema import schema_validator
 from hflow.base.json_text import find_json_problem
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.types.engine import find_sampling_problem
@@ -208,11 +209,12 @@ def read_tools(tools: Any, choice: Any) -> tuple[Mapping[str, Any], ...]:
     with refused("tools"):
         found = normal_tools(tools)
     for i, tool in enumerate(found):
-        if tool["function"].get("strict"):
+        try:
+            schema_validator(tool["function"].get("parameters") or {})
+        except ValueError as error:
             raise RequestRefused(
-                f"tools[{i}].function.strict is not supported, as output is not constrained; leave it out",
-                param="tools",
-            )
+                f"the parameters of tools[{i}] are no JSON schema: {error}", param="tools"
+            ) from None
     if choice not in ("auto", "none"):
         raise RequestRefused(
             f"tool_choice={shown_json(choice)} is not supported; set it to auto or none",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from hflow.base.errors import RecipeError
 from hflow.base.json_text import find_json_problem, parse_json
-from hflow.data.text.tool_formats.tools import Tool, tool_name
+from hflow.data.text.tool_formats.tools import Tool, accepts, tool_name
 from hflow.types import ToolCall
 
 
@@ -98,11 +98,11 @@ def parsed_calls(text: str, head: str, calls: Sequence[ToolCall | None]) -> Pars
 
 
 def read_call(name: object, arguments: object, tools: Sequence[Tool]) -> ToolCall | None:
-    """Return a call; None if there is no such tool, or the arguments are no JSON object."""
-    known = isinstance(name, str) and name in map(tool_name, tools)
-    if not known or not isinstance(arguments, dict) or find_json_problem(arguments):
+    """Return a call; None if there is no such tool, or the arguments are no JSON object that it accepts."""
+    tool = next((tool for tool in tools if tool_name(tool) == name), None)
+    if tool is None or not isinstance(arguments, dict) or find_json_problem(arguments):
         return None
-    return ToolCall(str(name), arguments)
+    return ToolCall(str(name), arguments) if accepts(tool, arguments) else None
 
 
 def read_json(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hflow.base.errors import RecipeError
 from hflow.data.text.tool_formats.interface import ParsedCalls
-from hflow.data.text.tool_formats.tools import Tool, parameter_names, tool_name
+from hflow.data.text.tool_formats.tools import Tool, accepts, parameter_names, tool_name
 from hflow.data.text.turn_text import before_any
 from hflow.types import ToolCall
 
@@ -52,7 +52,10 @@ class Marked:
         if not (closed and opened):
             return ParsedCalls((), turn.count(self.opening) + bool(closed), text)
         call = ToolCall(tool_name(tools[0]), {parameter_names(tools[0])[0]: argument})
-        return ParsedCalls((call,), head.count(self.opening), head)
+        num_malformed = head.count(self.opening)
+        if not accepts(tools[0], call.arguments):
+            return ParsedCalls((), num_malformed + 1, text)
+        return ParsedCalls((call,), num_malformed, head)
 
     def num_safe(self, text: str) -> int:
         """Return the length of what is in front of the first opening character."""

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from hflow.base.errors import RecipeError
+from hflow.base.json_schema import schema_validator
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 """A function, or the JSON schema of one in the form of OpenAI's API and of chat templates."""
@@ -31,6 +32,14 @@ def parameter_names(tool: Tool) -> tuple[str, ...]:
     if isinstance(tool, Mapping):
         return tuple((tool["function"].get("parameters") or {}).get("properties") or {})
     return tuple(inspect.signature(tool).parameters)
+
+
+def accepts(tool: Tool, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a tool may be called with some arguments: only a `strict` schema refuses any."""
+    function = tool["function"] if isinstance(tool, Mapping) else {}
+    if not function.get("strict"):
+        return True
+    return bool(schema_validator(function.get("parameters") or {}).is_valid(arguments))
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
