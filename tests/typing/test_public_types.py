@@ -97,8 +97,8 @@ BackendError ConfigError DataError Dataset Endpoint Engine EpisodeError HflowErr
 Metrics Model NotYetError Observer Output PerGroup PerSequence PerToken Plan PlanError Recipe
 RecipeError RunError RunInfo RunSummary Sequences Simulation State Tensor TensorDict Text
 Tokenizer ToolCall Trajectory algo check compare compute encode evaluate export first_pass
-generate infer nodes plan read_report resume rewards rows run sandbox serve simulate size train twin
-update use
+generate infer nodes plan read_report resume rewards rows run sampler sandbox serve simulate size train
+twin update use
 """
 """What recipes may import. Change it only with the reference."""
 

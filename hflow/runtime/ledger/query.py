@@ -116,7 +116,7 @@ def _reading(
 
 
 def _problem(where: str, error: Exception) -> str:
-    subject = f"where {shorten(where, 200)!r}"
+    subject = f"--where {shorten(where, 200)!r}"
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
         return f"{subject} takes longer than {QUERY_SECONDS} s; use a simpler condition, without joins"
     return f"{subject}: {error}; the columns are {', '.join(COLUMNS)}"
