@@ -73,7 +73,7 @@ def opened(seed: int = 1, timeout: float | None = None, **settings: Any) -> Coro
 
 
 def play(body: Callable[[RemoteEnvironment], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
-    """Return what a coroutine returns that uses an environment."""
+    """Return the result of a coroutine that uses an environment."""
 
     async def main() -> Any:
         die = await opened(**settings)
