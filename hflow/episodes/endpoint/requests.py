@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,10 +193,22 @@ def read_messages(messages: Any, name: str) -> tuple[Message, ...]:
         prompt = tuple(normal_messages(messages, name))
         check_prompt(prompt, name)
     for i, message in enumerate(prompt):
-        if unknown := [key for key in message if key not in _MESSAGE_KEYS]:
-            key = shorten(unknown[0], MAX_SHOWN)
-            raise RequestRefused(f"{name}[{i}].{key} is not supported; leave it out", param=name)
+        refuse_unknown_keys(message, _MESSAGE_KEYS, f"{name}[{i}]", name)
     return prompt
+
+
+def refuse_unknown_keys(given: Iterable[str], known: Collection[str], name: str, param: str) -> None:
+    """Refuse a part of a request that has other keys than those that are known.
+
+    Args:
+        given: keys of the part.
+        known: keys that it may have.
+        name: the part's name in errors, as in `messages[0]`.
+        param: the option that has it.
+    """
+    if unknown := [key for key in given if key not in known]:
+        key = shorten(unknown[0], MAX_SHOWN)
+        raise RequestRefused(f"{name}.{key} is not supported; leave it out", param=param)
 
 
 def read_tools(tools: Any, choice: Any) -> tuple[Mapping[str, Any], ...]:

@@ -6,11 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hflow.base.errors import shorten
 from hflow.episodes.endpoint.dialects.interface import event
 from hflow.episodes.endpoint.replies import Reply, ReplyPart
 from hflow.episodes.endpoint.requests import (
-    MAX_SHOWN,
     CompletionRequest,
     RequestRefused,
     read_messages,
@@ -20,6 +18,7 @@ from hflow.episodes.endpoint.requests import (
     read_stops,
     read_tools,
     read_value,
+    refuse_unknown_keys,
     shown_json,
 )
 
@@ -203,9 +202,7 @@ def _block(block: Any, name: str, role: str) -> dict[str, Any]:
     found = {key: value for key, value in block.items() if value is not None and key != "cache_control"}
     if found.get("caller") == _DIRECT:
         del found["caller"]
-    if unknown := [key for key in found if key not in (*_BLOCK_KEYS[kind], "type")]:
-        key = shorten(unknown[0], MAX_SHOWN)
-        raise RequestRefused(f"{name}.{key} is not supported; leave it out", param="messages")
+    refuse_unknown_keys(found, (*_BLOCK_KEYS[kind], "type"), name, "messages")
     if kind == "text" and not isinstance(found.get("text"), str):
         raise RequestRefused(f"{name}.text must be a text", param="messages")
     return found
@@ -230,9 +227,7 @@ def _tool(tool: Any, i: int) -> dict[str, Any]:
             param="tools",
         )
     given = {key: value for key, value in values.items() if value is not None}
-    if unknown := given.keys() - _TOOL_KEYS.keys() - {"type", "cache_control"}:
-        key = shorten(min(unknown), MAX_SHOWN)
-        raise RequestRefused(f"tools[{i}].{key} is not supported; leave it out", param="tools")
+    refuse_unknown_keys(given, (*_TOOL_KEYS, "type", "cache_control"), f"tools[{i}]", "tools")
     function = {new: given[key] for key, new in _TOOL_KEYS.items() if key in given}
     return {"type": "function", "function": function}
 

@@ -6,12 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hflow.base.errors import shorten
 from hflow.episodes.endpoint.dialects.interface import event
 from hflow.episodes.endpoint.dialects.openai import LABELS, openai_error, token_logprobs
 from hflow.episodes.endpoint.replies import Reply, ReplyPart
 from hflow.episodes.endpoint.requests import (
-    MAX_SHOWN,
     CompletionRequest,
     RequestRefused,
     read_messages,
@@ -20,6 +18,7 @@ from hflow.episodes.endpoint.requests import (
     read_sampling,
     read_tools,
     read_value,
+    refuse_unknown_keys,
     shown_json,
 )
 
@@ -221,9 +220,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             shown = shown_json(kind if values else item)
             raise RequestRefused(f"{name} is of type {shown}; it must be one of {wanted}", param="input")
         known = (*_ITEM_KEYS[kind], "type", "id", "status")
-        if unknown := [key for key, value in values.items() if key not in known and value is not None]:
-            key = shorten(unknown[0], MAX_SHOWN)
-            raise RequestRefused(f"{name}.{key} is not supported; leave it out", param="input")
+        given = [key for key, value in values.items() if value is not None]
+        refuse_unknown_keys(given, known, name, "input")
         if kind == "message":
             messages.append({"role": values.get("role"), "content": _text(values.get("content"), name)})
         elif kind == "function_call_output":
@@ -254,9 +252,8 @@ def _tool(tool: Any, i: int) -> Any:
         raise RequestRefused(
             f"tools[{i}] is {shown_json(tool)}; only tools of type function are supported", param="tools"
         )
-    if unknown := [key for key, value in tool.items() if key not in _TOOL_KEYS and value is not None]:
-        key = shorten(unknown[0], MAX_SHOWN)
-        raise RequestRefused(f"tools[{i}].{key} is not supported; leave it out", param="tools")
+    given = [key for key, value in tool.items() if value is not None]
+    refuse_unknown_keys(given, _TOOL_KEYS, f"tools[{i}]", "tools")
     function = {key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": function}
 
