@@ -222,11 +222,6 @@ def four_processes(shared_processes: SharedProcesses) -> RayActors:
     return shared_processes.take(4)
 
 
-@pytest.fixture
-def eight_processes(shared_processes: SharedProcesses) -> RayActors:
-    return shared_processes.take(8)
-
-
 @pytest.fixture(scope="module")
 def no_ray(shared_processes: SharedProcesses) -> None:
     """Ray does not run in this process, so that a test of the module can start it."""

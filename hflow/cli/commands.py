@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from typing import NoReturn
+from functools import cache
+from typing import Any, NoReturn
 
 import typer
 from rich.text import Text
@@ -176,6 +177,12 @@ def main() -> None:
         raise
 
 
+@cache
+def _command() -> Any:
+    """Return the commands as one, which takes Typer a while to make of their functions."""
+    return typer.main.get_command(app)
+
+
 def _run_command() -> NoReturn:
     """Run the command line and exit."""
     open_closed_streams()
@@ -184,7 +191,7 @@ def _run_command() -> NoReturn:
         _stop("the working directory was deleted; change to another one", USER_ERROR)
     gc.freeze()  # modules are never garbage, and collections would visit all of them again and again
     try:
-        code = app(standalone_mode=False)
+        code = _command()(standalone_mode=False)
         sys.stdout.flush()
     except HflowError as error:
         _stop(str(error), USER_ERROR)

@@ -166,7 +166,8 @@ ToolFormat = Annotated[
     str | None,
     _option(
         text="how the model writes tool calls: `hermes`, `llama3_json`, `pythonic`, `mistral`, "
-        "`deepseek_v3`, `deepseek_v31` or `glm`, or the two characters around a call, such as `[]`. "
+        "`deepseek_v3`, `deepseek_v31`, `glm` or `qwen3_coder`, or the two characters around a call, such "
+        "as `[]`. "
         "Default: the chat template's, or `hermes`."
     ),
 ]

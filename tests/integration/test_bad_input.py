@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 from bad_input import MEMORY_BYTES, Case, problem, run_case, write
-from bad_input_cases import KINDS, NOT_NUMBERS, Good, cases, good_inputs, number_keys
+from bad_input_cases import KINDS, Good, cases, good_inputs, number_keys
 
 from hflow.base.errors import ConfigError
 from hflow.base.validation import from_mapping
@@ -24,8 +24,9 @@ from hflow.runtime.ledger import query
 SEED = 14
 NUM_CHANGES = 3
 """Random changes of each kind; `make bad-input N=500` makes more."""
-EVERY = {"override": 8, "option": 5, "checkpoint": 6, "data": 4, "recipe": 4}
-"""Of these kinds, of which each case composes a configuration, every so many-th case runs here."""
+EVERY = {"override": 24, "option": 15, "checkpoint": 15, "data": 12, "recipe": 10}
+"""Of these kinds, of which each case composes a configuration, every so many-th case runs here. Of others
+every third. `make bad-input` runs all."""
 LISTED = (
     "batch=1000000000",
     "cluster=cpu-1x99999999",
@@ -70,7 +71,7 @@ def all_cases(good: Good) -> list[Case]:
 
 
 def is_chosen(case: Case) -> bool:
-    every = EVERY.get(case.kind, 1)
+    every = EVERY.get(case.kind, 3)
     return (
         not case.is_refused
         or case.name in LISTED
@@ -88,10 +89,8 @@ def test_bad_input_is_refused_in_one_line(
     assert [f"{case}: {wrong}" for case, wrong in found if wrong is not None] == []
 
 
-def test_there_are_500_cases_and_the_listed_ones_are_among_them(all_cases: Sequence[Case]):
-    names = {case.name for case in all_cases}
-    assert set(LISTED) <= names
-    assert len([case for case in all_cases if is_chosen(case)]) + len(NUMBERS) * len(NOT_NUMBERS) >= 500
+def test_the_listed_cases_are_among_those_that_run(all_cases: Sequence[Case]):
+    assert set(LISTED) <= {case.name for case in all_cases if is_chosen(case)}
 
 
 NUMBERS = [

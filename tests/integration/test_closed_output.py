@@ -50,7 +50,9 @@ def summary_of(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("redirect", ["| head -1", ">&- 2> /dev/full <&-"])
+@pytest.mark.parametrize(
+    "redirect", [pytest.param("| head -1", marks=pytest.mark.long), ">&- 2> /dev/full <&-"]
+)
 def test_a_run_without_a_reader_continues(redirect: str, tmp_path: Path) -> None:
     """Its rewards print too; none is refused for that."""
     words = command(talkative(tmp_path), tmp_path, "steps=3", *INPROC)

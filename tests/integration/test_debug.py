@@ -49,7 +49,7 @@ schedule: {max_refused_per_step: 0}
 """
 
 
-@pytest.fixture(params=["", "async"])
+@pytest.fixture(params=["", pytest.param("async", marks=pytest.mark.long)])
 def recipe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"

@@ -216,7 +216,7 @@ def test_results_do_not_depend_on_how_a_run_is_cut(
     ("engine", "backend"),
     [
         ("embedded", "torch"),
-        ("vllm", "torch"),
+        pytest.param("vllm", "torch", marks=pytest.mark.long),
         pytest.param("vllm", "megatron", marks=pytest.mark.long),
     ],
 )

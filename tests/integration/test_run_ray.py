@@ -76,10 +76,12 @@ def listening_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return found
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs hflow-rl[vllm]")
-def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
-    """Answers are being drawn by vLLM. The checkpoint is saved, and no process is left."""
-    options = ["models.actor.path=null", "models.actor.gen.engine=vllm", "batch=4", "steps=100000"]
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.long)])
+def test_ctrl_c_ends_a_run_cleanly(engine: str, tmp_path: Path) -> None:
+    """Answers are being drawn. The checkpoint is saved, and no process is left."""
+    if find_spec(engine) is None and engine == "vllm":
+        pytest.skip("needs hflow-rl[vllm]")
+    options = ["models.actor.path=null", f"models.actor.gen.engine={engine}", "batch=4", "steps=100000"]
     command = [sys.executable, "-m", "hflow", "run", "recipes/grpo_async.py", f"out={tmp_path}", *options]
     child = subprocess.Popen(
         [*command, "nodes.eval_gen.after=1000000"],
@@ -94,7 +96,8 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
         if "step 1/" in line:
             break
     processes = psutil.Process(child.pid).children(recursive=True)
-    assert any("engines.process" in word for process in processes for word in process.cmdline())
+    in_process = any("engines.process" in word for process in processes for word in process.cmdline())
+    assert in_process == (engine == "vllm")
     os.killpg(child.pid, signal.SIGINT)
     rest = child.stdout.read()
     assert child.wait(120) == 75, rest

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import ROOT, module, run
+from runs import ROOT, SharedProcesses, module, run
 
 from hflow.base.errors import ConfigError, PlanError, RunError
 from hflow.launch.running.twin import TwinReport, twin
@@ -38,8 +38,9 @@ PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
 
 @pytest.fixture
-def processes(eight_processes: RayActors) -> RayActors:
-    return eight_processes
+def processes(request: pytest.FixtureRequest, shared_processes: SharedProcesses) -> RayActors:
+    """A process for each rank of the largest layout."""
+    return shared_processes.take(8 if request.node.get_closest_marker("long") else 4)
 
 
 def taught(out: Path, seed: int) -> Path:

@@ -98,6 +98,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
     loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
     pages = list(site.rglob("*.html"))
@@ -113,6 +114,7 @@ def exported_names(part: str) -> list[str]:
     raise AssertionError(f"hflow.{part} has no __all__")
 
 
+@pytest.mark.long
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = "".join(page.read_text() for page in (site / "docs" / "reference").glob("*.html"))
     names = {f"hflow.{part}.{name}" for part in ("algo", "nodes", "rewards") for name in exported_names(part)}

@@ -189,6 +189,7 @@ def try_alone(monkeypatch, run):
     return found
 
 
+@pytest.mark.long
 def test_two_runs_that_must_be_equal_are(monkeypatch):
     quick = replace(EQUAL, overrides=("deterministic=true", "workers=inproc"), num_devices=1)
     found = try_alone(monkeypatch, quick)

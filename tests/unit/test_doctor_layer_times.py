@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import failing_measure
 import pytest
 
-from hflow.base.errors import ConfigError
 from hflow.doctor import gpus
 from hflow.doctor.gpus import check_layer_times, layers_finding
 from hflow.profiling import calibrate, measure
@@ -54,13 +54,9 @@ def test_layers_at_less_than_half_of_the_planned_speed_are_a_warning() -> None:
     assert slow.detail.endswith("; less than 50% of the planned speed")
 
 
-def fail(backend: str, device: str) -> list[LayerTime]:
-    raise ConfigError("no hardware file is for 'other'")
-
-
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron")
-    monkeypatch.setattr(gpus, "_measure", fail)
+    monkeypatch.setattr(gpus, "_measure", failing_measure.fail)
     found = list(check_layer_times("cpu"))
     assert [finding.name for finding in found] == ["torch", "megatron"]
     assert all("no hardware file is for 'other'" in finding.detail for finding in found)

@@ -156,6 +156,7 @@ def test_sigterm_reaches_a_run_while_ray_connects() -> None:
     subprocess.run([sys.executable, "-c", SIGTERM_WHILE_RAY_CONNECTS], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_workers_are_placed_on_the_machines_of_the_plan(
     no_ray: None, monkeypatch: pytest.MonkeyPatch

@@ -4,118 +4,41 @@ from __future__ import annotations
 
 import os
 import queue
-import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pool_bodies
 import psutil
 import pytest
+from pool_bodies import (
+    Counted,
+    blocking,
+    die_on_five,
+    dies_on_four,
+    double,
+    draw,
+    fail_on_odd,
+    hang_on_seven,
+    killed_twice,
+    loaded_modules,
+    num_together,
+    own_pid,
+    print_and_fail,
+    sleepy,
+    slow_on_hundreds,
+    slow_on_twentieths,
+    third_time,
+    two_seconds,
+    unpicklable,
+)
 
 from hflow.base.errors import RunError
 from hflow.types.body_line import BodyLine
 from hflow.workers.bodies.pool import Pool, PoolBody
 from hflow.workers.bodies.pool_child import JobResult
 from hflow.workers.interface import BodyRetry
-
-
-def double(x: int) -> int:
-    return 2 * x
-
-
-def fail_on_odd(x: int) -> int:
-    if x % 2:
-        raise ValueError(f"{x} is odd")
-    return x
-
-
-def hang_on_seven(x: int) -> int:
-    while x == 7:
-        pass
-    return x
-
-
-def die_on_five(x: int) -> int:
-    import os
-
-    if x == 5:
-        os._exit(3)
-    return x
-
-
-class Counted:
-    """A body with a setup, which writes a mark and may fail."""
-
-    def __init__(self, marks: str, problem: str = "") -> None:
-        self.marks, self.problem = marks, problem
-        self.__hflow_setup__ = self.setup
-
-    def setup(self) -> None:
-        if self.problem:
-            raise OSError(self.problem)
-        Path(self.marks, str(os.getpid())).touch()
-
-    def __call__(self, x: int) -> int:
-        return hang_on_seven(x) + os.getpid()
-
-
-def print_and_fail(x: int) -> int:
-    import sys
-
-    print("é" * 3000)
-    print("begun", end="")
-    print("", x, file=sys.stderr)
-    print("not ended", end="")
-    if x == 0:
-        os._exit(1)
-    raise ValueError("two\nlines")
-
-
-def loaded_modules(x: int) -> list[str]:
-    import sys
-
-    return [name for name in ("torch", "ray", "transformers", "pyarrow") if name in sys.modules]
-
-
-def unpicklable(x: int) -> Any:
-    return (lambda: x) if x == 1 else x
-
-
-def third_time(marks: str, x: int) -> int:
-    mark = Path(marks) / str(x)
-    tries = len(mark.read_text()) if mark.exists() else 0
-    mark.write_text("x" * (tries + 1))
-    if tries < 2:
-        raise OSError("not yet")
-    return tries
-
-
-async def sleepy(x: int) -> int:
-    import asyncio
-
-    await asyncio.sleep(60 if x == 3 else 0.01)
-    return x
-
-
-async def blocking(x: int) -> int:
-    import time
-
-    if x == 2:
-        time.sleep(60)
-    return x
-
-
-async def num_together(x: int) -> int:
-    import asyncio
-
-    global _together
-    _together = globals().get("_together", 0) + 1
-    seen = _together
-    await asyncio.sleep(0.02)
-    _together -= 1
-    return seen
 
 
 class Bench:
@@ -179,7 +102,7 @@ def test_a_failure_names_the_line_of_the_body(bench: Callable[..., Bench]) -> No
     assert sorted(key for key, result in ended.items() if result.reason is None) == [0, 2, 4, 6, 8]
     line = fail_on_odd.__code__.co_firstlineno + 2
     assert ended[3].reason == "failed"
-    assert ended[3].message == f"ValueError: 3 is odd ({os.path.relpath(__file__)}:{line})"
+    assert ended[3].message == f"ValueError: 3 is odd ({os.path.relpath(pool_bodies.__file__)}:{line})"
 
 
 def test_only_the_hanging_sample_times_out(bench: Callable[..., Bench]) -> None:
@@ -204,7 +127,8 @@ def test_a_node_with_a_setup_has_one_process_that_is_set_up_again_when_it_is_rep
 
 
 def test_a_setup_that_fails_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"node 'body': its setup failed: OSError: no index \(.*test_pool.py"):
+    problem = r"node 'body': its setup failed: OSError: no index \(.*pool_bodies.py"
+    with pytest.raises(RunError, match=problem):
         Bench(Counted(str(tmp_path), "no index"), 1)
 
 
@@ -238,17 +162,6 @@ def test_a_crash_is_retried_and_counted(bench: Callable[..., Bench]) -> None:
 
 def drain(source: queue.SimpleQueue[BodyRetry]) -> list[BodyRetry]:
     return [source.get() for _ in range(source.qsize())]
-
-
-def killed_twice(marks: str, x: int) -> int:
-    import os
-
-    mark = Path(marks) / str(x)
-    tries = len(mark.read_text()) if mark.exists() else 0
-    if x == 1 and tries < 3:
-        mark.write_text("x" * (tries + 1))
-        os.kill(os.getpid(), 9)
-    return tries
 
 
 def test_a_body_whose_process_is_killed_is_tried_again(bench: Callable[..., Bench], tmp_path: Path) -> None:
@@ -315,12 +228,6 @@ def test_a_body_whose_module_is_not_importable(bench: Callable[..., Bench], tmp_
         del sys.modules[spec.name]
 
 
-def own_pid(x: int) -> int:
-    import os
-
-    return os.getpid()
-
-
 def test_a_process_killed_while_idle_is_replaced(bench: Callable[..., Bench]) -> None:
     one = bench(own_pid)
     pid = one.run(numbers(1))[0].value
@@ -351,14 +258,6 @@ def test_closing_twice_while_a_body_hangs() -> None:
     one.pool.close()
 
 
-def slow_on_hundreds(x: int) -> int:
-    import time
-
-    while x % 100 == 0:
-        time.sleep(0.1)
-    return x
-
-
 def test_slow_jobs_do_not_delay_others(bench: Callable[..., Bench]) -> None:
     """One process, three jobs that never end: all others end, and these end when they are cancelled."""
     one = bench(slow_on_hundreds)
@@ -372,14 +271,6 @@ def test_slow_jobs_do_not_delay_others(bench: Callable[..., Bench]) -> None:
     assert one.run(numbers(2) | {1: {"x": 7}, 0: {"x": 8}})[1].value == 7
 
 
-def slow_on_twentieths(x: int) -> int:
-    import time
-
-    while x % 20 == 0:
-        time.sleep(0.1)
-    return x
-
-
 def test_more_slow_jobs_than_there_are_places_do_not_delay_others(bench: Callable[..., Bench]) -> None:
     """24 jobs never end, and 16 may run at once; then these are cancelled, wherever they wait or run."""
     one = bench(slow_on_twentieths)
@@ -390,15 +281,6 @@ def test_more_slow_jobs_than_there_are_places_do_not_delay_others(bench: Callabl
     cancelled = one.wait(24)
     assert {result.reason for result in cancelled.values()} == {"failed"}
     assert one.run({1: {"x": 7}})[1].value == 7
-
-
-def two_seconds(marks: str, x: int) -> int:
-    import time
-
-    with (Path(marks) / str(x)).open("a") as file:
-        file.write("x")
-    time.sleep(2)
-    return x
 
 
 def test_a_body_that_is_always_slow_is_not_run_again_and_again(
@@ -418,10 +300,6 @@ def test_a_cancelled_job_is_not_retried(bench: Callable[..., Bench]) -> None:
         assert one.wait(1)[3].message == "was cancelled"
 
 
-def draw(x: int) -> tuple[float, float]:
-    return random.random(), float(np.random.rand())
-
-
 def test_what_a_body_draws_depends_on_its_sample_and_the_seed_only(bench: Callable[..., Bench]) -> None:
     drawn = {
         name: [result.value for _, result in sorted(bench(draw, **options).run(calls).items())]
@@ -433,16 +311,6 @@ def test_what_a_body_draws_depends_on_its_sample_and_the_seed_only(bench: Callab
     }
     assert drawn["one"] == drawn["two"]
     assert len({*map(tuple, drawn["one"]), *map(tuple, drawn["other"])}) == 16
-
-
-async def dies_on_four(x: int) -> int:
-    import asyncio
-    import os
-
-    await asyncio.sleep(0.05)
-    if x == 4:
-        os.kill(os.getpid(), 9)
-    return x
 
 
 def test_only_the_async_body_that_ends_its_process_fails(bench: Callable[..., Bench]) -> None:

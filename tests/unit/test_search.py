@@ -74,11 +74,11 @@ EXPERTS = replace(
 @pytest.mark.parametrize(
     ("recipe", "cluster", "model", "overrides", "tunes"),
     [
-        ("grpo", "h100-1x8", "qwen2.5-7b", (), True),
+        pytest.param("grpo", "h100-1x8", "qwen2.5-7b", (), True, marks=LONG),
         ("grpo", "h100-2x2", "qwen2.5-1.5b", ("schedule.max_staleness=1",), False),
         ("grpo_async", "h100-2x8", "qwen2.5-7b", (), False),
         ("ppo", "h100-1x4", "qwen2.5-1.5b", ("batch=64",), False),
-        ("ppo", "h100-2x8", "qwen2.5-7b", (), False),
+        pytest.param("ppo", "h100-2x8", "qwen2.5-7b", (), False, marks=LONG),
         ("ppo_async", "h100-1x4", "qwen2.5-1.5b", ("batch=64",), False),
     ],
 )
@@ -264,6 +264,7 @@ def test_what_fits_on_no_number_of_devices_is_explained_and_a_larger_kind_is_nam
     assert compile_recipe(RECIPES / "grpo.py", (*large, f"cluster={found[1]}")).plan.forecast
 
 
+@LONG
 def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> None:
     """GLM needs an engine that divides it, and those do not have its family yet."""
     large = ("cluster=h100-8x8", "model@models.actor=glm-4.5-air", "models.actor.path=null")
@@ -506,6 +507,7 @@ def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_net
     assert gain >= limit.remedies[0].gain - 0.01
 
 
+@LONG
 def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
     """FSDP lets the critic use a few machines only, on which it no longer waits for the network."""
     large = (

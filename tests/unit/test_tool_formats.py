@@ -146,6 +146,12 @@ TEMPLATES = [
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
         "...\n</tool_call>",
     ),
+    # Qwen3-Coder
+    (
+        "qwen3_coder",
+        "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n"
+        "</parameter>\\n</function>\\n</tool_call>",
+    ),
     # an older template that describes no tools
     ("hermes", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"),
 ]
@@ -158,7 +164,7 @@ def test_the_chat_template_selects_the_format(name: str, template: str) -> None:
 
 def test_a_template_of_an_unknown_format_needs_the_option() -> None:
     for template, why in (
-        ("<tool_call>\n<function=example_function_name>", "is not known"),
+        ("<tool_call>\n<function=example_function_name>{...}</function>", "is not known"),
         ("{{ '<|python_start|>' }}", "is not known"),
         ("[TOOL_CALLS] or <tool_call>", "may be hermes or mistral"),
     ):
@@ -177,6 +183,13 @@ PAIRS = "<arg_key>{}</arg_key>{}<arg_value>{}</arg_value>{}"
 def glm(name: str, line: str, **values: str) -> str:
     pairs = "".join(PAIRS.format(key, line, value, line) for key, value in values.items())
     return f"<tool_call>{name}{line}{pairs}</tool_call>"
+
+
+def qwen_coder(name: str, line: str, **values: str) -> str:
+    pairs = "".join(
+        f"<parameter={key}>{line}{value}{line}</parameter>{line}" for key, value in values.items()
+    )
+    return f"<tool_call>{line}<function={name}>{line}{pairs}</function>{line}</tool_call>"
 
 
 def deepseek(*calls: str) -> str:
@@ -245,6 +258,26 @@ TURNS: list[tuple[str, str, list[ToolCall], int, str]] = [
     ("glm", glm("sub", "\n", a="1"), [], 1, ""),
     ("glm", glm("add", "\n", a="1")[:-5], [], 1, ""),
     ("glm", f'<tool_call>{{"name": "add", "arguments": {A}}}</tool_call>', [], 1, ""),
+    ("qwen3_coder", "Hm.\n" + qwen_coder("add", "\n", a="1", b="2"), [ADD], 0, "Hm."),
+    (
+        "qwen3_coder",
+        qwen_coder("add", "", a="1", b="2") + qwen_coder("search", "\n", query="x; {y}", kinds='["a", "b"]'),
+        [ADD, FIND],
+        0,
+        "",
+    ),
+    (
+        "qwen3_coder",
+        qwen_coder("search", "\n", query="two\n\nlines\n"),
+        [ToolCall("search", {"query": "two\n\nlines\n"})],
+        0,
+        "",
+    ),
+    ("qwen3_coder", qwen_coder("search", "\n", query="12"), [ToolCall("search", {"query": "12"})], 0, ""),
+    ("qwen3_coder", qwen_coder("sub", "\n", a="1"), [], 1, ""),
+    ("qwen3_coder", qwen_coder("add", "\n", a="1")[:-5], [], 1, ""),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</tool_call>", [], 1, ""),
+    ("qwen3_coder", f'<tool_call>{{"name": "add", "arguments": {A}}}</tool_call>', [], 1, ""),
     *[(name, "no call at all", [], 0, "") for name in FORMATS],
 ]
 

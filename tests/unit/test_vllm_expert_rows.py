@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from hflow.base.errors import BackendError
-from hflow.engines.vllm.stepper import ExpertRows
+from hflow.engines.vllm.expert_rows import ExpertRows
 from hflow.types.routed_experts import routing_format
 
 EXPERTS: npt.NDArray[np.uint8] = np.array([[[9, 9], [4, 1], [0, 5]], [[9, 9], [2, 3], [3, 0]]], np.uint8)

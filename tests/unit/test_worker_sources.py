@@ -11,6 +11,17 @@ import pytest
 import torch
 import worker_kit as kit
 from worker_kit import read, with_workers
+from wrong_result_bodies import (
+    awaited,
+    called,
+    case_of,
+    group_kept,
+    numbered,
+    result_of,
+    scored,
+    talked,
+    viewed,
+)
 
 from hflow.base.errors import DataError, RecipeError, RunError
 from hflow.engines.embedded.engine import EmbeddedEngine
@@ -219,46 +230,6 @@ def test_a_body_that_exits_refuses_its_sample(setup: WorkerSetup) -> None:
 
 
 # ---------------------------------------------------------------------------- wrong results
-def result_of(case: int, right: Any) -> Any:
-    """Return the right result, or one that no body may return."""
-    graded = torch.ones(2, requires_grad=True) * 1
-    return (right, None, b"?", graded, float("nan"), [[1.0]], object(), {1: {2}})[case % 8]
-
-
-def case_of(text: str) -> int:
-    return sum(map(ord, text)) % 8
-
-
-def scored(completion: str, answer: str, num_tokens: int, **_: Any) -> Any:
-    return result_of(case_of(answer), 0.7), answer
-
-
-def numbered(completion: str, answer: str, num_tokens: int, **_: Any) -> Any:
-    return torch.tensor(float(case_of(answer)), requires_grad=True), answer
-
-
-async def awaited(hint: str) -> Any:
-    return result_of(case_of(hint), 7)
-
-
-def group_kept(reward: list[float], **_: Any) -> Any:
-    return result_of(int(reward[0]), right=True)
-
-
-def viewed(tokenizer: Tokenizer, prompt: str, answer: str) -> Any:
-    return result_of(case_of(answer), tokenizer.join(prompt, answer))
-
-
-async def talked(engine: Engine, prompt: str) -> Any:
-    return result_of(case_of(prompt), await engine.complete(prompt))
-
-
-async def called(engine: Engine, prompt: str) -> Any:
-    talk = await engine.complete(prompt)
-    await engine.call(result_of, case=case_of(prompt), right=1)
-    return talk
-
-
 GROUPS = 24
 
 

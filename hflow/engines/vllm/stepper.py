@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,13 +27,13 @@ from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
+from hflow.engines.vllm.expert_rows import ExpertRows
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
-from hflow.types.recorded import RowFormat
 from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -260,51 +259,3 @@ def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-_WITHOUT_EXPERTS = "set models.NAME.gen.engine=embedded, or remove routing_replay"
-
-
-@dataclass(frozen=True)
-class ExpertRows:
-    """The format of a model's rows of `routed_experts`, into which it converts what vLLM returns.
-
-    Axes: T tokens, N layers of the model, K experts of a token in a layer.
-
-    vLLM returns the experts of a request with the tokens that it draws: first those of the prompt, then those
-    of each token that is drawn, when it is computed. A preempted request is computed again, but vLLM returns
-    rows only from where it was, so that tokens keep the experts that computed them first.
-    """
-
-    layers: Sequence[int]
-    """Numbers of the layers that have experts."""
-    per_token: int
-    """K."""
-    form: RowFormat
-
-    def pack(self, experts: npt.NDArray[Any] | None, num_tokens: int) -> list[bytes]:
-        """Return the row of each token.
-
-        Args:
-            experts: what vLLM returns, `[T, N, K]`, with unused entries in layers without experts.
-            num_tokens: T, the number of tokens that were computed and have no row yet.
-
-        Raises:
-            BackendError: if a token or a layer has no experts.
-        """
-        if experts is None:
-            raise BackendError(f"vLLM returned no experts for {num_tokens} tokens; {_WITHOUT_EXPERTS}")
-        found, per_token, num_layers = experts.shape, self.per_token, max(self.layers) + 1
-        if found[0] != num_tokens or found[1] < num_layers or found[2] != per_token:
-            raise BackendError(
-                f"vLLM returned experts of shape {list(found)} for {num_tokens} tokens, {num_layers} layers "
-                f"and {per_token} experts each; {_WITHOUT_EXPERTS}"
-            )
-        rows = experts[:, self.layers]
-        if per_token > 1 and (rows[..., 0] == rows[..., 1]).any():
-            raise BackendError(
-                f"vLLM returned the same expert twice, so a layer was not recorded; {_WITHOUT_EXPERTS}"
-            )
-        data = rows.astype(self.form.dtype).tobytes()
-        size = self.form.num_bytes
-        return [data[start : start + size] for start in range(0, len(data), size)]

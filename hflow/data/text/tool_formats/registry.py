@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from hflow.base.errors import RecipeError
 from hflow.data.text.tool_formats.deepseek import DeepSeekV3, DeepSeekV31
-from hflow.data.text.tool_formats.glm import Glm
 from hflow.data.text.tool_formats.hermes import Hermes
 from hflow.data.text.tool_formats.interface import ToolFormat
 from hflow.data.text.tool_formats.llama import LlamaJson, Pythonic
 from hflow.data.text.tool_formats.marked import Marked
 from hflow.data.text.tool_formats.mistral import Mistral
+from hflow.data.text.tool_formats.tagged import Glm, QwenCoder
 
 FORMATS: Mapping[
     str,
@@ -21,7 +21,8 @@ FORMATS: Mapping[
     | type[Mistral]
     | type[DeepSeekV3]
     | type[DeepSeekV31]
-    | type[Glm],
+    | type[Glm]
+    | type[QwenCoder],
 ] = {
     "hermes": Hermes,
     "llama3_json": LlamaJson,
@@ -30,6 +31,7 @@ FORMATS: Mapping[
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeekV31,
     "glm": Glm,
+    "qwen3_coder": QwenCoder,
 }
 """Name, as in a node's `tool_format` -> format."""
 DEFAULT_FORMAT = "hermes"

@@ -1,0 +1,75 @@
+"""Layers of Transformer Engine in one process, with a stand-in for it, and installations that do not fit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import te_cases as cases
+
+
+def test_one_process():
+    """The modules of a model, the slices that it sends, and doctor's comparison, also of wrong layers."""
+    script = Path(cases.__file__).with_name("te_alone.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    installed, *findings = done.stdout.splitlines()
+    assert installed == "installed TransformerEngine(version='2.10.0', mismatch='')"
+    right, wrong, failing = (findings[i : i + 2] for i in (0, 2, 4))
+    assert [line.split()[:2] for line in right] == [["layers", "True"], ["experts", "True"]]
+    assert all("transformer-engine 2.10.0: logits and gradients differ" in line for line in right)
+    assert [line.split()[:3] for line in wrong] == [["wrong", x, "False"] for x in ("layers", "experts")]
+    assert failing == [
+        f"failing {x} False transformer-engine 2.10.0: no kernel" for x in ("layers", "experts")
+    ]
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hflow.training.megatron.device import prepare
+from hflow.base.errors import HflowError
+try:
+    prepare("cpu")
+except HflowError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (
+            "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
+            "transformer-engine 2.10.0 cannot be imported with torch .*: Found empty `transformer-engine` "
+            "meta .* Install a build for this torch, or uninstall transformer-engine",
+        ),
+        (
+            "raise ImportError('undefined symbol: x\\nmore')",
+            ".* cannot be imported with torch .*: undefined symbol: x",
+        ),
+        (
+            "__version__ = '2.10.0'",
+            "megatron-core .* cannot be imported with transformer-engine 2.10.0: cannot import name .* "
+            "Install the versions that fit together",
+        ),
+    ],
+)
+def test_a_transformer_engine_that_does_not_fit_is_one_line(tmp_path, source, line):
+    metadata = tmp_path / "transformer_engine-2.10.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.10.0\n")
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text(source)
+    (package / "pytorch" / "__init__.py").write_text("")
+    (package / "pytorch" / "distributed.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (printed,) = done.stdout.splitlines()
+    assert re.match(line, printed), printed
