@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from hflow.base.errors import nearest
@@ -72,7 +73,7 @@ def sandbox(
     limits["readable"] = tuple(map(os.path.abspath, limits["readable"]))
 
     def decorate(function: Function) -> Function:
-        setattr(function, ATTRIBUTE, Sandbox(**limits))
+        setattr(function, ATTRIBUTE, asdict(Sandbox(**limits)))
         return function
 
     return decorate

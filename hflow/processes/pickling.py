@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
+from operator import methodcaller
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -51,12 +52,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Return a function and its arguments that make an object again."""
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
-        make, arguments = self.dispatch_table[CodeType](obj)
-        return _make_code, (obj.co_filename, make, arguments)
+        return methodcaller("replace", co_filename=obj.co_filename), (_Code(obj, self),)
 
 
-def _make_code(filename: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
-    return make(*arguments).replace(co_filename=filename)
+class _Code:
+    """Code as cloudpickle pickles it. Loading it needs no module of hflow."""
+
+    def __init__(self, code: CodeType, pickler: _Pickler) -> None:
+        self._reduced = pickler.dispatch_table[CodeType](code)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
 
 
 def _is_importable(module: ModuleType) -> bool:

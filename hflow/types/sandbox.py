@@ -1,5 +1,7 @@
 """`Sandbox`: the limits of a tool, stored on the function by `@sandbox` so that any process can read them.
 
+The function has them as a dict, so that a pickled tool needs nothing of hflow.
+
 To add a provider, which runs tools in another way, write `provider.py` in `sandboxes/NAME`, and add one line
 to `SANDBOX_PROVIDERS`.
 """
@@ -50,4 +52,5 @@ class ToolFailed(Exception):
 
 def sandbox_of(function: Tool) -> Sandbox | None:
     """Return the limits of a function with a sandbox; None for any other."""
-    return getattr(function, ATTRIBUTE, None)
+    limits = getattr(function, ATTRIBUTE, None)
+    return None if limits is None else Sandbox(**limits)

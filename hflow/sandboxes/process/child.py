@@ -4,12 +4,11 @@ A call cannot see another one or change what later calls find, as its process be
 and ends with the call. The server trusts no call: a call's process writes its reply to the socket of the
 call, which the worker reads as JSON, and nothing that it writes is unpickled.
 
-This module must import neither torch nor ray, so that the process starts quickly and stays small.
+This module imports next to nothing of hflow, so that the process starts quickly and stays small.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import inspect
 import itertools
@@ -36,7 +35,6 @@ import cloudpickle
 from hflow.processes.error_location import error_line
 from hflow.processes.guard import POLL_SECONDS, guard_server, kill_orphans, reap, run_in_session
 from hflow.sandboxes.process.confinement import confine, missing_protection
-from hflow.types.sandbox import Sandbox
 
 STARTED = b"\0"
 """The first byte of an answer: the call's process is confined, and its time begins. Its id follows (`PID`).
@@ -57,7 +55,9 @@ class ServerSetup:
     """What a server needs."""
 
     pickled_tool: bytes
-    limits: Sandbox
+    memory_mb: int
+    readable: tuple[str, ...]
+    processes: bool
     num_calls: int
     """Most calls at the same time."""
     temporary: str
@@ -166,10 +166,10 @@ class _Server:
         os.chdir(scratch)
         os.environ |= {"HOME": scratch, "TMPDIR": scratch}
         tempfile.tempdir = None
-        limits = self._setup.limits
+        setup = self._setup
         has_landlock = missing_protection() is None
         try:
-            confine(limits.memory_mb, scratch, limits.readable, limits.processes, landlock=has_landlock)
+            confine(setup.memory_mb, scratch, setup.readable, setup.processes, landlock=has_landlock)
         except OSError as error:
             os.write(3, f"the sandbox of a tool cannot be closed: {error_line(error)}".encode())
             return
@@ -217,7 +217,10 @@ def _remove_tree(root: Path) -> None:
 def _load(pickled_tool: bytes) -> tuple[Callable[..., Any] | None, str | None]:
     """Return the tool, or why its module cannot be imported."""
     try:
-        return cloudpickle.loads(pickled_tool), None
+        tool = cloudpickle.loads(pickled_tool)
+        if inspect.iscoroutinefunction(tool):
+            import asyncio  # noqa: F401 - once, not in each call
+        return tool, None
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         return None, f"the tool's module cannot be loaded in its sandbox: {error_line(error)}"
 
@@ -228,6 +231,8 @@ def _run(tool: Callable[..., Any] | None, arguments: dict[str, Any]) -> bytes:
     try:
         result = tool(**arguments)
         if inspect.iscoroutine(result):
+            import asyncio
+
             result = asyncio.run(result)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a tool may raise anything
         shortage = _find_shortage(error)

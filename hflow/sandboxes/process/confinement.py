@@ -154,7 +154,7 @@ def _allow_path(rules: int, path: str, rights: int) -> None:
 def _system_paths() -> list[str]:
     """Return the paths that programs need to run: Python, installed packages and system libraries."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    own = str(Path(__file__).parents[1])
+    own = str(Path(__file__).parents[2])
     return [
         *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin"),
         *("/etc/alternatives", "/etc/fonts", "/etc/ssl/certs"),

@@ -165,7 +165,11 @@ class _ToolServer:
                 "machine or, if the tool may read and write your files, @sandbox(without_landlock=True)"
             )
         pickled = pickle_with_bodies(tool, [tool])
-        setup = pickle.dumps(ServerSetup(pickled, limits, num_calls, tempfile.gettempdir()))
+        setup = pickle.dumps(
+            ServerSetup(
+                pickled, limits.memory_mb, limits.readable, limits.processes, num_calls, tempfile.gettempdir()
+            )
+        )
         self._control, theirs = socket.socketpair()
         path = json.dumps([os.path.abspath(part) for part in sys.path])
         with theirs:
