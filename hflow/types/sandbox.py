@@ -19,7 +19,12 @@ Tool = Callable[..., Any]
 SANDBOX_PROVIDERS = Registry(
     "sandbox provider",
     "hflow.sandboxes",
-    {"process": "hflow.sandboxes.process.provider:ProcessSandboxes"},
+    {
+        "process": "hflow.sandboxes.process.provider:ProcessSandboxes",
+        "docker": "hflow.sandboxes.remote.docker:DockerSandboxes",
+        "e2b": "hflow.sandboxes.remote.e2b:E2BSandboxes",
+        "daytona": "hflow.sandboxes.remote.daytona:DaytonaSandboxes",
+    },
 )
 """The providers, each with what builds it: the most calls of a tool that run at the same time -> a new
 `SandboxProvider` (`sandboxes/providers.py`)."""
@@ -44,6 +49,8 @@ class Sandbox:
     """Whether a call may run where the kernel cannot protect files."""
     provider: str = SANDBOX_PROVIDERS.default
     """What runs the calls and holds these limits."""
+    image: str = ""
+    """The image of the container or machine of a call; empty: the provider's default. `process` has none."""
 
 
 class ToolFailed(Exception):

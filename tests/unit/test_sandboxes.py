@@ -22,7 +22,8 @@ import sandboxed_tools
 from hflow import sandbox
 from hflow.base.errors import EpisodeError, RecipeError, RunError
 from hflow.episodes.recorded_effects import RecordedEffects
-from hflow.sandboxes.process import confinement, provider
+from hflow.sandboxes import confinement
+from hflow.sandboxes.process import provider
 from hflow.sandboxes.process.provider import ProcessSandboxes
 from hflow.sandboxes.providers import Sandboxes, SandboxProvider
 from hflow.types.sandbox import SANDBOX_PROVIDERS, Sandbox, Tool, ToolFailed, sandbox_of
@@ -40,10 +41,14 @@ execute_more = sandbox(timeout=20.0, processes=True)(sandboxed_tools.execute_mor
 busy = sandbox(timeout=0.4)(sandboxed_tools.busy)
 
 
-async def call(sandboxes: SandboxProvider, tool: Callable[..., Any], **arguments: Any) -> Any:
+def limits_of(tool: Callable[..., Any]) -> Sandbox:
     limits = sandbox_of(tool)
     assert limits is not None
-    return await sandboxes.run(tool, limits, arguments)
+    return limits
+
+
+async def call(sandboxes: SandboxProvider, tool: Callable[..., Any], **arguments: Any) -> Any:
+    return await sandboxes.run(tool, limits_of(tool), arguments)
 
 
 @cache
@@ -234,7 +239,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
 
 ON_KERNEL = """
 import os, signal, sys
-from hflow.sandboxes.process import confinement
+from hflow.sandboxes import confinement
 landlock_version = confinement._landlock_version
 confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
 confinement.confine(1024, os.getcwd(), [sys.argv[3]], processes=True, landlock=True)
@@ -421,7 +426,7 @@ def test_readable_files_can_be_read_only(tmp_path: Path) -> None:
 def test_a_kernel_that_cannot_protect_files_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider, "missing_protection", lambda: "this kernel has no Landlock")
     with pytest.raises(RunError, match=r"the sandbox of calculator .* no Landlock.*without_landlock=True"):
-        run_alone(lambda sandboxes: call(sandboxes, calculator, expression="1"))
+        run_alone(lambda _: Sandboxes(1).run(calculator, limits_of(calculator), {"expression": "1"}))
 
 
 class ThreadSandboxes:
@@ -433,6 +438,10 @@ class ThreadSandboxes:
         self.num_calls = num_calls
         self.is_closed = False
         self.made.append(self)
+
+    @staticmethod
+    def find_problem(limits: Sandbox) -> str | None:
+        return "no threads are left" if limits.image else None
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
         if limits.timeout < 1:
@@ -465,6 +474,9 @@ def test_each_tool_is_run_by_its_provider(monkeypatch: pytest.MonkeyPatch) -> No
     assert asyncio.run(work()) == [os.getpid(), "too slow", os.getpid(), "42"]
     (made,) = ThreadSandboxes.made
     assert (made.num_calls, made.is_closed) == (3, True)
+    absent = Sandbox(timeout=1.0, memory_mb=64, provider="thread", image="x")
+    with pytest.raises(RunError, match="the sandbox of own_pid cannot be made: no threads are left"):
+        asyncio.run(Sandboxes(1).run(own_pid, absent, {}))
 
 
 def test_a_provider_that_does_not_exist_is_refused_where_it_is_named() -> None:
