@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import sandboxed_tools as tools
+from command_line import CommandLine
 
 from hflow import sandbox
 from hflow.base.errors import EpisodeError, RecipeError, RunError
@@ -27,6 +28,7 @@ from hflow.sandboxes.providers import Sandboxes
 from hflow.sandboxes.remote import provider
 from hflow.types.sandbox import Sandbox, ToolFailed
 
+ROOT = Path(__file__).parents[2]
 DOCKER = f"""#!{sys.executable} -I
 import json, os, subprocess, sys
 from pathlib import Path
@@ -182,3 +184,19 @@ def test_what_cannot_be_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch
         call(tools.calculator)
     with pytest.raises(RecipeError, match="image is 3; it must be"):
         sandbox(image=3)  # type: ignore[arg-type]
+
+
+def test_a_tool_without_its_provider_is_refused_before_a_run(
+    hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ROOT / "recipes" / "tool_agent.py"
+    (tmp_path / "mine.yaml").write_text(own.with_suffix(".yaml").read_text())
+    text = own.read_text()
+    changed = text.replace("@sandbox(timeout=2.0, memory_mb=128)", "@sandbox(provider='docker')")
+    assert changed != text
+    (tmp_path / "mine.py").write_text(changed)
+    monkeypatch.setenv("PATH", os.defpath)
+    options = ("model@models.actor=tiny-qwen2", "nodes.agent.max_tokens=16", "workers=inproc")
+    said = hflow.refused("run", str(tmp_path / "mine.py"), *options)
+    assert "the sandbox of calculator (" in said
+    assert "mine.py:20) cannot be made: provider='docker' needs the command docker" in said

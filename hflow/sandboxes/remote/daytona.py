@@ -50,6 +50,7 @@ class DaytonaSandboxes(RemoteSandboxes):
             try:
                 await made.fs.upload_file(program, PROGRAM_PATH)
                 done = await made.process.exec(f"python3 {PROGRAM_PATH}", timeout=life)
-                return (done.result or "").encode()
+                output: str = done.result
+                return output.encode()
             finally:
                 await made.delete()

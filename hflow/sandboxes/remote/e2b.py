@@ -37,6 +37,7 @@ class E2BSandboxes(RemoteSandboxes):
         try:
             await machine.files.write(PROGRAM_PATH, program)
             done = await machine.commands.run(f"python3 {PROGRAM_PATH}", timeout=life)
-            return done.stdout.encode()
+            output: str = done.stdout
+            return output.encode()
         finally:
             await machine.kill()
