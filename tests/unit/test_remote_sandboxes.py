@@ -86,14 +86,15 @@ def test_a_call_returns_its_result(docker: Path) -> None:
 
 @pytest.mark.long
 def test_failures_are_those_of_the_tool(docker: Path) -> None:
-    for tool, arguments, limits, reason in [
+    cases: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = [
         (tools.calculator, {"expression": "1 / 0"}, {}, "ZeroDivisionError: division by zero"),
         (tools.dying, {}, {}, "its process died"),
         (tools.endless, {}, {"timeout": 0.3}, r"took longer than its timeout of 0.3 s"),
         (tools.hungry, {"mib": 400}, {}, "MemoryError"),
         (tools.execute, {"code": "import os; os.write(3, b'no json'); os._exit(0)"}, {}, "no valid reply"),
         (tools.execute, {"code": "import os; os.fork()"}, {}, "PermissionError"),
-    ]:
+    ]
+    for tool, arguments, limits, reason in cases:
         with pytest.raises(ToolFailed, match=reason):
             call(tool, arguments, **limits)
     with pytest.raises(TypeError, match="what unsendable returned cannot be recorded"):

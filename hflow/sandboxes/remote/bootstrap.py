@@ -110,7 +110,7 @@ def _call(setup: dict[str, Any]) -> bytes:
 
 
 def _read_in_time(setup: dict[str, Any], reading: int, child: int) -> bytes:
-    """Return what the call writes, or the reply of one that took too long or wrote too much."""
+    """Return the bytes that the call writes, or the reply of one that took too long or wrote too much."""
     start, timeout, written = time.monotonic(), setup["timeout"], bytearray()
     files = [reading, 0] if setup["watches_input"] else [reading]
     remaining = timeout

@@ -28,7 +28,7 @@ class DaytonaSandboxes(RemoteSandboxes):
         """Run a program in a new sandbox, and return its standard output.
 
         Raises:
-            Exception: those of the package.
+            Exception: the errors of daytona, and of its connection.
         """
         from daytona import AsyncDaytona, CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 

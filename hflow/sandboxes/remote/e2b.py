@@ -26,7 +26,7 @@ class E2BSandboxes(RemoteSandboxes):
         """Run a program in a new machine, and return its standard output.
 
         Raises:
-            Exception: those of the package.
+            Exception: the errors of e2b, and of its connection.
         """
         from e2b import AsyncSandbox
 

@@ -16,6 +16,7 @@ import os
 import sys
 import zlib
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from cloudpickle import cloudpickle
@@ -37,7 +38,7 @@ from hflow.types.sandbox import Sandbox, Tool, ToolFailed
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """The version that the Python of an image must have, as compiled functions depend on it."""
-PROGRAM_PATH = "/tmp/hflow-call.py"
+PROGRAM_PATH = str(PurePosixPath("/tmp", "hflow-call.py"))
 """The file of the program on a machine of a service."""
 
 
