@@ -20,44 +20,24 @@ from hflow.base.errors import (
     RecipeError,
     RunError,
 )
-from hflow.dsl import (
-    Dataset,
-    Model,
-    Recipe,
-    compute,
-    encode,
-    first_pass,
-    generate,
-    infer,
-    rows,
-    sampler,
-    sandbox,
-    train,
-    update,
-    use,
-)
-from hflow.observer import Observer, RunInfo
-from hflow.types import (
-    Endpoint,
-    Engine,
-    Json,
-    Messages,
-    Metrics,
-    Output,
-    PerGroup,
-    PerSequence,
-    PerToken,
-    Sequences,
-    State,
-    Tensor,
-    TensorDict,
-    Text,
-    Tokenizer,
-    ToolCall,
-    Trajectory,
-)
 
 if TYPE_CHECKING:
+    from hflow.dsl import (
+        Dataset,
+        Model,
+        Recipe,
+        compute,
+        encode,
+        first_pass,
+        generate,
+        infer,
+        rows,
+        sampler,
+        sandbox,
+        train,
+        update,
+        use,
+    )
     from hflow.launch import (
         Plan,
         RunSummary,
@@ -75,12 +55,39 @@ if TYPE_CHECKING:
         size,
         twin,
     )
+    from hflow.observer import Observer, RunInfo
+    from hflow.types import (
+        Endpoint,
+        Engine,
+        Json,
+        Messages,
+        Metrics,
+        Output,
+        PerGroup,
+        PerSequence,
+        PerToken,
+        Sequences,
+        State,
+        Tensor,
+        TensorDict,
+        Text,
+        Tokenizer,
+        ToolCall,
+        Trajectory,
+    )
 
-_COMMANDS = """
-Plan RunSummary Simulation check compare evaluate export plan read_report resume run serve simulate size twin
-"""
-_LAZY = {"algo": "hflow.dsl.lazy", **dict.fromkeys(_COMMANDS.split(), "hflow.launch")}
-"""Name -> the module that has it, which is imported at the first use of the name."""
+_NAMES = {
+    "hflow.dsl": "Dataset Model Recipe compute encode first_pass generate infer rows sampler sandbox train "
+    "update use",
+    "hflow.dsl.lazy": "algo",
+    "hflow.launch": "Plan RunSummary Simulation check compare evaluate export plan read_report resume run "
+    "serve simulate size twin",
+    "hflow.observer": "Observer RunInfo",
+    "hflow.types": "Endpoint Engine Json Messages Metrics Output PerGroup PerSequence PerToken Sequences "
+    "State Tensor TensorDict Text Tokenizer ToolCall Trajectory",
+}
+"""Module -> its names. The first use of one imports it, so that small processes of hflow start quickly."""
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BackendError",

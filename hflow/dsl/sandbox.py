@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from hflow.base.errors import nearest
@@ -20,6 +21,7 @@ _OPTIONS = {
     "readable": Option("tuple[str, ...]", ()),
     "without_landlock": Option("bool", False),
     "provider": Option("str", SANDBOX_PROVIDERS.default),
+    "image": Option("str", ""),
 }
 
 
@@ -31,6 +33,7 @@ def sandbox(
     readable: Sequence[str] = (),
     without_landlock: bool = False,
     provider: str = SANDBOX_PROVIDERS.default,
+    image: str = "",
 ) -> Callable[[Function], Function]:
     """Decorate a tool so that `engine.call` runs each call in a sandbox.
 
@@ -45,7 +48,10 @@ def sandbox(
         readable: further files and directories that a call may read.
         without_landlock: whether calls may run on a kernel without Landlock, where they can read and write
             all files of the user. Otherwise such a kernel is an error.
-        provider: what runs the calls. `process` runs each in a confined process of this machine.
+        provider: what runs the calls. `process` runs each in a confined process of this machine; others run
+            it elsewhere (docs/security.md).
+        image: the image of a call's container or machine, if the provider has images. Its Python must have
+            this one's minor version. Default: the provider's own.
 
     Raises:
         RecipeError: if a limit has a wrong type or is out of bounds, or there is no such provider.
@@ -58,6 +64,7 @@ def sandbox(
         "readable": readable,
         "without_landlock": without_landlock,
         "provider": provider,
+        "image": image,
     }
     limits = {}
     for name, value in given.items():
@@ -72,7 +79,7 @@ def sandbox(
     limits["readable"] = tuple(map(os.path.abspath, limits["readable"]))
 
     def decorate(function: Function) -> Function:
-        setattr(function, ATTRIBUTE, Sandbox(**limits))
+        setattr(function, ATTRIBUTE, asdict(Sandbox(**limits)))
         return function
 
     return decorate

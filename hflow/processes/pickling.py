@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
+from operator import methodcaller
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -15,11 +16,16 @@ import cloudpickle
 from hflow.base.errors import RunError
 
 
-def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> bytes:
+def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]], by_value: bool = False) -> bytes:
     """Pickle a value that holds bodies.
 
     A recipe is loaded from its file, as a module that no other process can import. Functions of such modules
     are pickled by value, with the globals that they use.
+
+    Args:
+        value: what is pickled.
+        bodies: the bodies in it.
+        by_value: pickle their modules' functions by value in any case, for machines without these modules.
 
     Raises:
         RunError: when these globals cannot be pickled, such as an open file or a lock.
@@ -27,8 +33,8 @@ def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> byte
     modules = {
         name: sys.modules[name] for name in {body.__module__ for body in bodies} if name in sys.modules
     }
-    by_value = [module for module in modules.values() if not _is_importable(module)]
-    for module in by_value:
+    registered = [module for module in modules.values() if by_value or not _is_importable(module)]
+    for module in registered:
         cloudpickle.register_pickle_by_value(module)
     try:
         buffer = io.BytesIO()
@@ -40,7 +46,7 @@ def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]]) -> byte
             "create such objects inside the body"
         ) from error
     finally:
-        for module in by_value:
+        for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -51,12 +57,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Return a function and its arguments that make an object again."""
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
-        make, arguments = self.dispatch_table[CodeType](obj)
-        return _make_code, (obj.co_filename, make, arguments)
+        return methodcaller("replace", co_filename=obj.co_filename), (_Code(obj, self),)
 
 
-def _make_code(filename: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
-    return make(*arguments).replace(co_filename=filename)
+class _Code:
+    """Code as cloudpickle pickles it. Loading it needs no module of hflow."""
+
+    def __init__(self, code: CodeType, pickler: _Pickler) -> None:
+        self._reduced = pickler.dispatch_table[CodeType](code)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
 
 
 def _is_importable(module: ModuleType) -> bool:

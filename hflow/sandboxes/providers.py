@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
+from hflow.base.errors import RunError
+from hflow.sandboxes.calls import name_of
 from hflow.types.sandbox import SANDBOX_PROVIDERS, Sandbox, Tool
 
 
@@ -15,6 +17,14 @@ class SandboxProvider(Protocol):
 
     A provider is built with the most calls of a tool that run at the same time.
     """
+
+    @staticmethod
+    def find_problem(limits: Sandbox) -> str | None:
+        """Return the reason why calls with these limits cannot run here, with a fix; None if they can.
+
+        A run calls it before models load. It is quick: it looks for a program, a package or a variable.
+        """
+        ...
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
         """Call a tool and return its result. Cancelling the awaiting task ends what runs of the call.
@@ -47,10 +57,15 @@ class Sandboxes:
     def __init__(self, num_calls: int) -> None:
         self._num_calls = num_calls
         self._providers: dict[str, SandboxProvider] = {}
+        self._checked: set[Sandbox] = set()
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool, as `SandboxProvider.run` does."""
-        return await self._provider(limits.provider).run(tool, limits, arguments)
+        """Call a tool, as `SandboxProvider.run` does.
+
+        Raises:
+            RunError: also when its provider cannot run here.
+        """
+        return await self._provider(tool, limits).run(tool, limits, arguments)
 
     def close(self) -> None:
         """End what runs."""
@@ -58,11 +73,22 @@ class Sandboxes:
             provider.close()
         self._providers.clear()
 
-    def _provider(self, name: str) -> SandboxProvider:
-        provider = self._providers.get(name)
+    def _provider(self, tool: Tool, limits: Sandbox) -> SandboxProvider:
+        if limits not in self._checked:
+            if (problem := find_problem(limits)) is not None:
+                raise RunError(f"the sandbox of {name_of(tool)} cannot be made: {problem}")
+            self._checked.add(limits)
+        provider = self._providers.get(limits.provider)
         if provider is None:
-            provider = self._providers[name] = SANDBOX_PROVIDERS.load(name)(self._num_calls)
+            provider = SANDBOX_PROVIDERS.load(limits.provider)(self._num_calls)
+            self._providers[limits.provider] = provider
         return provider
+
+
+def find_problem(limits: Sandbox) -> str | None:
+    """Return the reason why the provider of these limits cannot run here; None if it can."""
+    problem: str | None = SANDBOX_PROVIDERS.load(limits.provider).find_problem(limits)
+    return problem
 
 
 @cache

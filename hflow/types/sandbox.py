@@ -1,5 +1,7 @@
 """`Sandbox`: the limits of a tool, stored on the function by `@sandbox` so that any process can read them.
 
+The function has them as a dict, so that a pickled tool needs nothing of hflow.
+
 To add a provider, which runs tools in another way, write `provider.py` in `sandboxes/NAME`, and add one line
 to `SANDBOX_PROVIDERS`.
 """
@@ -17,7 +19,12 @@ Tool = Callable[..., Any]
 SANDBOX_PROVIDERS = Registry(
     "sandbox provider",
     "hflow.sandboxes",
-    {"process": "hflow.sandboxes.process.provider:ProcessSandboxes"},
+    {
+        "process": "hflow.sandboxes.process.provider:ProcessSandboxes",
+        "docker": "hflow.sandboxes.remote.docker:DockerSandboxes",
+        "e2b": "hflow.sandboxes.remote.e2b:E2BSandboxes",
+        "daytona": "hflow.sandboxes.remote.daytona:DaytonaSandboxes",
+    },
 )
 """The providers, each with what builds it: the most calls of a tool that run at the same time -> a new
 `SandboxProvider` (`sandboxes/providers.py`)."""
@@ -42,6 +49,8 @@ class Sandbox:
     """Whether a call may run where the kernel cannot protect files."""
     provider: str = SANDBOX_PROVIDERS.default
     """What runs the calls and holds these limits."""
+    image: str = ""
+    """The image of the container or machine of a call; empty: the provider's default. `process` has none."""
 
 
 class ToolFailed(Exception):
@@ -50,4 +59,5 @@ class ToolFailed(Exception):
 
 def sandbox_of(function: Tool) -> Sandbox | None:
     """Return the limits of a function with a sandbox; None for any other."""
-    return getattr(function, ATTRIBUTE, None)
+    limits = getattr(function, ATTRIBUTE, None)
+    return None if limits is None else Sandbox(**limits)

@@ -97,6 +97,11 @@ BORDERS = {
         "sandboxes/process/",
         {"types/sandbox.py": "the registry"},
     ),
+    "sandbox provider elsewhere": (
+        r"(Docker|E2B|Daytona)Sandboxes|sandboxes\.remote\b",
+        "sandboxes/remote/",
+        {"types/sandbox.py": "the registry"},
+    ),
     "tracker": (
         "(?i)wandb",
         "trackers/wandb.py",

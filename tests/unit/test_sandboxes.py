@@ -3,80 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
+import sandboxed_tools
 
 from hflow import sandbox
 from hflow.base.errors import EpisodeError, RecipeError, RunError
 from hflow.episodes.recorded_effects import RecordedEffects
-from hflow.sandboxes.process import confinement, provider
+from hflow.sandboxes import confinement
+from hflow.sandboxes.process import provider
 from hflow.sandboxes.process.provider import ProcessSandboxes
-from hflow.sandboxes.providers import Sandboxes
+from hflow.sandboxes.providers import Sandboxes, SandboxProvider
 from hflow.types.sandbox import SANDBOX_PROVIDERS, Sandbox, Tool, ToolFailed, sandbox_of
 
-
-@sandbox(timeout=5.0, memory_mb=256)
-def calculator(expression: str) -> str:
-    return str(eval(expression, {"__builtins__": {}}))
-
-
-@sandbox(timeout=0.3)
-def endless() -> None:
-    while True:
-        pass
-
-
-@sandbox(timeout=5.0, memory_mb=64)
-def hungry(mib: int) -> int:
-    return len(bytearray(mib * 2**20))
+calculator = sandbox(timeout=5.0, memory_mb=256)(sandboxed_tools.calculator)
+endless = sandbox(timeout=0.3)(sandboxed_tools.endless)
+hungry = sandbox(timeout=5.0, memory_mb=64)(sandboxed_tools.hungry)
+dying = sandbox()(sandboxed_tools.dying)
+patient = sandbox()(sandboxed_tools.patient)
+unsendable = sandbox()(sandboxed_tools.unsendable)
+fetch = sandbox(timeout=5.0)(sandboxed_tools.fetch)
+sleep = sandbox(timeout=600.0)(sandboxed_tools.sleep)
+execute = sandbox(timeout=20.0)(sandboxed_tools.execute)
+execute_more = sandbox(timeout=20.0, processes=True)(sandboxed_tools.execute_more)
+busy = sandbox(timeout=0.4)(sandboxed_tools.busy)
 
 
-@sandbox()
-def dying() -> None:
-    os._exit(7)
-
-
-@sandbox()
-async def patient(seconds: float) -> int:
-    await asyncio.sleep(seconds)
-    return os.getpid()
-
-
-@sandbox()
-def unsendable() -> Any:
-    return lambda: 0
-
-
-@sandbox(timeout=5.0)
-def fetch(port: int) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=2) as answer:
-        return int(answer.status)
-
-
-@sandbox(timeout=600.0)
-def sleep() -> None:
-    time.sleep(600)
-
-
-async def call(sandboxes: ProcessSandboxes, tool: Callable[..., Any], **arguments: Any) -> Any:
+def limits_of(tool: Callable[..., Any]) -> Sandbox:
     limits = sandbox_of(tool)
     assert limits is not None
-    return await sandboxes.run(tool, limits, arguments)
+    return limits
 
 
-def run(work: Callable[[ProcessSandboxes], Awaitable[Any]]) -> Any:
+async def call(sandboxes: SandboxProvider, tool: Callable[..., Any], **arguments: Any) -> Any:
+    return await sandboxes.run(tool, limits_of(tool), arguments)
+
+
+@cache
+def shared_sandboxes() -> ProcessSandboxes:
+    made = ProcessSandboxes(1)
+    atexit.register(made.close)
+    return made
+
+
+def run(work: Callable[[SandboxProvider], Awaitable[Any]]) -> Any:
+    """Call tools in the servers that all tests share."""
+
+    async def main() -> Any:
+        async with asyncio.timeout(60):
+            return await work(shared_sandboxes())
+
+    return asyncio.run(main())
+
+
+def run_alone(work: Callable[[SandboxProvider], Awaitable[Any]]) -> Any:
+    """Call tools in new servers."""
+
     async def main() -> Any:
         sandboxes = ProcessSandboxes(1)
         try:
@@ -95,7 +89,7 @@ def failure(tool: Callable[..., Any], **arguments: Any) -> str:
 
 
 def test_results_come_back() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> list[Any]:
+    async def work(sandboxes: SandboxProvider) -> list[Any]:
         calls = [call(sandboxes, calculator, expression=f"{i} * 2") for i in range(20)]
         return [*await asyncio.gather(*calls), await call(sandboxes, patient, seconds=0.0)]
 
@@ -113,7 +107,7 @@ def test_an_error_of_a_tool_is_reported_in_one_line() -> None:
 
 
 def test_limits_hold_and_the_next_call_works() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> int:
+    async def work(sandboxes: SandboxProvider) -> int:
         with pytest.raises(ToolFailed, match=r"took longer than its timeout of 0.3 s"):
             await call(sandboxes, endless)
         with pytest.raises(ToolFailed, match="its process died"):
@@ -147,7 +141,7 @@ def calls_in_progress() -> list[psutil.Process]:
 
 
 def test_a_cancelled_call_ends_its_process() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> None:
+    async def work(sandboxes: SandboxProvider) -> None:
         task = asyncio.ensure_future(call(sandboxes, sleep))
         while not calls_in_progress():
             await asyncio.sleep(0.01)
@@ -160,21 +154,6 @@ def test_a_cancelled_call_ends_its_process() -> None:
             await call(sandboxes, sleep, unknown=1)
 
     run(work)
-
-
-@sandbox(timeout=20.0)
-def execute(code: str) -> Any:
-    """Run code, as a model may write it."""
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    return scope.get("result")
-
-
-@sandbox(timeout=20.0, processes=True)
-def execute_more(code: str) -> Any:
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    return scope.get("result")
 
 
 NEEDS_NO_NETWORK = {
@@ -231,7 +210,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
     places = {"secret": secret, "directory": tmp_path, "worker": os.getpid(), "code": os.__file__}
     cases = NEEDS_NO_NETWORK | STARTS_PROCESSES | HARMS
 
-    async def outcomes(sandboxes: ProcessSandboxes) -> dict[str, str]:
+    async def outcomes(sandboxes: SandboxProvider) -> dict[str, str]:
         said = {}
         for name, code in cases.items():
             try:
@@ -244,7 +223,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
         assert await call(sandboxes, execute, code=raw) is False
         return said
 
-    said = run(outcomes)
+    said = run_alone(outcomes)
     assert secret.stat().st_mtime > 0
     refusals = (
         "OSError: [Errno 24]",
@@ -260,7 +239,7 @@ def test_model_written_code_can_do_no_harm(tmp_path: Path, monkeypatch: pytest.M
 
 ON_KERNEL = """
 import os, signal, sys
-from hflow.sandboxes.process import confinement
+from hflow.sandboxes import confinement
 landlock_version = confinement._landlock_version
 confinement._landlock_version = lambda: min(landlock_version(), int(sys.argv[2]))
 confinement.confine(1024, os.getcwd(), [sys.argv[3]], processes=True, landlock=True)
@@ -305,7 +284,7 @@ def test_no_kernel_lets_a_call_signal_or_empty_what_is_not_its_own(
 def test_a_call_has_a_directory_of_its_own() -> None:
     code = "import os; open('x', 'w').write('y'); result = [os.getcwd(), os.listdir('.'), open('x').read()]"
 
-    async def work(sandboxes: ProcessSandboxes) -> list[Any]:
+    async def work(sandboxes: SandboxProvider) -> list[Any]:
         return [await call(sandboxes, execute, code=code) for _ in range(2)]
 
     (first, *_), (second, files, text) = run(work)
@@ -315,7 +294,7 @@ def test_a_call_has_a_directory_of_its_own() -> None:
 
 
 def test_a_call_finds_nothing_that_an_earlier_one_left() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> Any:
+    async def work(sandboxes: SandboxProvider) -> Any:
         await call(sandboxes, execute, code="import builtins; builtins.sum = execute = lambda *_: 7")
         return await call(sandboxes, execute, code="result = sum([1, 2])")
 
@@ -338,7 +317,7 @@ result = os.getcwd()
 
 
 def test_what_a_call_leaves_harms_no_other_call() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> None:
+    async def work(sandboxes: SandboxProvider) -> None:
         for _ in range(2):
             left = call(sandboxes, execute, code=DEEP.replace("os.getcwd()", "0"))
             doubled = [call(sandboxes, execute, code=f"result = 2 * {i}") for i in range(3)]
@@ -351,7 +330,7 @@ def test_what_a_call_leaves_harms_no_other_call() -> None:
 
 
 def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None:
-    async def work(sandboxes: ProcessSandboxes, kills: int) -> Any:
+    async def work(sandboxes: SandboxProvider, kills: int) -> Any:
         task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))
         for _ in range(kills):
             while not (running := calls_in_progress()):
@@ -362,9 +341,9 @@ def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None
             psutil.wait_procs([server, *running], timeout=10)
         return await task
 
-    assert run(lambda sandboxes: work(sandboxes, 1)) > 0
+    assert run_alone(lambda sandboxes: work(sandboxes, 1)) > 0
     with pytest.raises(EpisodeError, match="the sandbox of patient failed twice, so the call has no result"):
-        run(lambda sandboxes: work(sandboxes, 2))
+        run_alone(lambda sandboxes: work(sandboxes, 2))
 
 
 @pytest.mark.parametrize(
@@ -382,15 +361,8 @@ def test_a_call_that_the_machine_ended_has_no_result(code: str, reason: str) -> 
         run(lambda sandboxes: call(sandboxes, execute, code=code))
 
 
-@sandbox(timeout=0.4)
-def busy(seconds: float) -> bool:
-    while time.process_time() < seconds:
-        pass
-    return True
-
-
 def test_waiting_for_a_processor_is_not_the_time_of_a_call() -> None:
-    async def work(sandboxes: ProcessSandboxes) -> bool:
+    async def work(sandboxes: SandboxProvider) -> bool:
         await call(sandboxes, busy, seconds=0.0)
         loops = [
             subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
@@ -408,7 +380,7 @@ def test_waiting_for_a_processor_is_not_the_time_of_a_call() -> None:
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
-        assert run(work)
+        assert run_alone(work)
     finally:
         os.sched_setaffinity(0, processors)
 
@@ -425,7 +397,7 @@ except subprocess.CalledProcessError:
     result = left
 """
 
-    async def work(sandboxes: ProcessSandboxes) -> None:
+    async def work(sandboxes: SandboxProvider) -> None:
         left = await call(sandboxes, execute_more, code=code)
         assert len(left) == 2
         while any(psutil.pid_exists(pid) for pid in left):
@@ -443,7 +415,7 @@ def test_readable_files_can_be_read_only(tmp_path: Path) -> None:
         with open(path, mode) as file:
             return str(file.read())
 
-    async def work(sandboxes: ProcessSandboxes) -> str:
+    async def work(sandboxes: SandboxProvider) -> str:
         with pytest.raises(ToolFailed, match="PermissionError"):
             await call(sandboxes, first_word, path=str(words), mode="r+")
         return str(await call(sandboxes, first_word, path=str(words), mode="r"))
@@ -454,7 +426,7 @@ def test_readable_files_can_be_read_only(tmp_path: Path) -> None:
 def test_a_kernel_that_cannot_protect_files_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider, "missing_protection", lambda: "this kernel has no Landlock")
     with pytest.raises(RunError, match=r"the sandbox of calculator .* no Landlock.*without_landlock=True"):
-        run(lambda sandboxes: call(sandboxes, calculator, expression="1"))
+        run_alone(lambda _: Sandboxes(1).run(calculator, limits_of(calculator), {"expression": "1"}))
 
 
 class ThreadSandboxes:
@@ -466,6 +438,10 @@ class ThreadSandboxes:
         self.num_calls = num_calls
         self.is_closed = False
         self.made.append(self)
+
+    @staticmethod
+    def find_problem(limits: Sandbox) -> str | None:
+        return "no threads are left" if limits.image else None
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
         if limits.timeout < 1:
@@ -498,6 +474,9 @@ def test_each_tool_is_run_by_its_provider(monkeypatch: pytest.MonkeyPatch) -> No
     assert asyncio.run(work()) == [os.getpid(), "too slow", os.getpid(), "42"]
     (made,) = ThreadSandboxes.made
     assert (made.num_calls, made.is_closed) == (3, True)
+    absent = Sandbox(timeout=1.0, memory_mb=64, provider="thread", image="x")
+    with pytest.raises(RunError, match="the sandbox of own_pid cannot be made: no threads are left"):
+        asyncio.run(Sandboxes(1).run(own_pid, absent, {}))
 
 
 def test_a_provider_that_does_not_exist_is_refused_where_it_is_named() -> None:

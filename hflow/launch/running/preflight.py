@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
@@ -16,12 +17,15 @@ from hflow.planner.models.choices import deterministic_variables
 from hflow.planner.models.descriptors import descriptor, engine_kind
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import ENGINES
+from hflow.processes.error_location import relative_path
+from hflow.sandboxes.providers import find_problem
 from hflow.types.kernels import (
     TE_PACKAGE,
     LayerKernels,
     install_problem,
     installed_transformer_engine,
 )
+from hflow.types.sandbox import sandbox_of
 from hflow.workers.process_setup import ray_address
 
 
@@ -104,6 +108,22 @@ def check_environments(compiled: Compiled) -> None:
                 host_of(adapter.name, node.spec.knob_values).start()
             except ConfigError as error:
                 raise ConfigError(f"{node.name} ({node.spec.where}): {error}") from None
+
+
+def check_sandboxes(compiled: Compiled) -> None:
+    """Check the sandboxes of the tools in the modules of bodies, if workers are on this machine.
+
+    Raises:
+        ConfigError: for the first tool whose calls cannot run here.
+    """
+    if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
+        return  # its calls run on other machines
+    for body in compiled.bodies.values():
+        for tool in getattr(inspect.unwrap(body), "__globals__", {}).values():
+            limits = sandbox_of(tool) if inspect.isfunction(tool) else None
+            if limits is not None and (problem := find_problem(limits)) is not None:
+                where = f"{relative_path(tool.__code__.co_filename)}:{tool.__code__.co_firstlineno}"
+                raise ConfigError(f"the sandbox of {tool.__name__} ({where}) cannot be made: {problem}")
 
 
 def check_variables(config: RunConfig) -> None:

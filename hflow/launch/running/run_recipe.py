@@ -32,6 +32,7 @@ from hflow.launch.running.preflight import (
     check_determinism,
     check_environments,
     check_faults,
+    check_sandboxes,
     check_saving,
     check_variables,
     refuse_unrunnable,
@@ -217,6 +218,7 @@ async def _run_in_loop(
     config, console = compiled.config, SafeConsole(stderr=True, quiet=environment.is_quiet)
     with print_waits(console.print)("environments and rows of data"):
         check_environments(compiled)
+        check_sandboxes(compiled)
         rows, row_files = open_rows(compiled)
     if config.workers not in ONE_PROCESS:
         close_hosts()  # each worker starts its own

@@ -4,13 +4,11 @@ A call cannot see another one or change what later calls find, as its process be
 and ends with the call. The server trusts no call: a call's process writes its reply to the socket of the
 call, which the worker reads as JSON, and nothing that it writes is unpickled.
 
-This module must import neither torch nor ray, so that the process starts quickly and stays small.
+This module imports next to nothing of hflow, so that the process starts quickly and stays small.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import inspect
 import itertools
 import json
@@ -33,10 +31,9 @@ from typing import Any
 
 import cloudpickle
 
-from hflow.processes.error_location import error_line
 from hflow.processes.guard import POLL_SECONDS, guard_server, kill_orphans, reap, run_in_session
-from hflow.sandboxes.process.confinement import confine, missing_protection
-from hflow.types.sandbox import Sandbox
+from hflow.sandboxes.confinement import confine, missing_protection
+from hflow.sandboxes.inside import format_error, run_call
 
 STARTED = b"\0"
 """The first byte of an answer: the call's process is confined, and its time begins. Its id follows (`PID`).
@@ -47,6 +44,8 @@ ENDED = b"\1"
 """The last byte of an answer, which the server adds when the call's process has ended by itself. Without it,
 the server has ended, or the kernel has killed the process, so nothing is known of the call."""
 PID = struct.Struct("=i")
+_OWN = str(Path(__file__).parents[2])
+"""The directory of hflow, which a call may read."""
 LENGTH = struct.Struct("=Q")
 """The length of the first message to a server, a pickled `ServerSetup`. Each further byte brings the socket
 of a call."""
@@ -57,7 +56,9 @@ class ServerSetup:
     """What a server needs."""
 
     pickled_tool: bytes
-    limits: Sandbox
+    memory_mb: int
+    readable: tuple[str, ...]
+    processes: bool
     num_calls: int
     """Most calls at the same time."""
     temporary: str
@@ -141,7 +142,7 @@ class _Server:
             call.scratch = Path(tempfile.mkdtemp(prefix="hflow-sandbox-", dir=self._setup.temporary))
             pid = os.fork()
         except OSError as error:
-            reason = f"the process of a call cannot be made: {error_line(error)}"
+            reason = f"the process of a call cannot be made: {format_error(error)}"
             self._finish(call, NOT_MADE + reason.encode())
             return
         if pid:
@@ -166,17 +167,19 @@ class _Server:
         os.chdir(scratch)
         os.environ |= {"HOME": scratch, "TMPDIR": scratch}
         tempfile.tempdir = None
-        limits = self._setup.limits
+        setup = self._setup
         has_landlock = missing_protection() is None
         try:
-            confine(limits.memory_mb, scratch, limits.readable, limits.processes, landlock=has_landlock)
+            readable = (*setup.readable, _OWN)
+            confine(setup.memory_mb, scratch, readable, setup.processes, landlock=has_landlock)
         except OSError as error:
-            os.write(3, f"the sandbox of a tool cannot be closed: {error_line(error)}".encode())
+            os.write(3, f"the sandbox of a tool cannot be closed: {format_error(error)}".encode())
             return
         os.write(3, STARTED + PID.pack(os.getpid()))
         with os.fdopen(3, "rb", closefd=False) as request:
             arguments = json.load(request)
-        reply = _run(self._tool, arguments)
+        assert self._tool is not None, "a tool that cannot be loaded is not called"
+        reply = run_call(self._tool, arguments)
         with os.fdopen(3, "wb") as answer:
             answer.write(reply)
 
@@ -217,40 +220,12 @@ def _remove_tree(root: Path) -> None:
 def _load(pickled_tool: bytes) -> tuple[Callable[..., Any] | None, str | None]:
     """Return the tool, or why its module cannot be imported."""
     try:
-        return cloudpickle.loads(pickled_tool), None
+        tool = cloudpickle.loads(pickled_tool)
+        if inspect.iscoroutinefunction(tool):
+            import asyncio  # noqa: F401 - once, not in each call
+        return tool, None
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        return None, f"the tool's module cannot be loaded in its sandbox: {error_line(error)}"
-
-
-def _run(tool: Callable[..., Any] | None, arguments: dict[str, Any]) -> bytes:
-    """Call the tool, and return the reply."""
-    assert tool is not None, "a tool that cannot be loaded is not called"
-    try:
-        result = tool(**arguments)
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - a tool may raise anything
-        shortage = _find_shortage(error)
-        return (
-            _reply("failed", error_line(error)) if shortage is None else _reply("lost", error_line(shortage))
-        )
-    try:
-        return _reply("result", result)
-    except (TypeError, ValueError, RecursionError) as error:
-        return _reply("no JSON", str(error))
-
-
-def _find_shortage(error: BaseException | None) -> OSError | None:
-    """Return the error with which another began, if calls share what was short: the disk, or open files."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENFILE):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _reply(kind: str, value: Any) -> bytes:
-    return json.dumps([kind, value]).encode()
+        return None, f"the tool's module cannot be loaded in its sandbox: {format_error(error)}"
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytes:

@@ -24,16 +24,18 @@ from typing import Any
 from hflow.base.errors import EpisodeError, RunError, timeout_message
 from hflow.processes.guard import read_stat
 from hflow.processes.pickling import pickle_with_bodies
+from hflow.sandboxes.calls import (
+    LONGEST_REPLY,
+    LONGEST_STRETCH,
+    START_SECONDS,
+    CallPlaces,
+    name_of,
+    parse_reply,
+    result_of,
+)
+from hflow.sandboxes.confinement import missing_filter, missing_protection
 from hflow.sandboxes.process.child import ENDED, LENGTH, NOT_MADE, PID, STARTED, ServerSetup
-from hflow.sandboxes.process.confinement import check_machine, missing_protection
 from hflow.types.sandbox import Sandbox, Tool, ToolFailed
-
-START_SECONDS = 120.0
-"""Longest wait for the server of a tool to import the tool's module."""
-LONGEST_STRETCH = 10
-"""How many times its timeout a call may take in all, if it waits for a processor meanwhile."""
-LONGEST_REPLY = 64 * 2**20
-"""Most bytes of a reply, which is JSON."""
 
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -58,7 +60,7 @@ class ProcessSandboxes:
     def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
         self._servers: dict[tuple[Tool, Sandbox], _ToolServer] = {}
-        self._places: dict[tuple[Tool, Sandbox], tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]] = {}
+        self._places = CallPlaces(num_processes)
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
         """Call a tool and return its result. Cancelling the awaiting task kills the processes of the call.
@@ -78,20 +80,26 @@ class ProcessSandboxes:
             EpisodeError: when it was lost again.
         """
         request = json.dumps(arguments).encode()
-        async with self._place(tool, limits):
+        async with self._places.of(tool, limits):
             try:
                 kind, value = await self._call(self._connect(tool, limits), limits, request)
             except _LostCallError:
                 kind, value = await self._call_alone(tool, limits, request)
-        if kind == "no JSON":
-            name = getattr(tool, "__name__", "a tool")
-            raise TypeError(
-                f"what {name} returned cannot be recorded in the episode's journal: {value}. Use text, "
-                "numbers, and lists and dicts of them."
+        return result_of(tool, kind, value)
+
+    @staticmethod
+    def find_problem(limits: Sandbox) -> str | None:
+        """Return the reason why this machine cannot hold limits, and what to change; None if it can."""
+        if limits.image:
+            return f"provider='process' has no images. Remove image={limits.image!r}"
+        if (missing := missing_filter()) is not None:
+            return f"{missing}. Use such a machine, or remove @sandbox from tools that you trust"
+        if (missing := missing_protection()) is not None and not limits.without_landlock:
+            return (
+                f"{missing}. Use another machine or, if the tool may read and write your files, "
+                "without_landlock=True"
             )
-        if kind != "result":
-            raise ToolFailed(str(value))
-        return value
+        return None
 
     def close(self) -> None:
         """Kill what runs and end the servers."""
@@ -99,24 +107,14 @@ class ProcessSandboxes:
             server.close()
         self._servers.clear()
 
-    def _place(self, tool: Tool, limits: Sandbox) -> asyncio.Semaphore:
-        """Return the semaphore by which calls wait until a process is free, on this event loop."""
-        loop = asyncio.get_running_loop()
-        owner, free = self._places.get((tool, limits), (None, None))
-        if free is None or owner is not loop:
-            free = asyncio.Semaphore(self._num_processes)
-            self._places[tool, limits] = loop, free
-        return free
-
     async def _call_alone(self, tool: Tool, limits: Sandbox, request: bytes) -> tuple[str, Any]:
         """Send a request to a process of a new server, which serves no other call."""
         server = _ToolServer(tool, limits, num_calls=1)
         try:
             return await self._call(server.connect(), limits, request)
         except _LostCallError as error:
-            name = getattr(tool, "__name__", "a tool")
             raise EpisodeError(
-                f"the sandbox of {name} failed twice, so the call has no result: {error}"
+                f"the sandbox of {name_of(tool)} failed twice, so the call has no result: {error}"
             ) from None
         finally:
             server.close()
@@ -138,7 +136,7 @@ class ProcessSandboxes:
             writer.close()  # the server kills the processes of the call, unless it has ended
         if not reply.endswith(ENDED):
             raise _LostCallError("its process was killed, or the server of its processes ended")
-        kind, value = _parse_reply(reply.removesuffix(ENDED))
+        kind, value = parse_reply(reply.removesuffix(ENDED))
         if kind == "lost":
             raise _LostCallError(str(value))
         return kind, value
@@ -157,15 +155,12 @@ class _ToolServer:
     """The server of one tool."""
 
     def __init__(self, tool: Tool, limits: Sandbox, num_calls: int) -> None:
-        check_machine()
-        missing = missing_protection()
-        if missing is not None and not limits.without_landlock:
-            raise RunError(
-                f"the sandbox of {getattr(tool, '__name__', tool)} cannot be closed: {missing}. Use another "
-                "machine or, if the tool may read and write your files, @sandbox(without_landlock=True)"
-            )
         pickled = pickle_with_bodies(tool, [tool])
-        setup = pickle.dumps(ServerSetup(pickled, limits, num_calls, tempfile.gettempdir()))
+        setup = pickle.dumps(
+            ServerSetup(
+                pickled, limits.memory_mb, limits.readable, limits.processes, num_calls, tempfile.gettempdir()
+            )
+        )
         self._control, theirs = socket.socketpair()
         path = json.dumps([os.path.abspath(part) for part in sys.path])
         with theirs:
@@ -262,18 +257,3 @@ def _seconds_waited(pid: int) -> float | None:
     with suppress(OSError):  # the kernel may not count it
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
-
-
-def _parse_reply(reply: bytes) -> tuple[str, Any]:
-    """Return the kind and the value of a reply, which model-written code may have forged.
-
-    Raises:
-        ToolFailed: when it is empty or no reply.
-    """
-    if not reply:
-        raise ToolFailed("its process died")
-    try:
-        kind, value = json.loads(reply)
-    except (ValueError, TypeError, RecursionError):
-        raise ToolFailed("its process wrote no valid reply") from None
-    return str(kind), value

@@ -11,6 +11,8 @@ Three mechanisms of the kernel that need no privileges, and also work in contain
 The filter refuses calls by number. A new system call for sockets would not be known to it, but needs a new
 kind of file descriptor, which Landlock does not grant either.
 
+This module needs the standard library only: `remote/` sends its source to machines without hflow.
+
 Numbers: `asm/unistd_64.h`, `asm-generic/unistd.h`, `linux/landlock.h`, `linux/seccomp.h`, `linux/audit.h`.
 """
 
@@ -27,8 +29,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from hflow.base.errors import RunError
 
 MIB = 2**20
 MAX_OPEN_FILES = 1024
@@ -55,17 +55,14 @@ def confine(memory_mb: int, scratch: str, readable: Iterable[str], processes: bo
     _refuse_calls(processes, scoped=landlock and _landlock_version() >= _SCOPED)
 
 
-def check_machine() -> None:
-    """Check that there is a filter for this machine.
-
-    Raises:
-        RunError: when there is none.
-    """
-    if platform.machine() not in _ARCHITECTURES or sys.platform != "linux":
-        raise RunError(
-            f"a sandbox needs Linux on {' or '.join(_ARCHITECTURES)}, and this is {sys.platform} on "
-            f"{platform.machine()}. Use such a machine, or remove @sandbox from tools that you trust"
-        )
+def missing_filter() -> str | None:
+    """Return the reason why there is no filter for this machine; None if there is one."""
+    if platform.machine() in _ARCHITECTURES and sys.platform == "linux":
+        return None
+    return (
+        f"a sandbox needs Linux on {' or '.join(_ARCHITECTURES)}, and this is {sys.platform} on "
+        f"{platform.machine()}"
+    )
 
 
 def missing_protection() -> str | None:
@@ -154,13 +151,12 @@ def _allow_path(rules: int, path: str, rights: int) -> None:
 def _system_paths() -> list[str]:
     """Return the paths that programs need to run: Python, installed packages and system libraries."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    own = str(Path(__file__).parents[1])
     return [
         *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin"),
         *("/etc/alternatives", "/etc/fonts", "/etc/ssl/certs"),
         *("/etc/group", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd"),
         *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu"),
-        *(sys.prefix, sys.base_prefix, sys.exec_prefix, *packages, own),
+        *(sys.prefix, sys.base_prefix, sys.exec_prefix, *packages),
     ]
 
 
