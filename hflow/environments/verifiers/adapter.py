@@ -71,7 +71,9 @@ def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     load = {"env": knobs["env"], "args": json_object(knobs.get("args", "{}"), "args")}
     remote = str(Path(__file__).with_name("remote.py"))
     python, requirements = knobs.get("python"), knobs.get("requirements")
-    return HostSettings(remote, json.dumps(load), "verifiers", python, requirements)
+    is_own = python is None and requirements is None
+    packages = "'verifiers<0.3'" if is_own else "verifiers"  # 0.4 has pins that change hflow's interpreter
+    return HostSettings(remote, json.dumps(load), packages, python, requirements)
 
 
 ADAPTER = Adapter("verifiers", verifiers, _host_settings)

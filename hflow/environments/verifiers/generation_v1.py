@@ -76,7 +76,9 @@ class Environment:
         with _variable(f"HFLOW_API_KEY_{next(self._numbers)}", api_key) as name:
             client = EvalClientConfig(base_url=base_url, api_key_var=name)
             episode = await self._environment.run_slot(slot, ModelContext(model=model, client=client))
-        trained = [t for t in episode.traces if t.ok and t.agent.trainable and t.agent.config.client == client]
+        trained = [
+            t for t in episode.traces if t.ok and t.agent.trainable and t.agent.config.client == client
+        ]
         return {
             "reward": fmean(t.reward for t in trained) if trained else 0.0,
             "metrics": self._metrics(trained),
@@ -120,7 +122,8 @@ class Environment:
         failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
         if not self._environment.complete(episode):
             errors = [*failed, *episode.errors]
-            return f"{errors[0].type}: {errors[0].message}" if errors else "it did not complete"
+            first = f"{errors[0].type}: {errors[0].message}" if errors else "it did not complete"
+            return " ".join(first.split())
         if not trained:
             return "it has no agent that is trained on this model"
         for trace in trained:
@@ -134,7 +137,7 @@ class Environment:
         data = self._task_type.data_type()
         if hidden := [name for name, field in data.model_fields.items() if field.exclude]:
             raise ValueError(
-                f"{data.__name__}.{hidden[0]} is excluded from JSON, so episodes could not receive it; remove "
+                f"{data.__name__}.{hidden[0]} is excluded from JSON, so no episode would receive it; remove "
                 "exclude=True"
             )
 
@@ -163,9 +166,9 @@ def _config(env: str, args: dict[str, Any]) -> Any:
     kind: Callable[..., Any] = env_config_type(env, args.get("id", ""))
     for name, field in kind.model_fields.items():
         agent, given = field.default, block.get(name, {})
-        if isinstance(agent, AgentConfig) and isinstance(given, dict):
-            if "runtime" not in agent.model_fields_set:
-                block[name] = {"runtime": {"type": "subprocess"}, **given}
+        is_agent = isinstance(agent, AgentConfig) and isinstance(given, dict)
+        if is_agent and "runtime" not in agent.model_fields_set:
+            block[name] = {"runtime": {"type": "subprocess"}, **given}
     with _one_line("args"):
         return kind.model_validate(block)
 

@@ -46,9 +46,7 @@ class VerifiersRows:
                 "requirements, select and size"
             )
         try:
-            self._rows = host_of("verifiers", settings).request(
-                "rows", split=split, size=size, select=select
-            )
+            self._rows = host_of("verifiers", settings).request("rows", split=split, size=size, select=select)
         except (ConfigError, EpisodeError) as error:
             raise DataError(f"{schema.key}.generator is verifiers:{task}, but {error}") from None
         self._task, self._schema = task, schema

@@ -42,10 +42,11 @@ _SAMPLING_LABELS = (
     "flat_logprobs",
     "include_stop_str_in_output",
     "output_kind",
+    "routed_experts_prompt_start",
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-"""Options of the text, which the reply does not have, and of its form in the engine."""
+"""Options of the text and of routed experts, which the reply does not have, and of its form in the engine."""
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
