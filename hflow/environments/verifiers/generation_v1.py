@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -163,7 +163,7 @@ def _config(env: str, args: dict[str, Any]) -> Any:
     if not isinstance(taskset, dict) or "id" in taskset:
         raise ValueError("args.taskset must be an object without id, which is env")
     block = {**args, "taskset": {**taskset, "id": env}}
-    kind: Callable[..., Any] = env_config_type(env, args.get("id", ""))
+    kind: Any = env_config_type(env, args.get("id", ""))
     for name, field in kind.model_fields.items():
         agent, given = field.default, block.get(name, {})
         is_agent = isinstance(agent, AgentConfig) and isinstance(given, dict)
