@@ -36,8 +36,8 @@ async def verifiers(
         example: a row of the environment's dataset, which `data.NAME.generator=verifiers:ENV` reads.
         env: the environment. Up to verifiers 0.2, the name of an installed one, or `MODULE:CLASS` of a class
             with one. From 0.4, the id of a taskset.
-        args: its arguments as JSON. Up to 0.2, those of `load_environment`, such as `{"gym": "gcd"}`. From
-            0.4, the `env` block of the configuration, such as `{"agent": {"harness": {"id": "null"}}}`.
+        args: the arguments of the environment as JSON, such as `{"gym": "gcd"}`. From 0.4, the `env` block of
+            the configuration, such as `{"agent": {"harness": {"id": "null"}}}`.
         replay: what an episode does that is interrupted: `again` repeats what the environment did with the
             completions that it had; `never` begins again, for environments that are not repeatable.
         python: path of the interpreter that has the package. Default: that of hflow.

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 
-class Environment:
+class TasksetEnvironment:
     """A taskset with its agents. Its episodes wait for completions, so they are tasks of one event loop.
 
     Args:
@@ -54,7 +54,7 @@ class Environment:
             raise ValueError("the taskset has no last task; set arguments.size")
         return [task.data.model_dump(mode="json") for task in tasks]
 
-    def open(self) -> Environment:
+    def open(self) -> TasksetEnvironment:
         """Return the object whose methods an episode calls."""
         return self
 

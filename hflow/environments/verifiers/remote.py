@@ -20,11 +20,12 @@ def load(env: str, args: dict[str, Any]) -> Any:
         raise ValueError(
             f"verifiers {verifiers.__version__} is not supported; install 'verifiers<0.3' or 'verifiers>=0.4'"
         )
-    name = "generation_v0" if version < (0, 3) else "generation_v1"
+    is_old = version < (0, 3)
+    name, kind = ("generation_v0", "Environment") if is_old else ("generation_v1", "TasksetEnvironment")
     path = Path(__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"hflow_{name}", path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Environment(env, args)
+    return getattr(module, kind)(env, args)
