@@ -137,6 +137,11 @@ class Endpoint(Protocol):
         ...
 
     @property
+    def sessions(self) -> tuple[str | None, ...]:
+        """The header `X-Session-ID` of the requests of each trajectory; None if they had none."""
+        ...
+
+    @property
     def trajectory(self) -> Trajectory:
         """The trajectory of the only conversation.
 

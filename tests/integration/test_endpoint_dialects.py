@@ -463,6 +463,25 @@ def test_a_client_by_tokens_makes_exact_trajectories(chat: TextTokenizer, driver
     assert first.input_ids[: len(start)] == start
 
 
+def test_a_chat_continues_conversations_of_its_session_only(chat: TextTokenizer, driver: Heard) -> None:
+    async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> tuple[Any, Any]:
+        async def say(session: str, messages: Any) -> Any:
+            headers = {"X-Session-ID": session}
+            reply = await client.chat.completions.create(
+                model="actor", messages=messages, extra_headers=headers
+            )
+            return reply.choices[0].message
+
+        longer = [*ASK, await say("a", ASK), *ASK]
+        await say("b", longer)
+        await say("a", longer)
+        return endpoint.sessions, endpoint.trajectories
+
+    sessions, (first, second) = play(ask, driver, chat)
+    assert sessions == ("a", "b")
+    assert (first.num_turns, second.num_turns) == (2, 1)
+
+
 def test_calls_by_tokens_are_refused_in_one_line(chat: TextTokenizer, driver: Heard) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"token_ids": []}, "token_ids must be a list of token ids"),

@@ -1,22 +1,33 @@
 """Environments of real packages, in virtual environments that pip makes: minutes, and a package index."""
 
 import asyncio
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from endpoint_kit import serve
+from episode_kit import chatml_tokenizer, check_tokens, episode, heard, new_effects, new_engine
 from runs import run
 
-from hflow.base.errors import EpisodeError
+from hflow.base.errors import ConfigError, EpisodeError
 from hflow.environments.client import close_hosts, host_of, open_environment
+from hflow.environments.interpreters import find_interpreter
 from hflow.environments.verifiers.adapter import verifiers
+from hflow.episodes.endpoint.server import EndpointServer
 from hflow.testing import ScriptedEngine
+from hflow.types import Endpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 RECIPE = "recipes/environments/frozen_lake.py"
+LETTERS = Path(__file__).parents[1] / "kits" / "letters.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("cache")
     (directory / "gymnasium.txt").write_text("gymnasium[classic_control]==1.4.0\n")
     (directory / "verifiers.txt").write_text("verifiers==0.2.1\nreasoning-gym==0.1.25\n")
+    (directory / "tasksets.txt").write_text("verifiers==0.4.0\nuv\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HFLOW_CACHE", str(directory))
         yield directory
@@ -64,6 +76,21 @@ def test_spaces_of_gymnasium_become_words(cache: Path, id: str, reply: str, obse
     assert re.search(observation, turn["message"])
 
 
+@pytest.fixture(scope="module")
+def tasksets(cache: Path) -> Iterator[str]:
+    """Return the interpreter that has verifiers 0.4 and the taskset `letters`."""
+    python = find_interpreter(None, str(cache / "tasksets.txt"))
+    (packages,) = (Path(python).parents[1] / "lib").glob("python*/site-packages")
+    shutil.copy(LETTERS, packages)
+    command = [sys.executable, "-m", "pip", "config", "get", "global.extra-index-url"]
+    indexes = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    with pytest.MonkeyPatch.context() as patch:
+        if indexes:  # uv, which starts harnesses, does not read pip's configuration
+            patch.setenv("UV_INDEX", indexes)
+            patch.setenv("UV_INDEX_STRATEGY", "unsafe-best-match")
+        yield python
+
+
 def test_verifiers_gives_rows_scores_and_reasons(cache: Path):
     settings = {
         "env": "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv",
@@ -71,7 +98,7 @@ def test_verifiers_gives_rows_scores_and_reasons(cache: Path):
         "requirements": str(cache / "verifiers.txt"),
     }
     host = host_of("verifiers", settings)
-    train, heldout = (host.request("rows", split=split, size=-1) for split in ("train", "heldout"))
+    train, heldout = (host.request("rows", split=split, size=-1, select={}) for split in ("train", "heldout"))
     assert (len(train), len(heldout)) == (4, 2)
     assert "777, 912" in train[0]["question"]
 
@@ -83,3 +110,167 @@ def test_verifiers_gives_rows_scores_and_reasons(cache: Path):
     assert metrics == {"check_answer_reward_func": 1.0, "format_reward_func": 1.0}
     with pytest.raises(EpisodeError, match="Error calling reward function check_answer_reward_func"):
         asyncio.run(play("<answer>3</answer>", {**train[0], "answer": "no number"}))
+
+
+def test_the_evaluator_of_environments_gives_the_same_scores(cache: Path):
+    """Both score the same replies. `evaluate_sync` uses the endpoint of an episode."""
+    requirements = str(cache / "verifiers.txt")
+    sizes = {"gym": "gcd", "num_train_examples": 1, "num_eval_examples": 20}
+    settings = {
+        "env": "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv",
+        "args": json.dumps(sizes),
+        "requirements": requirements,
+    }
+    rows = host_of("verifiers", settings).request("rows", split="heldout", size=-1, select={})
+    script = (
+        "import json, sys\n"
+        "from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv\n"
+        "from verifiers.types import ClientConfig\n"
+        f"client = ClientConfig(api_base_url=sys.argv[1], api_key_var='EPISODE_KEY')\n"
+        f"done = ReasoningGymEnv(**{sizes}).evaluate_sync(client=client, model=sys.argv[2],\n"
+        "    num_examples=-1, rollouts_per_example=1)\n"
+        "print(json.dumps({row['example_id']: row['reward'] for row in done['outputs']}))\n"
+    )
+    reply = "<answer>3</answer>"
+
+    async def main() -> tuple[Any, Any]:
+        async with ScriptedEngine([reply] * len(rows)).endpoint() as endpoint:
+            command = [find_interpreter(None, requirements), "-c", script]
+            printed = await output([*command, endpoint.base_url, endpoint.model], endpoint)
+        played = {
+            str(row["example_id"]): (await verifiers(ScriptedEngine([reply]), row, **settings))[1]
+            for row in rows
+        }
+        return json.loads(printed.splitlines()[-1]), played
+
+    evaluated, played = asyncio.run(main())
+    assert evaluated == played
+    assert len(set(played.values())) > 1
+
+
+async def output(command: list[str], endpoint: Endpoint) -> str:
+    """Run a command that has the key of an endpoint, and return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, "EPISODE_KEY": endpoint.api_key},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, problems = await process.communicate()
+    assert process.returncode == 0, problems.decode()
+    return out.decode()
+
+
+async def evaluate(python: str, directory: Path, endpoint: Endpoint, *options: str) -> list[Any]:
+    """Run verifiers' own evaluator on `letters`, and return its traces."""
+    command = [str(Path(python).with_name("vf-eval")), "letters", "-m", endpoint.model]
+    command += ["--env.agent.runtime.type", "subprocess", "--output-dir", str(directory)]
+    command += ["--client.base-url", endpoint.base_url, "--client.api-key-var", "EPISODE_KEY", *options]
+    await output(command, endpoint)
+    (file,) = directory.rglob("traces.jsonl")
+    return [trace for line in file.read_text().splitlines() for trace in json.loads(line)["traces"]]
+
+
+def test_a_taskset_gives_rows_scores_and_reasons(tasksets: str):
+    settings = {"env": "letters", "python": tasksets}
+    host = host_of("verifiers", settings)
+    rows = host.request("rows", split="train", size=2, select={"include": {"idx": ["1:"]}})
+    assert [row["letter"] for row in rows] == ["b", "c"]
+    with pytest.raises(EpisodeError, match="tasksets have no splits"):
+        host.request("rows", split="heldout", size=-1, select={})
+    with pytest.raises(EpisodeError, match=r"arguments\.select\.includ: Extra inputs are not permitted"):
+        host.request("rows", split="train", size=-1, select={"includ": {}})
+
+    async def play(row: dict[str, Any]) -> Any:
+        return await verifiers(ScriptedEngine(["no", "ab"]), row, **settings)
+
+    (talk,), reward, metrics = asyncio.run(play(rows[0]))
+    assert (talk.num_turns, talk.completion, reward) == (2, "ab", 1.0)
+    assert metrics == {"share": 0.5, "length": 2.0}
+    with pytest.raises(EpisodeError, match=r"failed: TaskError: .*no letter"):
+        asyncio.run(play({**rows[0], "letter": "!"}))
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "problem"),
+    [
+        ("leters", {}, "taskset 'leters' not found"),
+        ("letters", {"taskset": {"leters": "ab"}}, r"args\.taskset\.leters: Extra inputs are not permitted"),
+        ("letters", {"taskset": {"id": "x"}}, r"args\.taskset must be an object without id"),
+        ("letters", {"agent": {"harness": {"id": "mini_swe_agent"}}}, "needs a container runtime"),
+    ],
+)
+def test_a_taskset_that_cannot_be_loaded(tasksets: str, env: str, args: dict[str, Any], problem: str):
+    settings = {"env": env, "args": json.dumps(args), "python": tasksets}
+    with pytest.raises(ConfigError, match=problem):
+        host_of("verifiers", settings).start()
+
+
+def test_agents_that_are_not_trained_only_talk(tasksets: str):
+    """The environment `user-sim` has a user, who is no policy, and an assistant; uv starts their harness."""
+    args = {"id": "user-sim", "assistant": {"harness": {"id": "null"}}}
+    settings = {"env": "letters", "args": json.dumps(args), "python": tasksets}
+    (row,) = host_of("verifiers", settings).request("rows", split="train", size=1, select={})
+    engine = ScriptedEngine(["Please write a.", "aa", "###DONE###"])
+    (talk,), reward, metrics = asyncio.run(verifiers(engine, row, **settings))
+    assert [message["content"] for message in talk.messages] == ["Please write a.", "aa"]
+    assert reward == 2.0
+    assert metrics == {"assistant.share": 1.0, "assistant.length": 2.0, "assistant.user_turns": 2.0}
+
+
+def test_the_evaluator_of_tasksets_gives_the_same_scores(tasksets: str, tmp_path: Path):
+    settings = {"env": "letters", "args": '{"taskset": {"letters": "abc"}}', "python": tasksets}
+    rows = host_of("verifiers", settings).request("rows", split="train", size=-1, select={})
+
+    async def main() -> tuple[Any, Any]:
+        async with ScriptedEngine(["aab"] * 6).endpoint() as endpoint:
+            traces = await evaluate(tasksets, tmp_path, endpoint, "--env.taskset.letters", "abc")
+        played = [(await verifiers(ScriptedEngine(["aab"] * 2), row, **settings))[1:] for row in rows]
+        return traces, played
+
+    traces, played = asyncio.run(main())
+    evaluated = {
+        trace["task"]["data"]["idx"]: (
+            sum(reward["score"] * reward["weight"] for reward in trace["rewards"].values()),
+            {name: reward["score"] for name, reward in trace["rewards"].items()} | trace["metrics"],
+        )
+        for trace in traces
+    }
+    assert [evaluated[row["idx"]] for row in rows] == played
+    assert [reward for reward, _ in played] == pytest.approx([4 / 3, 2 / 3, 0])
+
+
+def test_the_training_client_of_verifiers_has_the_tokens_of_the_engine(tasksets: str, tmp_path: Path):
+    """It renders prompts itself, and continues a conversation by the tokens that were sampled."""
+    tokenizer = chatml_tokenizer(tmp_path / "tokenizer")
+    *_, end_of_text = tokenizer.encode("<|endoftext|>")
+    options = [
+        "-n",
+        "1",
+        "--client.type",
+        "train",
+        "--client.renderer-model-name",
+        str(tmp_path / "tokenizer"),
+    ]
+    options += ["--client.renderer.name", "qwen3", "--client.renderer.enable-thinking", "false"]
+
+    async def main(server: EndpointServer) -> None:
+        with heard(new_engine(tokenizer)) as driver:
+            engine = episode(driver, tokenizer, new_effects(), server=server, stop_ids=(end_of_text,))
+            async with engine.endpoint() as endpoint:
+                (trace,) = await evaluate(tasksets, tmp_path / "out", endpoint, *options)
+            talk = endpoint.trajectory
+            check_tokens(talk, driver.heard)
+        assert talk.num_turns == 2
+        assert [node.get("parent") for node in trace["nodes"]] == [None, 0, 1, 2]
+        ids = [token for node in trace["nodes"] for token in node["token_ids"]]
+        mask = [learned for node in trace["nodes"] for learned in node["mask"]]
+        logprobs = [value for node in trace["nodes"] for value in node["logprobs"]]
+        assert tuple(ids) == talk.input_ids
+        assert tuple(mask) == talk.loss_mask
+        assert logprobs == pytest.approx(
+            [x for x, learned in zip(talk.behav_logprobs, talk.loss_mask, strict=True) if learned],
+            abs=1e-4,  # the evaluator writes four decimals
+        )
+
+    serve(main, seconds=600)

@@ -40,13 +40,13 @@ async def client_of(engine: Any) -> AsyncIterator[tuple[AsyncOpenAI, Endpoint]]:
         yield client, endpoint
 
 
-def serve(body: Callable[[EndpointServer], Awaitable[Any]]) -> Any:
-    """Run a body with a server."""
+def serve(body: Callable[[EndpointServer], Awaitable[Any]], seconds: float = 60) -> Any:
+    """Run a body with a server, for so many seconds at most."""
 
     async def main() -> Any:
         server = EndpointServer()
         try:
-            return await asyncio.wait_for(body(server), 60)
+            return await asyncio.wait_for(body(server), seconds)
         finally:
             await server.close()
 

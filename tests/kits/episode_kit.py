@@ -82,6 +82,27 @@ def byte_tokenizer(directory: Path, template: str | None = None, *, adds_bos: bo
     return TextTokenizer(TokenizerSettings(path=str(directory)))
 
 
+def chatml_tokenizer(directory: Path) -> TextTokenizer:
+    """Return a tokenizer of bytes with the special tokens and the turns of Qwen3."""
+    core = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in turns])
+    parts = [f"<{slash}{name}>" for name in ("tool_call", "tool_response", "think") for slash in ("", "/")]
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in parts])
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    build: Any = PreTrainedTokenizerFast
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    build(tokenizer_object=core, chat_template=template, **names).save_pretrained(directory)
+    return TextTokenizer(TokenizerSettings(path=str(directory)))
+
+
 class Written(EngineDriver):
     """A driver whose model writes the given turns, one per request."""
 

@@ -1,4 +1,4 @@
-"""`nodes.verifiers`: episodes and rewards of an environment of the package `verifiers`, up to version 0.2."""
+"""`nodes.verifiers`: episodes and rewards of an environment of the package `verifiers`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ async def verifiers(
     """Let an environment of verifiers run its episode, and score it.
 
     Returns the trajectories of its conversations, which are one sample, the environment's reward, and each
-    function of its rubric as a metric. A conversation that only grows is one trajectory. The environment
-    sends its requests to this node's model, so sampling is that of the node.
+    of its reward and metric functions as a metric. A conversation that only grows is one trajectory. The
+    environment sends its requests to this node's model, so sampling is that of the node.
 
     Args:
         engine: generates what the environment requests.
         example: a row of the environment's dataset, which `data.NAME.generator=verifiers:ENV` reads.
-        env: the environment: the name of an installed one, or `MODULE:CLASS` of a class with one.
-        args: the arguments of the environment as JSON, such as `{"gym": "gcd"}`.
+        env: the environment. Up to verifiers 0.2, the name of an installed one, or `MODULE:CLASS` of a class
+            with one. From 0.4, the id of a taskset.
+        args: the arguments of the environment as JSON, such as `{"gym": "gcd"}`. From 0.4, the `env` block of
+            the configuration, such as `{"agent": {"harness": {"id": "null"}}}`.
         replay: what an episode does that is interrupted: `again` repeats what the environment did with the
             completions that it had; `never` begins again, for environments that are not repeatable.
         python: path of the interpreter that has the package. Default: that of hflow.
@@ -56,7 +58,11 @@ async def verifiers(
         )
     if done["error"]:
         raise EpisodeError(f"the environment {env} failed: {done['error']}")
-    return list(endpoint.trajectories), done["reward"], done["metrics"]
+    sessions, made = done["sessions"], zip(endpoint.sessions, endpoint.trajectories, strict=True)
+    trained = [talk for session, talk in made if sessions is None or session in sessions]
+    if not trained:
+        raise EpisodeError(f"the environment {env} requested no completion that can be trained")
+    return trained, done["reward"], done["metrics"]
 
 
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
@@ -65,7 +71,9 @@ def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     load = {"env": knobs["env"], "args": json_object(knobs.get("args", "{}"), "args")}
     remote = str(Path(__file__).with_name("remote.py"))
     python, requirements = knobs.get("python"), knobs.get("requirements")
-    return HostSettings(remote, json.dumps(load), "'verifiers<0.3'", python, requirements)
+    is_own = python is None and requirements is None
+    packages = "'verifiers<0.3'" if is_own else "verifiers"  # 0.4 has pins that change hflow's interpreter
+    return HostSettings(remote, json.dumps(load), packages, python, requirements)
 
 
 ADAPTER = Adapter("verifiers", verifiers, _host_settings)

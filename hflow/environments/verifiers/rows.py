@@ -20,8 +20,8 @@ class VerifiersRows:
     Args:
         task: the environment, as in the node's `env`.
         split: `train`, or `heldout`, the environment's examples for evaluation.
-        arguments: `args`, the arguments of the environment; `python` and `requirements`, as for the node; and
-            `size`, the most rows.
+        arguments: `args`, the arguments of the environment; `python` and `requirements`, as for the node;
+            `size`, the most rows; and `select`, which tasks of a taskset are rows.
         schema: the columns to read.
 
     Raises:
@@ -37,16 +37,16 @@ class VerifiersRows:
         if split not in SPLITS:
             raise DataError(f"verifiers has no split {split!r}; set {schema.key}.split to one of {SPLITS}")
         given = dict(arguments)
-        size, args = given.pop("size", -1), given.pop("args", {})
+        size, args, select = given.pop("size", -1), given.pop("args", {}), given.pop("select", {})
         settings = {"env": task, "args": json.dumps(args)}
         settings |= {name: given.pop(name) for name in ("python", "requirements") if name in given}
         if given:
             raise DataError(
                 f"{schema.key}.arguments.{next(iter(given))} does not exist; there are args, python, "
-                "requirements and size"
+                "requirements, select and size"
             )
         try:
-            self._rows = host_of("verifiers", settings).request("rows", split=split, size=size)
+            self._rows = host_of("verifiers", settings).request("rows", split=split, size=size, select=select)
         except (ConfigError, EpisodeError) as error:
             raise DataError(f"{schema.key}.generator is verifiers:{task}, but {error}") from None
         self._task, self._schema = task, schema

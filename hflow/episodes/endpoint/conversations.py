@@ -3,7 +3,7 @@
 A request holds a whole conversation. If it begins with one that the endpoint has recorded, only the messages
 after it are encoded, and the recorded tokens, as they were sampled, are in front of them. If it continues an
 earlier turn of a recorded conversation, it is a branch: a new trajectory that begins with the tokens up to
-that turn. Any other request starts a new trajectory. Tokens continue those of their session.
+that turn. Any other request starts a new trajectory. A request continues what has its `X-Session-ID`.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class EpisodeEndpoint:
         return tuple(c.trajectory for c in self._conversations if c.trajectory is not None and c.has_reply)
 
     @property
+    def sessions(self) -> tuple[str | None, ...]:
+        """The session of the requests of each trajectory."""
+        return tuple(c.session for c in self._conversations if c.trajectory is not None and c.has_reply)
+
+    @property
     def trajectory(self) -> Trajectory:
         """The only trajectory.
 
@@ -173,14 +178,13 @@ class EpisodeEndpoint:
         Requests that arrive together are distinguished by their order: the second one that continues a turn
         is a branch.
         """
-        prompt = request.prompt
-        base, turn = self._longest_match(prompt, request.tools)
+        prompt, session = request.prompt, request.session
+        base, turn = self._longest_match(prompt, request.tools, session)
         is_at_end = base is not None and turn == base.turns[-1] and not base.is_busy
         if base is not None and is_at_end:
             conversation = base
         else:
-            why_new = self._why_new(prompt, request.tools)
-            session = prompt.session if isinstance(prompt, TokenPrompt) else None
+            why_new = self._why_new(prompt, request.tools, session)
             conversation = _Conversation(next_number := next(self._numbers), request.tools, why_new, session)
             conversation.engine = self._new_engine(next_number)
             self._conversations.append(conversation)
@@ -195,7 +199,9 @@ class EpisodeEndpoint:
             return conversation, prompt
         return conversation, dataclasses.replace(before, pending=prompt[len(conversation.messages) :])
 
-    def _longest_match(self, prompt: Prompt, tools: Tools) -> tuple[_Conversation, _Turn] | tuple[None, None]:
+    def _longest_match(
+        self, prompt: Prompt, tools: Tools, session: str | None
+    ) -> tuple[_Conversation, _Turn] | tuple[None, None]:
         """Return the recorded turn that a prompt continues, and its conversation.
 
         Of several, the latest turn of the newest conversation, if possible one that can be extended. Tools
@@ -211,6 +217,7 @@ class EpisodeEndpoint:
             )
             for i, conversation in enumerate(self._conversations)
             for turn in conversation.turns
+            if conversation.session == session
             if not tools or list(tools) == list(conversation.tools)
             if conversation.is_continued(prompt, turn)
         ]
@@ -219,17 +226,19 @@ class EpisodeEndpoint:
         *_, i, turn = max(found, key=lambda match: match[:3])
         return self._conversations[i], turn
 
-    def _why_new(self, prompt: Prompt, tools: Tools) -> str:
+    def _why_new(self, prompt: Prompt, tools: Tools, session: str | None) -> str:
         """Say why a request extends no conversation."""
         if isinstance(prompt, str):
             return "every completion of a text is one of its own"
         if isinstance(prompt, TokenPrompt):
             return "the token ids of a request do not begin with all those of its session"
-        recorded = [c.messages for c in self._conversations if c.has_reply]
+        recorded = [c.messages for c in self._conversations if c.has_reply and c.session == session]
+        if session is not None and not recorded:
+            return "its requests have several values of X-Session-ID"
         num_equal = max((_num_equal(prompt, messages) for messages in recorded), default=0)
-        if num_equal == len(prompt) or self._longest_match(prompt, tools)[0] is not None:
+        if num_equal == len(prompt) or self._longest_match(prompt, tools, session)[0] is not None:
             return "a request was sent twice, or continues an earlier turn"
-        if self._longest_match(prompt, ())[0] is not None:
+        if self._longest_match(prompt, (), session)[0] is not None:
             return "a request offers other tools than those with which its conversation began"
         role = prompt[num_equal]["role"]
         return f"messages[{num_equal}] of a request, of role {role!r}, differs from what was recorded"
@@ -255,7 +264,7 @@ class _Conversation:
     """The tools that were described to the model."""
     why_new: str
     session: str | None = None
-    """The client's name of a conversation by tokens."""
+    """The header `X-Session-ID` of its requests."""
     engine: ConversationEngine = field(init=False)
     messages: tuple[Message, ...] = ()
     """The messages, as the client sent and received them."""
@@ -270,8 +279,7 @@ class _Conversation:
         """Return whether a prompt begins with the conversation up to one of its turns."""
         if isinstance(prompt, TokenPrompt):
             known = () if self.trajectory is None else self.trajectory.input_ids[: turn.num_tokens]
-            is_same = turn.num_messages == 0 and prompt.session == self.session
-            return is_same and prompt.ids[: turn.num_tokens] == known
+            return turn.num_messages == 0 and prompt.ids[: turn.num_tokens] == known
         if isinstance(prompt, str) or not 0 < turn.num_messages < len(prompt):
             return False
         return prompt[: turn.num_messages] == self.messages[: turn.num_messages]

@@ -51,8 +51,6 @@ class TokenPrompt:
     """A prompt that the client has encoded."""
 
     ids: tuple[int, ...]
-    session: str | None
-    """The client's name of the conversation."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class CompletionRequest:
     """Whether a stream ends with the number of tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options as the client set them, for replies that repeat them."""
+    session: str | None = None
+    """The header `X-Session-ID`. A request continues conversations of its session only."""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import socket
 import time
@@ -198,7 +199,8 @@ class EndpointServer:
             value = parse_json(body)
         except ValueError as error:
             raise RequestRefused(f"the body of the request is not JSON: {error}") from error
-        wanted = dialect.parse(value, request.headers)
+        parsed = dialect.parse(value, request.headers)
+        wanted = dataclasses.replace(parsed, session=request.headers.get("x-session-id"))
         _check_model(wanted.model, self._responder(key).model)
         if wanted.is_streamed:
             return await self._stream(key, request, wanted, dialect.writer(wanted))

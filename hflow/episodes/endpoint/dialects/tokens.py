@@ -42,10 +42,11 @@ _SAMPLING_LABELS = (
     "flat_logprobs",
     "include_stop_str_in_output",
     "output_kind",
+    "routed_experts_prompt_start",
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-"""Options of the text, which the reply does not have, and of its form in the engine."""
+"""Options of the text and of routed experts, which the reply does not have, and of its form in the engine."""
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -69,7 +70,7 @@ class TokensDialect:
     path = "/inference/v1/generate"
 
     def parse(self, body: Any, headers: Mapping[str, str]) -> CompletionRequest:
-        """Read a request. The header `X-Session-ID` names its conversation."""
+        """Read a request."""
         options = read_options(body, _OPTIONS, _LABELS, _NEUTRAL)
         sampling = read_options(
             read_value(options, "sampling_params", dict, {}), _SAMPLING, _SAMPLING_LABELS, _SAMPLING_NEUTRAL
@@ -85,7 +86,7 @@ class TokensDialect:
             )
         return CompletionRequest(
             model=read_value(options, "model", str, ""),
-            prompt=TokenPrompt(_ids(options, "token_ids", 1), headers.get("x-session-id")),
+            prompt=TokenPrompt(_ids(options, "token_ids", 1)),
             max_tokens=read_number(sampling, "max_tokens", int, 1),
             stop=read_stops(sampling, "stop"),
             stop_ids=_ids(sampling, "stop_token_ids", 0),
@@ -158,7 +159,7 @@ def _header(reply_id: str, request: CompletionRequest) -> dict[str, Any]:
 
 def _choice(part: Reply | ReplyPart, request: CompletionRequest) -> dict[str, Any]:
     tokens = [
-        {"token_id": token, "logprob": logprob, "rank": None}
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "rank": None}
         for token, logprob in zip(part.ids, part.logprobs, strict=True)
     ]
     content = [{**token, "top_logprobs": [token]} for token in tokens]
