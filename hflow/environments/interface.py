@@ -19,6 +19,7 @@ ENVIRONMENTS = Registry(
     "hflow.environments",
     {
         "gymnasium": "hflow.environments.gymnasium.adapter:ADAPTER",
+        "mcp": "hflow.environments.mcp.adapter:ADAPTER",
         "verifiers": "hflow.environments.verifiers.adapter:ADAPTER",
     },
 )

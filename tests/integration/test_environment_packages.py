@@ -1,7 +1,9 @@
 """Environments of real packages, in virtual environments that pip makes: minutes, and a package index."""
 
 import asyncio
+import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from runs import run
 
 from hflow.base.errors import EpisodeError
 from hflow.environments.client import close_hosts, host_of, open_environment
+from hflow.environments.mcp.tools import open_tools
 from hflow.environments.verifiers.adapter import verifiers
 from hflow.testing import ScriptedEngine
 
@@ -24,6 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("cache")
     (directory / "gymnasium.txt").write_text("gymnasium[classic_control]==1.4.0\n")
     (directory / "verifiers.txt").write_text("verifiers==0.2.1\nreasoning-gym==0.1.25\n")
+    (directory / "mcp.txt").write_text("mcp-server-time==2026.10.19\nmcp-server-git==2026.10.19\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HFLOW_CACHE", str(directory))
         yield directory
@@ -83,3 +87,24 @@ def test_verifiers_gives_rows_scores_and_reasons(cache: Path):
     assert metrics == {"check_answer_reward_func": 1.0, "format_reward_func": 1.0}
     with pytest.raises(EpisodeError, match="Error calling reward function check_answer_reward_func"):
         asyncio.run(play("<answer>3</answer>", {**train[0], "answer": "no number"}))
+
+
+def test_public_mcp_servers_are_installed_and_called(cache: Path, tmp_path: Path):
+    subprocess.run(["git", "init", "-q", "-b", "main", str(tmp_path)], check=True)
+    (tmp_path / "new.txt").write_text("new")
+    servers = ["mcp-server-time --local-timezone UTC", f"mcp-server-git --repository {tmp_path}"]
+
+    async def main() -> tuple[Any, str, str]:
+        tools = await open_tools(servers, requirements=str(cache / "mcp.txt"))
+        noon = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
+        converted = json.loads(await tools["convert_time"](**noon))
+        before = await tools["git_status"](repo_path=str(tmp_path))
+        await tools["git_add"](repo_path=str(tmp_path), files=["new.txt"])
+        after = await tools["git_status"](repo_path=str(tmp_path))
+        await tools.close()
+        return converted, before, after
+
+    converted, before, after = asyncio.run(main())
+    assert "T21:00:00" in converted["target"]["datetime"]
+    assert "Untracked files" in before
+    assert "Changes to be committed" in after
