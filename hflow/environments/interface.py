@@ -20,6 +20,7 @@ ENVIRONMENTS = Registry(
     {
         "gymnasium": "hflow.environments.gymnasium.adapter:ADAPTER",
         "mcp": "hflow.environments.mcp.adapter:ADAPTER",
+        "openenv": "hflow.environments.openenv.adapter:ADAPTER",
         "verifiers": "hflow.environments.verifiers.adapter:ADAPTER",
     },
 )

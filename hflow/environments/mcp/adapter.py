@@ -42,7 +42,7 @@ async def mcp(
             Default: that of hflow.
         requirements: a file in pip's format, installed once on each machine.
     """
-    tools = await engine.environment(
+    tools: Any = await engine.environment(
         open_tools,
         servers=list(servers),
         timeout=step_timeout,

@@ -128,7 +128,8 @@ class _Server:
         ready = asyncio.Event()
         self._running = asyncio.ensure_future(self._run(ready))
         await self._finish(ready.wait())
-        return await self._finish(self._list_tools())
+        tools: list[Any] = await self._finish(self._list_tools())
+        return tools
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a tool. Return its text, and whether it says that it failed."""
@@ -198,8 +199,7 @@ class _Server:
 
     def _failure(self, error: BaseException | None) -> ConnectionError:
         """Return the reason for which the server cannot be used, with what it printed last."""
-        while getattr(error, "exceptions", None):  # a group of them
-            error = error.exceptions[0]
+        error = _first(error)
         if isinstance(error, FileNotFoundError):
             return ConnectionError(f"{self.name} cannot be started: there is no program {self._command[0]!r}")
         self._log.seek(0)
@@ -210,13 +210,13 @@ class _Server:
     def _text(self, tool: str, block: Any) -> str:
         """Return the text of a block of a result."""
         if block.type == "text":
-            return block.text
+            return str(block.text)
         if block.type == "resource_link":
-            return block.uri
+            return str(block.uri)
         text = getattr(getattr(block, "resource", None), "text", None)
         if text is None:
             raise ValueError(f"the tool {tool} of {self.name} returned {block.type} and no text")
-        return text
+        return str(text)
 
     def _read_command(self, server: str) -> tuple[list[str], dict[str, str]]:
         try:
@@ -230,3 +230,10 @@ class _Server:
         if not words:
             raise ValueError(f"{self.name} has no command; write a command line or a URL")
         return words, variables
+
+
+def _first(error: Any) -> Any:
+    """Return the first error of a group of them, else the error."""
+    while getattr(error, "exceptions", None):
+        error = error.exceptions[0]
+    return error
