@@ -38,8 +38,8 @@ async def mcp(
         replay: what an episode does that is interrupted: `again` starts the servers and makes the calls
             again, `recorded` returns their recorded results, for tools that change nothing; `never` begins
             again.
-        python: path of the interpreter that has the package `mcp`, and whose programs commands may name.
-            Default: that of hflow.
+        python: path of the interpreter that has the package `mcp`. Commands find its programs first. Default:
+            that of hflow.
         requirements: a file in pip's format, installed once on each machine.
     """
     tools: Any = await engine.environment(

@@ -18,14 +18,14 @@ _NO_LIMIT = 1e9
 """Seconds of the client's own limits. Those of the node are the limits."""
 
 
-def load(url: str, module: str, options: dict[str, Any], render: str, parse: str) -> Environments:
+def load(url: str, module: str, options: dict[str, Any], render: str, parse: str) -> OpenEnvEnvironments:
     """Import the environment or find its server, reset it once, and check that it can be played in words."""
-    environments = Environments(url, module, options, render, parse)
+    environments = OpenEnvEnvironments(url, module, options, render, parse)
     asyncio.run(environments.check())
     return environments
 
 
-class Environments:
+class OpenEnvEnvironments:
     """Opens environments of one kind."""
 
     def __init__(self, url: str, module: str, options: dict[str, Any], render: str, parse: str) -> None:
@@ -82,7 +82,7 @@ class Environments:
 
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        self._server = uvicorn.Server(uvicorn.Config(self._app, log_level="warning"))
+        self._server = uvicorn.Server(uvicorn.Config(self._app, log_level="warning", ws_ping_interval=None))
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._serving.done():
@@ -94,12 +94,13 @@ class Environments:
 class Play:
     """One episode of an environment."""
 
-    def __init__(self, environments: Environments, url: str, instructions: str) -> None:
+    def __init__(self, environments: OpenEnvEnvironments, url: str, instructions: str) -> None:
         from openenv.core.generic_client import GenericEnvClient
 
         self._environments = environments
         self._url = url
-        self._client = GenericEnvClient(url, message_timeout_s=_NO_LIMIT)
+        # No pings: the event loop of an episode's process stops between calls, and would find them late.
+        self._client = GenericEnvClient(url, message_timeout_s=_NO_LIMIT, websocket_ping_interval_s=None)
         self._instructions = instructions
         self._text = ""
 
@@ -245,7 +246,7 @@ def _get(url: str) -> Any:
 
 
 def _load_name(place: str) -> Any:
-    """Return what `FILE.py:NAME` or `MODULE:NAME` names."""
+    """Return the value with the name `FILE.py:NAME` or `MODULE:NAME`."""
     module_name, _, name = place.rpartition(":")
     if module_name.endswith(".py"):
         spec = importlib.util.spec_from_file_location("hflow_loaded", module_name)
