@@ -127,7 +127,7 @@ def openenv_python(cache: Path) -> str:
         patch.setenv("HFLOW_CACHE", str(cache))
         python = find_interpreter(None, str(cache / "openenv.txt"))
     subprocess.run([Path(python).with_name("openenv"), "init", "pong"], cwd=cache, check=True)
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "./pong"]
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "./pong"]
     subprocess.run([python, *install], cwd=cache, check=True)
     return python
 
