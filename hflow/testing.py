@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hflow.base.errors import HflowError
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.engine import environment_number
-from hflow.types.sandbox import sandbox_of
+from hflow.types.sandbox import ToolFailed, sandbox_of
 
 if TYPE_CHECKING:
     from hflow.runtime.records.run_summary import RunSummary
@@ -189,6 +190,10 @@ class ScriptedEngine:
         try:
             result = tool(**arguments)
             return await result if inspect.isawaitable(result) else result
+        except ToolFailed as error:
+            return f"error: {error}"
+        except HflowError:
+            raise
         except Exception as error:
             if tool.__name__ not in self._offered and sandbox_of(tool) is None:
                 raise

@@ -178,6 +178,9 @@ async def _serve_task(connection: socket.socket, target: Any) -> None:
     finally:
         reading.cancel()
         writer.close()
+        if session is not target and hasattr(session, "close"):
+            with suppress(Exception):
+                await session.close()
 
 
 async def _answer(target: Any, request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -19,6 +19,8 @@ ENVIRONMENTS = Registry(
     "hflow.environments",
     {
         "gymnasium": "hflow.environments.gymnasium.adapter:ADAPTER",
+        "mcp": "hflow.environments.mcp.adapter:ADAPTER",
+        "openenv": "hflow.environments.openenv.adapter:ADAPTER",
         "verifiers": "hflow.environments.verifiers.adapter:ADAPTER",
     },
 )

@@ -54,7 +54,7 @@ class Sandbox:
 
 
 class ToolFailed(Exception):
-    """A sandboxed tool failed; the message says how, in one line."""
+    """A tool failed, and the model is to read the message."""
 
 
 def sandbox_of(function: Tool) -> Sandbox | None:

@@ -1,0 +1,71 @@
+"""`nodes.mcp`: a model converses with the tools of servers that speak the Model Context Protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hflow.base.errors import ConfigError
+from hflow.dsl import generate
+from hflow.environments.interface import Adapter, HostSettings
+from hflow.environments.mcp.tools import open_tools
+from hflow.types import Engine, Messages, Trajectory
+
+
+@generate()
+async def mcp(
+    engine: Engine,
+    prompt: Messages,
+    *,
+    servers: tuple[str, ...] = (),
+    max_steps: int = 8,
+    step_timeout: float = 60.0,
+    replay: Literal["again", "recorded", "never"] = "again",
+    python: str | None = None,
+    requirements: str | None = None,
+) -> Trajectory:
+    """Answer a prompt with the tools of MCP servers. Each episode has servers of its own.
+
+    Args:
+        engine: generates the replies.
+        prompt: the messages so far. A text is one message of the user.
+        servers: the servers: command lines that start one, such as `mcp-server-time` or
+            `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run.
+        max_steps: most replies of an episode.
+        step_timeout: seconds that starting the servers, and one call, may take.
+        replay: what an episode does that is interrupted: `again` starts the servers and makes the calls
+            again, `recorded` returns their recorded results, for tools that change nothing; `never` begins
+            again.
+        python: path of the interpreter that has the package `mcp`. Commands find its programs first. Default:
+            that of hflow.
+        requirements: a file in pip's format, installed once on each machine.
+    """
+    tools: Any = await engine.environment(
+        open_tools,
+        servers=list(servers),
+        timeout=step_timeout,
+        replay=replay,
+        python=python,
+        requirements=requirements,
+    )
+    talk = await engine.complete(prompt, tools=tools.schemas)
+    for _ in range(max_steps - 1):
+        if not talk.tool_calls:
+            break
+        for call in talk.tool_calls:
+            talk = talk.add("tool", await engine.call(tools[call.name], **call.arguments))
+        talk = await engine.complete(talk)
+    return talk
+
+
+def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
+    if not knobs.get("servers"):
+        raise ConfigError("set servers to command lines or URLs of MCP servers, such as ['mcp-server-time']")
+    remote = str(Path(__file__).with_name("remote.py"))
+    load = json.dumps({"servers": list(knobs["servers"])})
+    return HostSettings(remote, load, "'mcp>=2.3,<3'", knobs.get("python"), knobs.get("requirements"))
+
+
+ADAPTER = Adapter("mcp", mcp, _host_settings)

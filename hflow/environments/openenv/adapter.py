@@ -1,0 +1,105 @@
+"""`nodes.openenv`: a model plays an environment of the package `openenv` in a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hflow.base.errors import ConfigError, EpisodeError
+from hflow.dsl import generate
+from hflow.environments.client import open_environment
+from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.types import Engine, Trajectory
+
+
+@generate(returns=("reward", "num_steps", "num_unreadable"))
+async def openenv(
+    engine: Engine,
+    seed: int,
+    *,
+    url: str = "",
+    module: str = "",
+    options: str = "{}",
+    render: str = "",
+    parse: str = "",
+    instructions: str = "",
+    max_steps: int = 20,
+    step_timeout: float = 60.0,
+    replay: Literal["again", "never"] = "again",
+    python: str | None = None,
+    requirements: str | None = None,
+) -> tuple[Trajectory, float, int, int]:
+    """Let the model play an environment of OpenEnv. Observations are messages of the user.
+
+    Returns the conversation, the sum of the environment's rewards, the number of its steps, and that of
+    replies without an action. Such a reply uses one of `max_steps`, but is no step of the environment; the
+    next message repeats the instructions.
+
+    Args:
+        engine: generates the actions.
+        seed: the seed of the environment's `reset`, a column of the dataset.
+        url: a server of the environment that runs, such as `http://127.0.0.1:8000`.
+        module: the environment's application, such as `my_env.server.app:app`: each episode has a server.
+        options: further arguments of `reset` as JSON, such as `{"level": 2}`.
+        render: the text of an observation: the name of a field, or `FILE.py:FUNCTION`, a function of its
+            dict. Default: all fields.
+        parse: `FILE.py:FUNCTION`, a function of a reply that returns the dict of an action, or None. Default:
+            the action's only field, or a JSON object.
+        instructions: the text in front of the first observation. Default: the form of actions.
+        max_steps: most replies of an episode.
+        step_timeout: seconds that the reset, and one step, may take.
+        replay: what an episode does that is interrupted: `again` resets the environment with its seed and
+            makes its steps again; `never` begins again, for environments that are not repeatable.
+        python: path of the interpreter that has the package. Default: that of hflow.
+        requirements: a file in pip's format, installed once on each machine.
+    """
+    settings = {
+        "url": url,
+        "module": module,
+        "options": options,
+        "render": render,
+        "parse": parse,
+        "python": python,
+        "requirements": requirements,
+    }
+    play: Any = await engine.environment(
+        open_environment,
+        adapter="openenv",
+        settings=settings,
+        arguments={"seed": seed, "instructions": instructions},
+        timeout=step_timeout,
+        replay=replay,
+    )
+    first = await engine.call(play.call, method="message")
+    talk = await engine.complete([{"role": "user", "content": first}])
+    rewards: list[float] = []
+    num_steps, num_unreadable = 0, 0
+    for reply in range(1, max_steps + 1):
+        turn = await engine.call(play.call, method="step", reply=talk.completion)
+        rewards += [] if turn["reward"] is None else [turn["reward"]]
+        num_steps += turn["is_action"]
+        num_unreadable += not turn["is_action"]
+        if turn["is_end"] or reply == max_steps:
+            break
+        talk = await engine.complete(talk.add("user", turn["message"]))
+    if num_steps and not rewards:
+        raise EpisodeError(f"the environment gave no reward in {num_steps} steps")
+    return talk, sum(rewards), num_steps, num_unreadable
+
+
+def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
+    if bool(knobs.get("url")) == bool(knobs.get("module")):
+        raise ConfigError(
+            "set url to a server of OpenEnv, such as http://127.0.0.1:8000, or module to the application of "
+            "an environment, such as my_env.server.app:app"
+        )
+    load = {name: knobs.get(name, "") for name in ("url", "module", "render", "parse")}
+    load["options"] = json_object(knobs.get("options", "{}"), "options")
+    remote = str(Path(__file__).with_name("remote.py"))
+    python, requirements = knobs.get("python"), knobs.get("requirements")
+    return HostSettings(remote, json.dumps(load), "'openenv>=0.10,<0.11'", python, requirements)
+
+
+ADAPTER = Adapter("openenv", openenv, _host_settings)
