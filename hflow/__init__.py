@@ -19,6 +19,7 @@ from hflow.base.errors import (
     PlanError,
     RecipeError,
     RunError,
+    ServiceError,
 )
 from hflow.dsl import (
     Dataset,
@@ -37,6 +38,7 @@ from hflow.dsl import (
     use,
 )
 from hflow.observer import Observer, RunInfo
+from hflow.services.client import Service
 from hflow.types import (
     Endpoint,
     Engine,
@@ -109,6 +111,8 @@ __all__ = [
     "RunInfo",
     "RunSummary",
     "Sequences",
+    "Service",
+    "ServiceError",
     "Simulation",
     "State",
     "Tensor",
