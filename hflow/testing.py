@@ -279,10 +279,10 @@ def try_recipe(
 
 @asynccontextmanager
 async def services(**settings: Mapping[str, Any]) -> AsyncIterator[None]:
-    """Let bodies call services meanwhile: `async with services(judge={"url": "http://127.0.0.1:8000/v1"})`.
+    """Let bodies call services in the block of `async with`.
 
     Args:
-        **settings: service -> keys of `services.NAME`.
+        **settings: service -> keys of `services.NAME`, such as `judge={"url": "http://127.0.0.1:8000/v1"}`.
     """
     found = [ServiceSettings(name=name, **values) for name, values in settings.items()]
     async with LimitServer(found) as server:

@@ -384,16 +384,16 @@ class FaultsConfig:
 
 @dataclass(frozen=True, config=CHECKED)
 class ServiceConfig:
-    """A remote service that bodies call, such as a judge: `services.NAME`. Its limits are those of the run."""
+    """A remote service that bodies call, such as a judge: `services.NAME`. Its limits hold for the run."""
 
     url: str | None = None
     """The URL that paths are added to, such as `https://api.openai.com/v1`. It must be set."""
     model: str | None = None
     """The model of a chat API."""
     key_variable: str | None = None
-    """The environment variable that holds the service's key, such as `OPENAI_API_KEY`; null: it needs none."""
+    """The environment variable with the key of the service, such as `OPENAI_API_KEY`; null: it needs none."""
     requests_per_minute: Int | None = Field(default=None, ge=1)
-    """Most requests that begin within any minute, those that are made again included; null: any number."""
+    """Most requests that begin within any minute, further attempts included; null: any number."""
     tokens_per_minute: Int | None = Field(default=None, ge=1)
     """Most tokens within any minute, as replies report them in `usage`; null: any number."""
     connections: Int = Field(default=64, ge=1)
@@ -401,7 +401,7 @@ class ServiceConfig:
     timeout: StrictFloat = Field(default=60.0, gt=0)
     """Seconds that one request may take."""
     patience: StrictFloat = Field(default=300.0, ge=0)
-    """Seconds for which a request that fails is made again, its waits included, but not those for limits."""
+    """Seconds for which a request that fails is made again, waits included, but not those for limits."""
     backoff: StrictFloat = Field(default=1.0, ge=0)
     """Seconds before the first further attempt. Each wait is twice as long as the one before, up to a minute,
     a little random, and at least as long as the service asks for (`Retry-After`)."""

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
@@ -37,28 +37,32 @@ class ServiceAccess:
     services: Mapping[str, ServiceSettings]
 
 
-class _Process:
-    """What this process knows: the run's services, and the clients of its event loops."""
+@dataclass
+class _ProcessState:
+    """The run's services, and the clients of this process's event loops."""
 
     access: ServiceAccess | None = None
-    clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = WeakKeyDictionary()
+    clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = field(default_factory=WeakKeyDictionary)
+
+
+_process = _ProcessState()
 
 
 def use_services(access: ServiceAccess | None) -> None:
     """Let bodies in this process call the services of a run; None: there are none."""
-    _Process.access = access
+    _process.access = access
 
 
 def services_of_process() -> ServiceAccess | None:
     """Return the services that bodies in this process may call."""
-    return _Process.access
+    return _process.access
 
 
 class Service:
-    """A service of the configuration, `services.NAME`, for asynchronous bodies: `await Service("judge").chat(...)`.
+    """A service of the configuration, `services.NAME`, that asynchronous bodies call.
 
-    Requests wait for the limits of the service, which hold for the whole run. Those that fail for a while are
-    made again.
+    `await Service("judge").chat("Is 7 prime?")` returns the text of a reply. Requests wait for the limits of
+    the service, which hold for the whole run. Those that fail for a while are made again.
 
     Args:
         name: the service's name in the configuration.
@@ -92,11 +96,11 @@ class Service:
     async def post(self, path: str, body: Any) -> Any:
         """Send JSON to a path below the service's URL, and return the JSON of the reply.
 
-        Its cost is that of the prices, by the reply's `usage` if tokens have a price.
+        It costs what the prices say, by the reply's `usage` if tokens have a price.
 
         Raises:
-            ServiceError: when the service refuses the request, or fails for longer than its `patience`, or the
-                budget of the run is used up.
+            ServiceError: when the service refuses the request, or fails for longer than its `patience`, or
+                the budget of the run is used up.
         """
         settings, client = self._settings(), await _client()
         seconds = 0.0
@@ -120,7 +124,7 @@ class Service:
         raise AssertionError("unreachable")
 
     def _settings(self) -> ServiceSettings:
-        access = _Process.access
+        access = _process.access
         services = {} if access is None else access.services
         if self.name not in services:
             raise ServiceError(
@@ -174,7 +178,7 @@ class _Client:
 
     @property
     def is_usable(self) -> bool:
-        return self.access is _Process.access and not self._reading.done()
+        return self.access is _process.access and not self._reading.done()
 
     async def begin(self, service: str) -> int:
         """Wait until a request may begin, and return its number."""
@@ -250,14 +254,14 @@ class _Client:
 
 async def _client() -> _Client:
     """Return the client of this event loop."""
-    loop, access = asyncio.get_running_loop(), _Process.access
+    loop, access = asyncio.get_running_loop(), _process.access
     assert access is not None, "the service is configured"
-    client = _Process.clients.get(loop)
+    client = _process.clients.get(loop)
     if client is None or not client.is_usable:
         opened = await _Client.open(access)
-        client = _Process.clients.get(loop)  # another body may have opened one meanwhile
+        client = _process.clients.get(loop)  # another body may have opened one meanwhile
         if client is None or not client.is_usable:
-            client = _Process.clients[loop] = opened
+            client = _process.clients[loop] = opened
         else:
             opened.close()
     return client
@@ -278,9 +282,11 @@ def _read_response(settings: ServiceSettings, response: httpx.Response) -> _Outc
         return _Outcome(problem, is_temporary=False, cost=cost)
     usage = reply.get("usage") if isinstance(reply, dict) else None
     usage = usage if isinstance(usage, dict) else {}
-    used = [_tokens(usage, "prompt_tokens", "input_tokens"), _tokens(usage, "completion_tokens", "output_tokens")]
-    has_prices = settings.input_price or settings.output_price
-    if (has_prices or settings.tokens_per_minute is not None) and None in used:
+    used = [
+        _tokens(usage, "prompt_tokens", "input_tokens"),
+        _tokens(usage, "completion_tokens", "output_tokens"),
+    ]
+    if settings.counts_tokens and None in used:
         problem = (
             "reports no `usage`, by which tokens are counted. Set request_price in place of input_price and "
             "output_price, and no tokens_per_minute"

@@ -16,7 +16,9 @@ COST = declare(
     "service_cost/{service}", "", "cost of all requests to a service since the run's start, at its prices"
 )
 REQUESTS = declare(
-    "service_requests/{service}", "requests", "requests to a service since the row before, failed ones included"
+    "service_requests/{service}",
+    "requests",
+    "requests to a service since the row before, failed ones included",
 )
 FAILURES = declare(
     "service_failures/{service}", "requests", "requests to a service that failed since the row before"
@@ -45,6 +47,11 @@ class ServiceSettings:
     request_price: float = 0.0
     input_price: float = 0.0
     output_price: float = 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether replies must say how many tokens were used."""
+        return bool(self.tokens_per_minute is not None or self.input_price or self.output_price)
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
         """Return the price of a request that used so many tokens."""
@@ -103,7 +110,7 @@ class ServiceLimits:
         """
         now, settings = self._clock(), self.settings
         self._forget(now)
-        if self._num_open >= settings.connections or not self._can_pay():
+        if self._num_open >= settings.connections or self._needs_size or not self._can_pay():
             return None
         waits = [self._paused_until - now]
         if settings.requests_per_minute is not None and len(self._begun) >= settings.requests_per_minute:
@@ -153,6 +160,13 @@ class ServiceLimits:
             return None
         key = f"services.{settings.name}.{key}"
         return f"{key} is used up: the run has spent {used}. Raise {key} to continue"
+
+    @property
+    def _needs_size(self) -> bool:
+        """Whether the tokens of a first request must be known before there is another one."""
+        settings = self.settings
+        has_limit = settings.tokens_per_minute is not None or settings.budget is not None
+        return bool(has_limit and settings.counts_tokens and self._num_open and not self._num_known)
 
     @property
     def _mean_cost(self) -> float:

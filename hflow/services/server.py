@@ -38,7 +38,6 @@ from hflow.services.limits import (
     Spending,
 )
 
-
 LOOPBACK = "127.0.0.1"
 
 
@@ -219,7 +218,7 @@ class LimitServer:
                 _send(queue.popleft(), {"problem": self._problem})
 
     def _save(self) -> None:
-        """Write what was spent, in place: a file that is replaced and synced each time would take too long."""
+        """Write what was spent, in place: to replace and sync the file each time would take too long."""
         if self._descriptor is None:
             return
         text = json.dumps({name: asdict(limits.spending) for name, limits in self._limits.items()})

@@ -33,11 +33,12 @@ def check_services(config: RunConfig, graph: Graph) -> None:
                 f"{key}.output_price, per million tokens, or {key}.request_price"
             )
     for node in graph.nodes:
-        name = node.spec.knob_values.get(SERVICE_KNOB)
-        if isinstance(name, str) and name not in config.services:
+        called = node.spec.knob_values.get(SERVICE_KNOB)
+        if isinstance(called, str) and called not in config.services:
             raise ConfigError(
-                f"{node.name} ({node.spec.where}) calls the service {name!r}, which is not configured"
-                f"{nearest(name, config.services)}; set services.{name}.url, or nodes.{node.name}.service"
+                f"{node.name} ({node.spec.where}) calls the service {called!r}, which is not configured"
+                f"{nearest(called, config.services)}; set services.{called}.url, or "
+                f"nodes.{node.name}.{SERVICE_KNOB}"
             )
 
 
@@ -50,8 +51,8 @@ def check_service_keys(config: RunConfig) -> None:
     for name, service in config.services.items():
         if service.key_variable is not None and not os.environ.get(service.key_variable):
             raise ConfigError(
-                f"services.{name}.key_variable is {service.key_variable}, but this environment variable is not "
-                "set; export it before the run starts"
+                f"services.{name}.key_variable is {service.key_variable}, but this environment variable is "
+                "not set; export it before the run starts"
             )
 
 

@@ -47,8 +47,7 @@ class RunContext:
     ) -> RunContext:
         """Return the context of a run that has counted and placed nothing yet.
 
-        Args:
-            more_values: returns metrics for the next row besides those of `StepMetrics`.
+        `more_values` returns what rows of metrics have besides what `StepMetrics` counts.
         """
         placer, metrics = GroupPlacer(plan), StepMetrics(plan, more_values)
         return cls(plan, workers, observer, checkpoints, ledger, seed, metrics, placer)

@@ -240,7 +240,7 @@ class RunState:
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"{event.node} failed, but it is no source, sample node or group node"
         self.parts.streaming.done(event.node, event.key)
-        # In a run that is stopping, what fails begins again when it is resumed. An evaluation must end before.
+        # In a run that is stopping, what fails begins again when it is resumed. Evaluations must end before.
         is_stopping = self.parts.progress.is_stopping and stream is self.parts.trained
         if event.node in self._sources:
             if self.is_ending or is_stopping:

@@ -1,4 +1,4 @@
-"""A judge over real HTTP that answers as a test wants, and notes what it was asked and when."""
+"""A chat model over real HTTP that answers as a test wants, and notes what it was asked and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = str | int | tuple[int, dict[str, str]] | float
 USAGE = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
 
 
-class JudgeServer:
+class ChatStub:
     """An OpenAI-compatible chat endpoint.
 
     Args:
@@ -86,8 +86,8 @@ class JudgeServer:
             with self._lock:
                 self._num_open -= 1
 
-    def __enter__(self) -> JudgeServer:
-        self._thread = threading.Thread(target=self._server.serve_forever)
+    def __enter__(self) -> ChatStub:
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         return self
 
