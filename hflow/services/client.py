@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_BACKOFF_SECONDS = 60.0
 """The longest wait before a further attempt, unless the service asks for more."""
+_ENDED = "the run that limits its services has ended, or cannot be reached"
 _TEMPORARY = (408, 409, 425, 429)
 """Statuses, besides those from 500 on, after which the same request may succeed later."""
 
@@ -169,7 +170,10 @@ class _Client:
 
     @classmethod
     async def open(cls, access: ServiceAccess) -> _Client:
-        reader, writer = await asyncio.open_connection(access.host, access.port)
+        try:
+            reader, writer = await asyncio.open_connection(access.host, access.port)
+        except OSError as error:
+            raise ServiceError(f"{_ENDED} ({reason_of(error)})") from error
         writer.write(access.key.encode() + b"\n")
         return cls(access, reader, writer)
 
@@ -182,6 +186,8 @@ class _Client:
 
     async def begin(self, service: str) -> int:
         """Wait until a request may begin, and return its number."""
+        if self._reading.done():
+            raise ServiceError(_ENDED)
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write({"id": number, "service": service})
@@ -249,7 +255,7 @@ class _Client:
             pass
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(ServiceError("the run that limits its services has ended"))
+                answer.set_exception(ServiceError(_ENDED))
 
 
 async def _client() -> _Client:

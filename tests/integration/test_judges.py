@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +177,7 @@ def test_a_service_that_is_not_configured_is_refused(
         run(recipe, tmp_path, *SMALL, *overrides)
 
 
+@pytest.mark.long
 def test_a_budget_that_is_used_up_ends_the_run_which_continues_with_a_larger_one(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -201,10 +201,9 @@ def test_a_budget_that_is_used_up_ends_the_run_which_continues_with_a_larger_one
         summary = hflow.resume(directory, ["services.judge.budget=50"], live=False)
         assert (summary.reason, requests()) == ("done", 8)
         assert summary.sample_ends == {"trained": 8}
-    rows = steps_of(replace(summary, directory=directory.resolve()))
-    assert [row["service_cost/judge"] for row in rows] == [pytest.approx(2.0), pytest.approx(4.0)] or [
-        row["step"] for row in rows
-    ] == [1, 2]
+    rows = steps_of(summary)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[-1]["service_cost/judge"] == pytest.approx(4.0)
     for row in rows:
         assert math.isclose(
             row["actor_gen/reward"], (3 * row["actor_gen/correct"] + row["actor_gen/short"]) / 4
@@ -212,6 +211,7 @@ def test_a_budget_that_is_used_up_ends_the_run_which_continues_with_a_larger_one
         assert row["actor_gen/short"] == 0.5
 
 
+@pytest.mark.long
 def test_a_judge_without_verdicts_refuses_its_samples(recipe: Path, tmp_path: Path) -> None:
     def verdict(messages: list[dict[str, Any]]) -> str:
         prompt = json.loads(messages[1]["content"])["prompt"][0]["content"]

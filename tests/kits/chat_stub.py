@@ -49,12 +49,14 @@ class ChatStub:
                     if isinstance(answer, float):
                         time.sleep(answer)
                         answer = outer.reply(body["messages"])
-                    status, headers, text = 200, {}, ""
+                    status, headers, text = 200, dict[str, str](), ""
                     if isinstance(answer, str):
                         reply = {"choices": [{"message": {"role": "assistant", "content": answer}}]}
                         text = json.dumps(reply | ({"usage": outer.usage} if outer.usage else {}))
+                    elif isinstance(answer, tuple):
+                        status, headers = answer
                     else:
-                        status, headers = answer if isinstance(answer, tuple) else (answer, {})
+                        status = int(answer)
                     self.send_response(status)
                     for name, value in {**headers, "Content-Length": str(len(text.encode()))}.items():
                         self.send_header(name, value)
