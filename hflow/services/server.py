@@ -71,9 +71,11 @@ class LimitServer:
     def __init__(
         self, services: Iterable[ServiceSettings], file: Path | None = None, host: str = LOOPBACK
     ) -> None:
-        spending = {} if file is None else read_spending(file)
+        self._spending = {} if file is None else read_spending(file)
+        """Service -> what the run has spent; also those that are no longer configured."""
         self._limits = {
-            service.name: ServiceLimits(service, spending.get(service.name)) for service in services
+            service.name: ServiceLimits(service, self._spending.setdefault(service.name, Spending()))
+            for service in services
         }
         for limits in self._limits.values():
             if limits.problem is not None:
@@ -221,7 +223,7 @@ class LimitServer:
         """Write what was spent, in place: to replace and sync the file each time would take too long."""
         if self._descriptor is None:
             return
-        text = json.dumps({name: asdict(limits.spending) for name, limits in self._limits.items()})
+        text = json.dumps({name: asdict(spent) for name, spent in self._spending.items()})
         self._size = max(self._size, len(text))
         try:
             os.pwrite(self._descriptor, text.ljust(self._size).encode(), 0)

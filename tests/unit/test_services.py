@@ -217,6 +217,13 @@ def test_limits_hold_for_all_clients_and_their_record_for_all_runs(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"budget is used up"):
         LimitServer(service(budget=2.9), file)
     assert LimitServer(service(budget=3.5), file)
+
+    async def continue_with_another() -> None:
+        async with LimitServer([ServiceSettings("other", URL)], file):
+            pass
+
+    asyncio.run(continue_with_another())
+    assert {name: spent.requests for name, spent in read_spending(file).items()} == {"judge": 10, "other": 0}
     file.write_text(json.dumps({"judge": {"cots": 1}}))
     with pytest.raises(ConfigError, match=r"services.json, which has what the run has spent, is damaged"):
         LimitServer(service(), file)
