@@ -43,7 +43,9 @@ class _ProcessState:
     """The run's services, and the clients of this process's event loops."""
 
     access: ServiceAccess | None = None
-    clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = field(default_factory=WeakKeyDictionary)
+    clients: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[_Client]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
 
 _process = _ProcessState()
@@ -155,30 +157,28 @@ class _Client:
     """The connections of one event loop: to the run's limits, and to services."""
 
     def __init__(
-        self, access: ServiceAccess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        access: ServiceAccess,
+        http: httpx.AsyncClient,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        import httpx
-
         self.access = access
         self._writer = writer
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._http: httpx.AsyncClient = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None), timeout=None
-        )
+        self._http = http
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
 
     @classmethod
     async def open(cls, access: ServiceAccess) -> _Client:
+        http = await asyncio.to_thread(_http_client)
         try:
             reader, writer = await asyncio.open_connection(access.host, access.port)
         except OSError as error:
             raise ServiceError(f"{_ENDED} ({reason_of(error)})") from error
         writer.write(access.key.encode() + b"\n")
-        return cls(access, reader, writer)
-
-    def close(self) -> None:
-        self._writer.close()
+        return cls(access, http, reader, writer)
 
     @property
     def is_usable(self) -> bool:
@@ -259,18 +259,25 @@ class _Client:
 
 
 async def _client() -> _Client:
-    """Return the client of this event loop."""
+    """Return the client of this event loop. Bodies that begin together open one."""
     loop, access = asyncio.get_running_loop(), _process.access
     assert access is not None, "the service is configured"
-    client = _process.clients.get(loop)
-    if client is None or not client.is_usable:
-        opened = await _Client.open(access)
-        client = _process.clients.get(loop)  # another body may have opened one meanwhile
-        if client is None or not client.is_usable:
-            client = _process.clients[loop] = opened
-        else:
-            opened.close()
-    return client
+    opening = _process.clients.get(loop)
+    if opening is None or (opening.done() and not _is_usable(opening)):
+        opening = _process.clients[loop] = loop.create_task(_Client.open(access))
+    return await asyncio.shield(opening)
+
+
+def _is_usable(opened: asyncio.Task[_Client]) -> bool:
+    return not opened.cancelled() and opened.exception() is None and opened.result().is_usable
+
+
+def _http_client() -> httpx.AsyncClient:
+    """Import httpx and read certificates, on a thread: a body that blocks its event loop is killed."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(limits=limits, timeout=None)
 
 
 def _read_response(settings: ServiceSettings, response: httpx.Response) -> _Outcome:
