@@ -19,6 +19,7 @@ from hflow.base.errors import (
     PlanError,
     RecipeError,
     RunError,
+    ServiceError,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         twin,
     )
     from hflow.observer import Observer, RunInfo
+    from hflow.services.client import Service
     from hflow.types import (
         Endpoint,
         Engine,
@@ -83,6 +85,7 @@ _NAMES = {
     "hflow.launch": "Plan RunSummary Simulation check compare evaluate export plan read_report resume run "
     "serve simulate size twin",
     "hflow.observer": "Observer RunInfo",
+    "hflow.services.client": "Service",
     "hflow.types": "Endpoint Engine Json Messages Metrics Output PerGroup PerSequence PerToken Sequences "
     "State Tensor TensorDict Text Tokenizer ToolCall Trajectory",
 }
@@ -116,6 +119,8 @@ __all__ = [
     "RunInfo",
     "RunSummary",
     "Sequences",
+    "Service",
+    "ServiceError",
     "Simulation",
     "State",
     "Tensor",

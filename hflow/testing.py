@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.base.errors import HflowError
 from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
+from hflow.services.client import services_of_process, use_services
+from hflow.services.limits import ServiceSettings
+from hflow.services.server import LimitServer
 from hflow.types import Endpoint, ToolCall, Trajectory
 from hflow.types.engine import environment_number
 from hflow.types.sandbox import ToolFailed, sandbox_of
@@ -277,6 +280,23 @@ def try_recipe(
     small = [f"steps={steps}", f"batch={batch}", f"out={directory}"]
     one_process = ["workers=inproc", "cluster=cpu-1x1", "placement=null"]
     return launch.run(recipe, [*small, *one_process, *random, *overrides], live=False)
+
+
+@asynccontextmanager
+async def services(**settings: Mapping[str, Any]) -> AsyncIterator[None]:
+    """Let bodies call services in the block of `async with`.
+
+    Args:
+        **settings: service -> keys of `services.NAME`, such as `judge={"url": "http://127.0.0.1:8000/v1"}`.
+    """
+    found = [ServiceSettings(name=name, **values) for name, values in settings.items()]
+    async with LimitServer(found) as server:
+        before = services_of_process()
+        use_services(server.access)
+        try:
+            yield
+        finally:
+            use_services(before)
 
 
 def _append_tokens(

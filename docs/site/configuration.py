@@ -30,6 +30,7 @@ SECTIONS = {
     "WeightedSourceConfig": "data.NAME.sources.SOURCE",
     "ReportConfig": "report",
     "FaultsConfig": "faults",
+    "ServiceConfig": "services.NAME",
     "WorkloadConfig": "workload",
 }
 """Name of each class -> where its keys are, in the order of the page."""

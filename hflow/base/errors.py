@@ -56,6 +56,10 @@ class EpisodeError(HflowError, RuntimeError):
     """An episode cannot continue. Only its own sample is refused."""
 
 
+class ServiceError(HflowError, RuntimeError):
+    """A remote service did not answer, or the budget for it is used up. Only the sample is refused."""
+
+
 class NotYetError(HflowError, NotImplementedError):
     """A recipe or configuration can be checked and planned, but not run in this version."""
 

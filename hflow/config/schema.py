@@ -383,6 +383,42 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class ServiceConfig:
+    """A remote service that bodies call, such as a judge: `services.NAME`. Its limits hold for the run."""
+
+    url: str | None = None
+    """The URL that paths are added to, such as `https://api.openai.com/v1`. It must be set."""
+    model: str | None = None
+    """The model of a chat API."""
+    key_variable: str | None = None
+    """The environment variable with the key of the service, such as `OPENAI_API_KEY`; null: it needs none."""
+    requests_per_minute: Int | None = Field(default=None, ge=1)
+    """Most requests that begin within any minute, further attempts included; null: any number."""
+    tokens_per_minute: Int | None = Field(default=None, ge=1)
+    """Most tokens within any minute, as replies report them in `usage`; null: any number."""
+    connections: Int = Field(default=64, ge=1)
+    """Most requests under way at once."""
+    timeout: StrictFloat = Field(default=60.0, gt=0)
+    """Seconds that one request may take."""
+    patience: StrictFloat = Field(default=300.0, ge=0)
+    """Seconds for which a request that fails is made again, waits included, but not those for limits."""
+    backoff: StrictFloat = Field(default=1.0, ge=0)
+    """Seconds before the first further attempt. Each wait is twice as long as the one before, up to a minute,
+    a little random, and at least as long as the service asks for (`Retry-After`)."""
+    budget: StrictFloat | None = Field(default=None, gt=0)
+    """What all requests of the run may cost, at the prices below; null: there is no limit. The run is saved
+    and ends when it is used up."""
+    max_requests: Int | None = Field(default=None, ge=1)
+    """Most requests of the run; null: any number. The run is saved and ends when they are used up."""
+    request_price: StrictFloat = Field(default=0.0, ge=0)
+    """Price of a request that succeeds."""
+    input_price: StrictFloat = Field(default=0.0, ge=0)
+    """Price of a million tokens that the service reads."""
+    output_price: StrictFloat = Field(default=0.0, ge=0)
+    """Price of a million tokens that the service writes."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class RunConfig:
     """The whole configuration of a run."""
 
@@ -456,5 +492,7 @@ class RunConfig:
     """By dataset name in the recipe."""
     nodes: FrozenMapping[str, Mapping[str, Any]] = Field(default_factory=FrozenDict)
     """By node name in the recipe: knobs and decorator options, as in `nodes.actor_train.clip`."""
+    services: FrozenMapping[str, ServiceConfig] = Field(default_factory=FrozenDict)
+    """Remote services that bodies call, by names of your own, such as `services.judge.url`."""
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
     """What the plan's estimates assume about the data."""

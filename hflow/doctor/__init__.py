@@ -44,7 +44,7 @@ def _transformer_engine_problem() -> str:
 
 OPTIONAL_PARTS = (
     OptionalPart("serve", "hflow serve and the endpoint of a running policy", ("starlette", "uvicorn")),
-    OptionalPart("agents", "agents that use an HTTP client or the openai client", ("httpx", "openai")),
+    OptionalPart("agents", "agents that use the openai client", ("openai",)),
     *(OptionalPart(name, f"report.{name}", tracker_kind(name).packages) for name in TRACKERS.own),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
     OptionalPart("math", "rewards.math", ("math_verify",)),

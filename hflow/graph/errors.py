@@ -15,7 +15,7 @@ from typing import Any
 
 from hflow.base.errors import RecipeError
 
-_LANGUAGE_PACKAGES = ("hflow.dsl", "hflow.graph", "hflow.rewards.combination")
+_LANGUAGE_PACKAGES = ("hflow.dsl", "hflow.graph", "hflow.rewards.combination", "hflow.rewards.judges")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Ready-made rewards: compute nodes that score one sample, or the samples of a group.
 
-`use(rewards.exact, returns="reward")` is a reward by itself. `combine` adds several with weights. A reward
-that cannot be computed refuses its sample with the reason; it is never 0.
+`use(rewards.exact, returns="reward")` is a reward by itself. `combine` adds several with weights, and
+`rubric` asks a judge. A reward that cannot be computed refuses its sample with the reason; it is never 0.
 """
 
 from hflow.rewards.answers import exact, final_number, math, regex
 from hflow.rewards.combination import combine
+from hflow.rewards.judges import rubric
 from hflow.rewards.lengths import brevity, overlong
 from hflow.rewards.programs import code
 from hflow.rewards.structure import json_schema
@@ -22,6 +23,7 @@ __all__ = [
     "overlong",
     "reasoning_gym",
     "regex",
+    "rubric",
 ]
 
 

@@ -128,7 +128,10 @@ class EngineBack:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The user asked the run to end: steps whose batch is formed are completed, and nothing new starts."""
+    """The run is to end: steps whose batch is formed are completed, and nothing new starts."""
+
+    problem: str | None = None
+    """Why it ends with an error; None: the user asked for it."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hflow.base.durable_files import FileChecksum
 from hflow.base.waiting import WaitFor, wait_silently
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import Plan, Replica
+from hflow.services.client import ServiceAccess
 from hflow.types.body_line import BodyLine
 from hflow.types.engine import EngineStats, SleepLevel
 
@@ -337,6 +338,8 @@ class WorkerSetup:
     """The directory of the recipe's file on the controller's machine."""
     log_levels: Mapping[str, int] = field(default_factory=dict)
     """What the controller's process logs (`bodies.body_output.log_levels`)."""
+    services: ServiceAccess | None = None
+    """The remote services that bodies may call; None: there are none."""
     node_states: Mapping[str, str] = field(default_factory=dict)
     """Node -> JSON of its `State`, with which it continues (`NodeResult.state`)."""
 

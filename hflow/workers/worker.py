@@ -29,6 +29,7 @@ from hflow.planner.plan.routing import replaceable_workers, tensor_ranks
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
 from hflow.processes.error_location import error_with_location
+from hflow.services.client import use_services
 from hflow.training.interface import ModelBackend
 from hflow.types.body_line import BodyLine
 from hflow.types.engine import SleepLevel
@@ -111,6 +112,7 @@ class Worker:
             devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
         """
         copy_log_levels(setup.log_levels)
+        use_services(setup.services)
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()

@@ -20,7 +20,7 @@ def test_the_graph_has_no_mistakes() -> None:
 def test_two_steps_of_training(tmp_path: Path) -> None:
     with JudgeServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"nodes.judge.url=http://127.0.0.1:{server.server_port}/v1"
+        url = f"services.judge.url=http://127.0.0.1:{server.server_port}/v1"
         summary = try_recipe(RECIPE, tmp_path, [url])
         server.shutdown()
     assert (summary.reason, summary.steps) == ("done", 2)

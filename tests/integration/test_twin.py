@@ -90,7 +90,7 @@ def judge() -> Iterator[list[str]]:
     server = shipped.JudgeServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield [f"nodes.judge.url=http://127.0.0.1:{server.server_port}/v1"]
+    yield [f"services.judge.url=http://127.0.0.1:{server.server_port}/v1"]
     server.shutdown()
     thread.join()
     server.server_close()

@@ -10,6 +10,7 @@ from state_script import ENGINE, Script, batch, changed, encoded, generated, gro
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import SAVE_PREFIX, Schedule, ScheduledNode, ScheduledStream
 from hflow.runtime import events as ev
+from hflow.runtime.state.checkpoints import make_snapshot
 from hflow.runtime.state.run_state import RunState
 from hflow.runtime.state.trained_stream import MIN_FAILED_GROUPS
 
@@ -539,6 +540,20 @@ def test_a_stop_interrupts_samples():
     script = Script(grpo(shared=True), hold={"gen#0"})
     script.run()
     assert script.send(ev.StopRequested()) == ["sleep actor@gen", "stopped"]
+
+
+def test_what_fails_while_a_run_stops_begins_again_when_it_is_resumed():
+    """A stop with a problem is an error, once the step that has begun is complete."""
+    plan = changed(grpo(shared=False, num_steps=4), max_staleness=1.0)
+    script = Script(plan, hold={"actor_train 0", "score 4"})
+    script.run()
+    script.send(ev.StopRequested("the budget is used up"))
+    failed = ev.NodeFailed("score", 4, ev.Refusal.FAILED, "no money")
+    assert not any("refuse" in line for line in script.send(failed))
+    script.release("actor_train 0")
+    assert script.state.finished == ev.Finish("the budget is used up", error=True)
+    (stream,) = make_snapshot(script.state.parts).streams
+    assert 4 in [member.sample for group in stream.groups for member in group.members]
 
 
 # -------------------------------------------------------------------------- our own bugs

@@ -28,6 +28,7 @@ from hflow.launch.planning.models import check_model_fit
 from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.planning.read_recipe import check_names, with_resolved_names
 from hflow.launch.planning.request import plan_request
+from hflow.launch.planning.services import check_services
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.targets import resolve
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
@@ -189,6 +190,7 @@ def compile_evaluation(
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph)
+    check_services(config, graph)
     request = plan_request(config, graph, recipe, learn_from_run)
     check_unused_keys(graph, request)
     plan = compile_plan(graph, request)

@@ -24,6 +24,7 @@ from hflow.launch.planning.models import (
     has_config,
     missing_text,
 )
+from hflow.launch.planning.services import check_services
 from hflow.launch.planning.this_machine import with_this_machine
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
@@ -98,6 +99,7 @@ class RecipeReader:
         check_model_fit(config, graph)
         check_data(config, graph, self._recipe.row_functions, self._recipe.samplers)
         check_metric_names(config, graph)
+        check_services(config, graph)
         check_trackers(config.report)
         return ReadRecipe(
             self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided, warnings

@@ -233,7 +233,7 @@ def _link(key: str, name: str, links: dict[str, Link]) -> Link:
     return links[name]
 
 
-RESULT_KEYS = ("models.", "data.", "workers")
+RESULT_KEYS = ("models.", "data.", "services.", "workers")
 """Prefixes of keys that change what a run computes, but not the plan's rows. The plan stores them besides."""
 
 

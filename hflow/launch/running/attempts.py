@@ -24,6 +24,7 @@ from hflow.runtime.records.trace import CONTROLLER
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import ResumePoint
+from hflow.services.server import LimitServer
 from hflow.workers.interface import Span, Workers, WorkerSetup
 from hflow.workers.process_setup import freeze_gc
 
@@ -48,6 +49,8 @@ class Attempts:
     signals: StopSignals
     note: Callable[[str], None]
     """Shows a line to the user."""
+    services: LimitServer | None = None
+    """The limits of remote services; None: there are none."""
 
     async def run(self, point: ResumePoint | None) -> RunSummary:
         """Run to the end, beginning at a checkpoint, or until a signal asks to stop.
@@ -117,7 +120,13 @@ class Attempts:
             self.directory.link_latest()
         with Ledger(self.directory.ledger, make_header(compiled.plan)) as ledger:
             run = RunContext.begin(
-                compiled.plan, workers, self.observer, self.checkpoints, ledger, config.seed
+                compiled.plan,
+                workers,
+                self.observer,
+                self.checkpoints,
+                ledger,
+                config.seed,
+                dict if self.services is None else self.services.row_values,
             )
             executor = Executor(
                 run,
@@ -129,6 +138,8 @@ class Attempts:
             )
             start = time.monotonic()
             self.signals.stop_by(executor.stop)
+            if self.services is not None:
+                self.services.stop_by(executor.stop)
             outcome = await executor.run()
             seconds = time.monotonic() - start
             samples = ledger.close(outcome.reason)

@@ -25,6 +25,7 @@ from hflow.environments.client import close_hosts
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
+from hflow.launch.planning.services import check_service_keys, service_settings
 from hflow.launch.running.attempts import Attempts
 from hflow.launch.running.inputs import run_inputs
 from hflow.launch.running.observer_thread import ObserverThread
@@ -56,6 +57,7 @@ from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory
+from hflow.services.server import LOOPBACK, LimitServer
 from hflow.workers.interface import WorkerSetup
 from hflow.workers.process_setup import ray_address
 
@@ -157,12 +159,19 @@ def _run(
     check_saving(compiled.config, compiled.graph)
     check_variables(compiled.config)
     check_faults(compiled.config)
+    _check_keys(compiled)
     check_determinism(compiled)
     refuse_unrunnable(compiled)
     _fetch_models(compiled, SafeConsole(stderr=True, quiet=environment.is_quiet))
     if compiled.config.workers == "debug":
         live = False  # the debugger has the terminal
     return _run_to_end(partial(_run_in_loop, compiled, live, environment, resumed))
+
+
+def _check_keys(compiled: Compiled) -> None:
+    """Check that keys of services are there, if workers are on this machine."""
+    if compiled.config.workers != "ray" or ray_address(compiled.plan.cluster) is None:
+        check_service_keys(compiled.config)
 
 
 def _run_to_end(work: Callable[[], Coroutine[Any, Any, RunSummary]]) -> RunSummary:
@@ -220,6 +229,7 @@ async def _run_in_loop(
         check_environments(compiled)
         check_sandboxes(compiled)
         rows, row_files = open_rows(compiled)
+    services = _limit_server(compiled, resumed)
     if config.workers not in ONE_PROCESS:
         close_hosts()  # each worker starts its own
     setup = make_setup(compiled, environment.factories)
@@ -242,6 +252,9 @@ async def _run_in_loop(
                 inputs = await hashing
         directory, checkpoints, set_aside = stack.enter_context(_open_directory(compiled, resumed, inputs))
         setup = replace(setup, weights_directory=str(resolved(directory.weights)))
+        if services is not None:
+            services.file = directory.services
+            setup = replace(setup, services=(await stack.enter_async_context(services)).access)
         if processes is not None and not processes.is_shared:
             setup = replace(setup, sample_log_directory=str(resolved(directory.sample_log)))
         observers = _open_observers(compiled, environment, directory, resumed)
@@ -255,12 +268,37 @@ async def _run_in_loop(
             observer.on_warning(warning)
         signals = StopSignals(display.note)
         attempts = Attempts(
-            compiled, processes, setup, rows, directory, observer, checkpoints, signals, display.note
+            compiled,
+            processes,
+            setup,
+            rows,
+            directory,
+            observer,
+            checkpoints,
+            signals,
+            display.note,
+            services,
         )
         summary = await attempts.run(resumed.point if resumed else None)
         observer.close(summary.reason)
     directory.write_summary(summary.to_json())
     return summary
+
+
+def _limit_server(compiled: Compiled, resumed: ResumedRun | None) -> LimitServer | None:
+    """Return the limits of the run's services, with what it has spent; None: it has no services.
+
+    Raises:
+        ConfigError: if a budget is used up, or the record of it is damaged.
+    """
+    if not (settings := service_settings(compiled.config)):
+        return None
+    host = LOOPBACK
+    if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+    return LimitServer(settings, resumed.directory.services if resumed else None, host)
 
 
 async def _check_models_while_ray_starts(

@@ -14,10 +14,11 @@ from hflow.planner.plan.rows import Plan
 from hflow.runtime.execution import batch_runner
 from hflow.runtime.records import device_use, step_metrics
 from hflow.runtime.state import run_state
+from hflow.services import limits
 from hflow.training.interface import LOSS
 from hflow.types import Unit
 
-DECLARING_MODULES = (batch_runner, device_use, step_metrics, run_state)
+DECLARING_MODULES = (batch_runner, device_use, limits, step_metrics, run_state)
 """The modules that declare metrics, besides `hflow.training.interface`."""
 
 

@@ -83,6 +83,9 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.layout", Effect.SAME),
     ("models.*.group", Effect.SAME),
     ("models.*.backend", Effect.SAME),
+    ("services.*.url", Effect.NEW),
+    ("services.*.model", Effect.NEW),
+    ("services.*", Effect.SAME),
 )
 """Effects of settings by pattern; the first match counts, and all others are `new`. `TRAINED` matches names
 of trained models and their datasets. Layouts, groups, backends and engines are `same` here, as the rows of

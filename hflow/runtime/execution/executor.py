@@ -181,9 +181,13 @@ class Executor:
             raise RunError(self._reason)
         return RunOutcome(self._reason, self._num_steps_done)
 
-    def stop(self) -> None:
-        """Ask the run to end: the steps that have begun are completed, and the run is saved."""
-        self._enqueue(ev.StopRequested())
+    def stop(self, problem: str | None = None) -> None:
+        """Ask the run to end: the steps that have begun are completed, and the run is saved.
+
+        Args:
+            problem: why it ends with an error; None: the user asks for it.
+        """
+        self._enqueue(ev.StopRequested(problem))
 
     async def _loop(self) -> None:
         while self._reason is None:

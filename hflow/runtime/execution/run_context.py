@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,10 +43,14 @@ class RunContext:
         checkpoints: Checkpoints,
         ledger: Ledger,
         seed: int,
+        more_values: Callable[[], Mapping[str, float]] = dict,
     ) -> RunContext:
-        """Return the context of a run that has counted and placed nothing yet."""
-        placer = GroupPlacer(plan)
-        return cls(plan, workers, observer, checkpoints, ledger, seed, StepMetrics(plan), placer)
+        """Return the context of a run that has counted and placed nothing yet.
+
+        `more_values` returns what rows of metrics have besides what `StepMetrics` counts.
+        """
+        placer, metrics = GroupPlacer(plan), StepMetrics(plan, more_values)
+        return cls(plan, workers, observer, checkpoints, ledger, seed, metrics, placer)
 
     @contextmanager
     def working(self, work: OngoingWork) -> Iterator[None]:

@@ -197,9 +197,11 @@ class StepMetrics:
     Args:
         plan: the run's plan. `busy/engines` is a share of its engines' time, `busy/trainers` of the time of
             workers that run batch nodes with models.
+        more_values: returns what else a row has, since the call before.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, more_values: Callable[[], Mapping[str, float]] = dict) -> None:
+        self._more_values = more_values
         self._num_engines = sum(replica.layout.data for replica in plan.replicas if replica.role == "gen")
         self._num_trainers = len({worker for r in plan.replicas if r.role != "gen" for worker in r.workers})
         self._num_devices = plan.cluster.num_devices
@@ -313,7 +315,7 @@ class StepMetrics:
         if samples := row.get(BATCH_SAMPLES.name):
             row[SAMPLES_PER_SECOND.name] = samples / seconds
         row.update({**self._refused, **self._retries, **rollout_counts})
-        row.update({**self._episodes.finish_step(), **self.devices.finish_step()})
+        row.update({**self._episodes.finish_step(), **self.devices.finish_step(), **self._more_values()})
         self._engine_stats, self._num_moved = EngineStats(), 0
         self._device_seconds.clear()
         self._refused.clear()

@@ -2,7 +2,7 @@
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
-    bodies.log (if a body printed something, or failed)
+    bodies.log (if a body printed something, or failed)  services.json (what requests to services have cost)
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
@@ -189,6 +189,11 @@ class RunDirectory:
     def bodies(self) -> Path:
         """What bodies have printed and logged, and their tracebacks, see `records.body_log`."""
         return self.path / "bodies.log"
+
+    @property
+    def services(self) -> Path:
+        """What the run has spent at remote services, as JSON. No resume takes it back."""
+        return self.path / "services.json"
 
     @property
     def samples(self) -> Path:

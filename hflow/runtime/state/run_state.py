@@ -240,12 +240,14 @@ class RunState:
         stream = self._stream_of.get(event.node)
         assert stream is not None, f"{event.node} failed, but it is no source, sample node or group node"
         self.parts.streaming.done(event.node, event.key)
+        # In a run that is stopping, what fails begins again when it is resumed. Evaluations must end before.
+        is_stopping = self.parts.progress.is_stopping and stream is self.parts.trained
         if event.node in self._sources:
-            if self.is_ending:
+            if self.is_ending or is_stopping:
                 stream.discard_sample(event.key)
             else:
                 stream.sample_failed(event.key, event.reason, event.message)
-        elif self.is_ending:
+        elif self.is_ending or is_stopping:
             stream.discard_node(event.node, event.key)
         else:
             stream.node_failed(event.node, event.key, event.reason, event.message)
@@ -289,7 +291,8 @@ class RunState:
         self._decide()
 
     def _on_stop(self, event: StopRequested) -> None:
-        self.parts.progress.is_stopping = True
+        progress = self.parts.progress
+        progress.is_stopping, progress.problem = True, progress.problem or event.problem
         self._decide()
 
     def _on_checkpoint_due(self, event: CheckpointDue) -> None:

@@ -28,6 +28,7 @@ from hflow.base.errors import RunError, WorkerFailureError
 from hflow.data.batches.returned_values import DeclaredReturns
 from hflow.processes.forkserver import CleanContext
 from hflow.processes.pickling import pickle_with_bodies
+from hflow.services.client import services_of_process
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.body_output import BodyPipe, LineSink, log_levels
 from hflow.workers.bodies.pool_child import Job, JobId, JobResult, cancelled_result, is_async, load_bodies
@@ -121,7 +122,7 @@ class Pool:
             self._make_lanes(bodies, num_processes, with_setup)
         else:
             pickled = {name: self._pickle_body(name) for name in bodies}
-            load_bodies(pickled, seed, self._returns(set(bodies)), None, {})
+            load_bodies(pickled, seed, self._returns(set(bodies)), None, {}, services_of_process())
             direct = DirectLane(self._inbox.put)
             self._lane_of, self._lanes = dict.fromkeys(bodies, direct), (direct,)
         try:
@@ -225,7 +226,14 @@ class Pool:
         return ProcessPool(
             num_processes,
             initializer=load_bodies,
-            initargs=(pickled, self._seed, self._returns(nodes), self._pipe.writer, log_levels()),
+            initargs=(
+                pickled,
+                self._seed,
+                self._returns(nodes),
+                self._pipe.writer,
+                log_levels(),
+                services_of_process(),
+            ),
             context=CleanContext(),
         )
 

@@ -22,6 +22,7 @@ import cloudpickle
 from hflow.base.errors import ReturnError, RunError, timeout_message
 from hflow.data.batches.returned_values import DeclaredReturns, checked_value
 from hflow.processes.error_location import error_with_location
+from hflow.services.client import ServiceAccess, use_services
 from hflow.types import Unit
 from hflow.types.node_setup import setup_of
 from hflow.workers.bodies.body_output import BodyOutput, body_call, copy_log_levels, send_lines
@@ -106,6 +107,7 @@ def load_bodies(
     returns: Mapping[str, DeclaredReturns],
     writer: Connection[Any, Any] | None,
     levels: Mapping[str, int],
+    services: ServiceAccess | None = None,
 ) -> None:
     """Load the bodies of nodes and set them up; the pool calls this once in every process.
 
@@ -116,11 +118,13 @@ def load_bodies(
         writer: where what bodies print is sent; None: this is the worker's own process, in which a debugger
             can use the terminal.
         levels: what the worker's process logs.
+        services: the remote services that bodies may call.
     """
     _child.is_debugged = writer is None
     if writer is not None:
         BodyOutput(partial(send_lines, writer))
         copy_log_levels(levels)
+    use_services(services)
     _child.seed = seed
     _child.returns = returns
     _child.bodies = {node: _load_body(body) for node, body in pickled.items()}
