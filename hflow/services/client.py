@@ -82,7 +82,7 @@ class Service:
             **options: further keys of the request, such as `temperature=0`.
 
         Raises:
-            ServiceError: as `post`, and for a reply without text.
+            ServiceError: when `post` raises it, and for a reply without text.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

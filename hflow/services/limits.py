@@ -131,7 +131,7 @@ class ServiceLimits:
 
         Args:
             tokens: the tokens that it used.
-            cost: its cost; None: it is not known, and counts as the mean of the others.
+            cost: the price to pay; None: it is not known, and counts as the mean of the others.
             pause: seconds for which no other request may begin.
         """
         now = self._clock()

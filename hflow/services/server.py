@@ -62,7 +62,7 @@ class LimitServer:
         host: the address of this machine at which workers reach it.
 
     Attributes:
-        file: as above; set it before the server begins to listen.
+        file: the argument; set it before the server begins to listen.
 
     Raises:
         ConfigError: when the file is damaged, or a budget is used up already.
@@ -237,7 +237,7 @@ def _send(request: _Request, answer: Mapping[str, Any]) -> None:
 
 
 def read_spending(file: Path) -> dict[str, Spending]:
-    """Return what a run has spent; empty if it has no such file.
+    """Return the spending of a run at each service; empty if it has no such file.
 
     Raises:
         ConfigError: when the file is damaged.

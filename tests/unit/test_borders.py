@@ -63,6 +63,7 @@ BORDERS = {
             "engines/embedded/descriptor.py": "the engine records it",
             "engines/embedded/expert_recorder.py": "the engine records it",
             "engines/vllm/descriptor.py": "the engine records it",
+            "engines/vllm/expert_rows.py": "the engine records it",
             "engines/vllm/hf_mapping.py": "a module of vLLM with this name",
             "engines/vllm/launch_options.py": "the engine records it",
             "engines/vllm/stepper.py": "the engine records it",
