@@ -75,6 +75,18 @@ class JournalRecorder:
         """Index -> the outcome recorded since, and whether it is final."""
 
     @property
+    def interruption(self) -> str:
+        """How an episode that was interrupted before went on, in one line; empty if it was not."""
+        if self.num_restarts:
+            times = "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
+            return (
+                f"the episode was interrupted {times} and began again, as its environment is never replayed"
+            )
+        if self._past:
+            return f"the episode was interrupted, and continued by its journal of {len(self._past)} effects"
+        return ""
+
+    @property
     def journal(self) -> Journal:
         """The entries recorded so far, and those that were not replayed yet."""
         entries = list(self._entries)

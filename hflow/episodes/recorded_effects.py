@@ -70,6 +70,11 @@ class RecordedEffects:
         """Whether the episode did something else than the journal from which it started."""
         return self._recorder.has_diverged
 
+    @property
+    def interruption(self) -> str:
+        """How an episode that was interrupted before went on, in one line; empty if it was not."""
+        return self._recorder.interruption
+
     def finish(self) -> None:
         """End the episode, after its body returned.
 

@@ -520,6 +520,8 @@ class SampleReady:
     """The reported field, as in `ComputeReady`."""
     trajectories: tuple[TrajectoryCounts, ...] = ()
     """The members of a sample whose episode returns a list."""
+    interruption: str = ""
+    """How an interrupted episode went on (`episodes.journal.JournalRecorder.interruption`)."""
 
 
 @dataclass(frozen=True)

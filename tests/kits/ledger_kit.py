@@ -91,11 +91,11 @@ class LedgerScript:
     def issue(self, group: int, version: int = 0) -> None:
         self.ledger.record_issued(ev.OpenGroup("gen", group, self.members(group)), 10 + group, 0, version)
 
-    def ready(self, sample: int, *runs: tuple[int, int]) -> None:
+    def ready(self, sample: int, *runs: tuple[int, int], interruption: str = "") -> None:
         versions = [version for version, _ in runs]
         tokens = sum(num for _, num in runs)
         event = SampleReady("gen", sample, 7 + tokens, tokens, min(versions), max(versions), runs, 1)
-        self.ledger.record_result(event)
+        self.ledger.record_result(replace(event, interruption=interruption))
 
     def score(self, sample: int, value: float) -> None:
         self.ledger.record_result(ComputeReady("score", sample, True, value))

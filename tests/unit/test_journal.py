@@ -106,6 +106,8 @@ def test_a_complete_journal_is_replayed_without_any_effect(driver: Heard, plain:
     assert (again, seen_again) == (talk, seen)
     assert (driver.heard, calls) == ([], {})
     assert replayed.journal == journal
+    assert effects.interruption == ""
+    assert replayed.interruption == "the episode was interrupted, and continued by its journal of 9 effects"
     assert replayed.counts == effects.counts == {"tool_calls": 2, "tool_errors": 1, "malformed_calls": 0}
 
 
@@ -269,6 +271,7 @@ def test_an_episode_whose_environment_is_never_replayed_begins_again(
     for _ in range(MAX_RESTARTS - 1):
         _, after = play(driver, plain, moved(after.journal), searching(kind))
     assert after.counts["restarts"] == MAX_RESTARTS
+    assert after.interruption.startswith("the episode was interrupted 5 times and began again, as an ")
     with pytest.raises(EpisodeError, match="the episode began again 5 times and was interrupted each time"):
         play(driver, plain, moved(after.journal), searching(kind))
 

@@ -221,6 +221,20 @@ def test_a_sample_that_begins_again_says_why_and_has_one_end(path: Path):
     assert read_history(path, "3").restarts == ()
 
 
+def test_a_sample_says_how_its_interrupted_episode_went_on(path: Path):
+    with recorded(path) as run:
+        run.issue(1)
+        for sample, text in ((2, "the episode was interrupted, and continued"), (3, "")):
+            run.ready(sample, (0, 3), interruption=text)
+        run.accept(1)
+        run.form(0, 1)
+        run.ledger.record_instruction(ev.StepDone(0))
+    assert audit(path) == []
+    (restart,) = read_history(path, "2").restarts
+    assert restart.reason == "the episode was interrupted, and continued"
+    assert read_history(path, "3").restarts == ()
+
+
 def test_a_resumed_run_has_one_history(path: Path):
     with recorded(path) as run:
         run.issue(9)  # it still runs when step 0 is complete

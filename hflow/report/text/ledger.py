@@ -131,7 +131,7 @@ def _made(story: SampleHistory) -> Iterator[Line]:
     if story.drawn is not None:
         yield None, "", f"its row was chosen by the sampler: {story.drawn}"
     for restart in story.restarts:
-        yield restart.at, "begun again", restart.reason
+        yield restart.at, "interrupted", restart.reason
     if sample["finished_at"] is not None:
         yield sample["finished_at"], "generated" if story.segments else "encoded", _tokens(story)
     for number, member in enumerate(story.trajectories if len(story.trajectories) > 1 else (), 1):

@@ -158,6 +158,8 @@ class RowBuilder:
         versions = (record.oldest, record.newest) if record.oldest >= 0 else (None, None)
         row = (stream, sample, seq, time, record.length, record.num_learned, record.num_turns, *versions)
         self._tables["finished"] += row
+        if record.interruption:
+            self._tables["restarted"] += (stream, sample, seq, time, record.interruption)
         if record.value is not None:
             source = self._nodes[self._sources[record.stream]]
             self._tables["computed"] += (source, sample, seq, time, record.value)

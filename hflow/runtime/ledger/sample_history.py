@@ -61,7 +61,7 @@ class SampleTrajectory:
 
 @dataclass(frozen=True)
 class SampleRestart:
-    """The sample began again, as the worker on which it was in flight had failed."""
+    """The sample was interrupted: its worker had failed, or its episode was replayed or began again."""
 
     at: float
     """Seconds since the run's start."""

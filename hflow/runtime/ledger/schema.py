@@ -6,7 +6,8 @@ its stream and its id. Tables are clustered by sample, so that they need no inde
 
 issued      a sample was admitted: row of the dataset, worker, version of the engine's weights
 drawn       why a sampler chose the row of a group
-restarted   it was in flight on a worker that failed, and begins again on the process that took its place
+restarted   it was in flight on a worker that failed, and begins again on the process that took its place; or
+            its episode was interrupted, and was replayed or began again
 finished    its source is done: its tokens
 segments    consecutive tokens that one version generated
 trajectories

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -133,6 +133,7 @@ class GenerateRunner:
         except ReturnError as error:
             return Failed(program.name, sample, "failed", str(error).removeprefix(f"node {program.name!r}: "))
         event = self._writer.write(sample, start.group, checked, start.row, start.parent)
+        event = replace(event, interruption=effects.interruption)
         self._writer.write_metrics(sample, effects.counts)
         return event if start.task is not None else ComputeReady(program.name, sample)
 
