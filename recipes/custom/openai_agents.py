@@ -40,7 +40,7 @@ def client_of(endpoint: Endpoint) -> AsyncOpenAI:
 
 @generate(actor, group=8, timeout=60.0, tool_format="[]?", returns="reward")
 async def agent(engine: Engine, prompt: str, answer: str, *, max_turns: int = 3) -> tuple[Trajectory, float]:
-    from agents import Agent, MaxTurnsExceeded, OpenAIResponsesModel, RunConfig, Runner, function_tool
+    from agents import Agent, AgentsException, OpenAIResponsesModel, RunConfig, Runner, function_tool
 
     tools = [function_tool(calculator, failure_error_function=failed)]
     async with engine.endpoint() as endpoint:
@@ -48,7 +48,7 @@ async def agent(engine: Engine, prompt: str, answer: str, *, max_turns: int = 3)
         asked, config = Agent("adder", tools=tools, model=model), RunConfig(tracing_disabled=True)
         try:
             said = (await Runner.run(asked, prompt, max_turns=max_turns, run_config=config)).final_output
-        except MaxTurnsExceeded:
+        except AgentsException:  # the model wrote too much, or took too many turns
             said = None
     return endpoint.trajectory, float(said == answer)
 
