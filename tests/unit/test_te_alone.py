@@ -42,14 +42,16 @@ except HflowError as error:
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        (
+        pytest.param(
             "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
             "transformer-engine 2.10.0 cannot be imported with torch .*: Found empty `transformer-engine` "
             "meta .* Install a build for this torch, or uninstall transformer-engine",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "raise ImportError('undefined symbol: x\\nmore')",
             ".* cannot be imported with torch .*: undefined symbol: x",
+            marks=pytest.mark.long,
         ),
         (
             "__version__ = '2.10.0'",
