@@ -312,6 +312,8 @@ class Definition(Generic[Arguments, Result]):
     """The body's Engine parameters, in the order of the decorator's models."""
     implicit: bool = False
     """Whether the framework added the node."""
+    varied: Definition[..., Any] | None = field(default=None, repr=False, compare=False)
+    """The node of which `use` made this one."""
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call the body."""

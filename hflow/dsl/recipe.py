@@ -314,7 +314,7 @@ class Recipe:
         """Yield the nodes of the recipe's file that no recipe in it lists, in the order of the file."""
         values = vars(sys.modules[self.module]).values() if self.module in sys.modules else ()
         recipes = [value for value in values if isinstance(value, Recipe)]
-        listed = [node for recipe in {*recipes, self} for node in recipe.nodes]
+        listed = [node for recipe in {*recipes, self} for own in recipe.nodes for node in _with_varied(own)]
         for value in values:
             node = definition_of(value)
             if node is None or not _is_defined_in(self.module, value, node):
@@ -322,6 +322,13 @@ class Recipe:
             is_listed = any(node is other or (callable(value) and value is other.body) for other in listed)
             if not is_listed:
                 yield node.name, node.where
+
+
+def _with_varied(node: Definition[..., Any] | None) -> Iterator[Definition[..., Any]]:
+    """Yield a node and those of which `use` made it."""
+    while node is not None:
+        yield node
+        node = node.varied
 
 
 def _is_defined_in(module: str, value: object, node: Definition[..., Any]) -> bool:

@@ -66,7 +66,7 @@ def use(
         if key in knob_types
     }
     checked_reads = _checked_reads(new, reads or {})
-    variant = replace(new, knobs={**new.knobs, **knobs}, reads={**new.reads, **checked_reads})
+    variant = replace(new, knobs={**new.knobs, **knobs}, reads={**new.reads, **checked_reads}, varied=old)
     return cast("Definition[Arguments, Result]", variant)
 
 

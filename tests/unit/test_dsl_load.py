@@ -61,6 +61,8 @@ def test_an_undefined_annotation(tmp_path: Path):
 def test_a_recipe_declares_its_models_datasets_and_nodes():
     spec = load_recipe(GOOD / "ppo.py").spec()
     assert (spec.name, spec.dataset, spec.unlisted) == ("ppo", "train", ())
+    lake = load_recipe(Path(__file__).parents[2] / "recipes" / "environments" / "frozen_lake.py").spec()
+    assert lake.unlisted == (), "a node of which others are made is used"
     assert spec.doc == "PPO: critic, KL in the reward, GAE, decoupled loss."
     assert [model.name for model in spec.models] == ["actor", "ref", "critic"]
     assert next(model for model in spec.models if model.name == "ref").init_from.name == "actor"

@@ -20,7 +20,7 @@ class VerifiersRows:
     Args:
         task: the environment, as in the node's `env`.
         split: `train`, or `heldout`, the environment's examples for evaluation.
-        arguments: `args`, the arguments of the environment; `python` and `requirements`, as for the node;
+        arguments: `args`, the environment's, also as JSON text; `python` and `requirements`, as for the node;
             `size`, the most rows; and `select`, which tasks of a taskset are rows.
         schema: the columns to read.
 
@@ -38,7 +38,7 @@ class VerifiersRows:
             raise DataError(f"verifiers has no split {split!r}; set {schema.key}.split to one of {SPLITS}")
         given = dict(arguments)
         size, args, select = given.pop("size", -1), given.pop("args", {}), given.pop("select", {})
-        settings = {"env": task, "args": json.dumps(args)}
+        settings = {"env": task, "args": args if isinstance(args, str) else json.dumps(args)}
         settings |= {name: given.pop(name) for name in ("python", "requirements") if name in given}
         if given:
             raise DataError(
