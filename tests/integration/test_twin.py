@@ -141,7 +141,7 @@ def test_every_recipe_has_a_twin() -> None:
     random = {"custom/replay"}  # which samples are replayed depends on the order in which they finish
     real = {"smollm2"}  # has twins of its own, in test_smollm2.py
     # They need packages that are not installed here; their train node is that of grpo.
-    needs_package = {"environments/frozen_lake", "custom/openai_agents"}
+    needs_package = {"environments/frozen_lake", "environments/arithmetic", "custom/openai_agents"}
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random - real - needs_package
 
 
