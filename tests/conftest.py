@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,8 +162,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "mark.ray" not in collection_path.read_text() or None
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest's own deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first. Leave tests marked gpu to `make gpu-check`."""
+    """Put the longest files first. Leave GPU tests to `make gpu-check`, other cases to `make test-long`."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        if (first := item.get_closest_marker("first")) is not None:
+            name = item.nodeid.partition("[")[0]
+            numbers[name] += 1
+            if numbers[name] > first.args[0]:
+                item.add_marker("long")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     asked = "gpu" in config.option.markexpr

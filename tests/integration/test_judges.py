@@ -87,6 +87,7 @@ def test_the_reward_is_the_weighted_mean_of_the_criteria() -> None:
     }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [

@@ -187,6 +187,7 @@ def whole(
     return recipe, common, run(f"recipes/{recipe}.py", tmp_path_factory.mktemp("whole"), *common)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -231,6 +231,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.long
 def test_runs_of_several_threads_are_equal() -> None:
     """Elsewhere, tests have one thread, whose results are equal by themselves."""
     rest = {name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")}

@@ -33,6 +33,7 @@ def times(**changes: object) -> GroupTimes:
     return GroupTimes(("tensor", "context"), ((0, 1), (2, 3)), tuple(operations))
 
 
+@pytest.mark.long
 def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
     pytest.importorskip("megatron")
     measured = rank_groups.measure_groups("cpu", 2)

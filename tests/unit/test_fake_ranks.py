@@ -56,11 +56,13 @@ def found() -> list[kit.Figures]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 def test_a_rank_keeps_and_sends_what_the_plan_says(index: int, found):
     assert kit.differences(CASES[index], found[index]) == []
 
 
+@pytest.mark.long
 def test_every_difference_is_found(found):
     case, right = CASES[1], found[1]
     for kind, (number, size) in right["collectives"].items():

@@ -347,6 +347,7 @@ def test_every_model_size_is_tested():
     assert files == {*PUBLISHED, *PLANNED, "tiny-qwen2", "tiny-qwen3-moe"}
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_a_model_by_name_has_the_published_number_of_parameters(name: str, count: int):
     request = requested(GRPO, f"model@models.actor={name}", "models.actor.path=null")
@@ -355,6 +356,7 @@ def test_a_model_by_name_has_the_published_number_of_parameters(name: str, count
     assert num_parameters(request.shapes["actor"]) == count
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(("name", "counts"), PLANNED.items())
 def test_other_families_have_the_published_numbers_of_parameters(name, counts):
     total, active = counts

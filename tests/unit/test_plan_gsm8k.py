@@ -32,6 +32,7 @@ def peak(forecast: Forecast) -> float:
     return max(phase.total for phase in forecast.memory) / 2**30
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(("command", "seconds", "gib", "most"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str, gib: str, most: str) -> None:
     compiled = planned(command)

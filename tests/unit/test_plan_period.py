@@ -134,6 +134,7 @@ def test_generating_while_samples_are_scored_is_only_faster(gen: float, score: f
         assert own_devices * (1 - 1e-9) <= run < found
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
 @pytest.mark.parametrize("sync_every", [1, 2, 3])

@@ -90,6 +90,7 @@ def sections(plan: Plan, width: int = 100) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.first(15)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
@@ -104,6 +105,7 @@ def test_no_line_is_wider_with_separate_groups(width):
         assert max(map(cell_len, page(with_forecast(plan), width).splitlines())) <= width
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
 def test_every_part_of_a_good_recipe_is_named(path):
     graph = build_graph(load_recipe(path).spec())

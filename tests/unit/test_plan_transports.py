@@ -28,6 +28,7 @@ TWO_MACHINES = on("cpu-2x1", "[0]", "[1]")
 GPUS = (*on("h100-1x8", "[0,1,2,3]", "[4,5,6,7]"), *QWEN)
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("overrides", "how", "transport"),
     [
@@ -49,6 +50,7 @@ def test_a_plan_chooses_a_transport(overrides: tuple[str, ...], how: str, transp
     assert (route.how, route.transport, bool(route.why)) == (how, transport, bool(transport))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("overrides", "transport", "near"),
     [

@@ -215,6 +215,7 @@ def test_pins_that_contradict_the_cluster_or_the_model_are_refused(
         compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, "placement=auto", *keys))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("cluster", "pins", "message"),
     [

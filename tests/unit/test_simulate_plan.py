@@ -85,6 +85,7 @@ def test_more_staleness_is_never_slower():
     assert seconds[-1] < 0.8 * seconds[0]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("eta", [0, 2])
 @pytest.mark.parametrize(
     ("name", "devices", "in_turns"),

@@ -36,6 +36,7 @@ def explored(what: Schedule, refusal: float = 0.0) -> Space:
     return whole
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("rules", "least"),
     [

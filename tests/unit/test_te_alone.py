@@ -11,6 +11,7 @@ import pytest
 import te_cases as cases
 
 
+@pytest.mark.long
 def test_one_process():
     """The modules of a model, the slices that it sends, and doctor's comparison, also of wrong layers."""
     script = Path(cases.__file__).with_name("te_alone.py")

@@ -32,6 +32,7 @@ def assert_same(got, wanted, atol=1e-5):
         torch.testing.assert_close(got[1][name], tensor, atol=atol, rtol=0)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", kit.CALLS)
 def test_micro_batches_do_not_change_the_result(name):
     wanted = trained(kit.CALLS[name], kit.whole(BATCH))

@@ -56,6 +56,7 @@ def test_a_sample_is_cut_into_rows():
     assert rows.columns["token_entry"] == batch.columns["token_entry"]
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("mask", ["none", "samples", "tokens"])
 @pytest.mark.parametrize("reduction", [name for name in cases.REDUCTIONS if name != "group-mean"])
 def test_losses_count_an_episode_once_however_many_trajectories_it_has(reduction, mask):
