@@ -80,7 +80,7 @@ class JournalRecorder:
         if self.num_restarts:
             times = "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
             return (
-                f"the episode was interrupted {times} and began again, as its environment is never replayed"
+                f"the episode was interrupted {times} and began again, as an environment is never replayed"
             )
         if self._past:
             return f"the episode was interrupted, and continued by its journal of {len(self._past)} effects"
