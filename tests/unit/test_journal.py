@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import episode_kit
 import pytest
+import sandboxed_tools
 from episode_kit import (
     Gated,
     Heard,
@@ -50,9 +51,8 @@ async def oracle(question: str) -> str:
     return f"{len(question)}{calls[question]}"
 
 
-@sandbox(timeout=5.0)
-def double(number: int) -> int:
-    return 2 * number
+double = sandbox(timeout=5.0)(sandboxed_tools.double)
+"""A tool of a module that imports little, as the server of its calls imports it."""
 
 
 async def body(engine: EpisodeEngine) -> tuple[Trajectory, list[Any]]:
