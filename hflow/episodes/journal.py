@@ -79,9 +79,7 @@ class JournalRecorder:
         """How an episode that was interrupted before went on, in one line; empty if it was not."""
         if self.num_restarts:
             times = "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
-            return (
-                f"the episode was interrupted {times} and began again, as an environment is never replayed"
-            )
+            return f"the episode was interrupted {times} and began again, as an environment is never replayed"
         if self._past:
             return f"the episode was interrupted, and continued by its journal of {len(self._past)} effects"
         return ""
