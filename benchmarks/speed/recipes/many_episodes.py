@@ -43,7 +43,7 @@ async def play(
     engine: Engine, seed: int, *, python: str | None = None, max_steps: int = 8
 ) -> tuple[Trajectory, float, float, float, float]:
     """Return the game, its reward, and the seconds of its opening, slowest step and latest wake-up."""
-    settings = {"id": "FrozenLake-v1", "options": json.dumps(LAKE), "python": python}
+    settings = {"id": "FrozenLake-v1", "options": json.dumps(LAKE), "render": "observation", "python": python}
     started = time.perf_counter()
     game: Any = await engine.environment(
         open_environment,
