@@ -9,8 +9,8 @@ from typing import Any
 
 from hflow.base.errors import ConfigError
 from hflow.dsl import generate
-from hflow.environments.client import open_environment
 from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.environments.play import play
 from hflow.types import Engine, Trajectory
 
 
@@ -57,25 +57,15 @@ async def gymnasium(
         "python": python,
         "requirements": requirements,
     }
-    game: Any = await engine.environment(
-        open_environment,
+    played = await play(
+        engine,
+        max_steps,
         adapter="gymnasium",
         settings=settings,
         arguments={"seed": seed, "instructions": instructions},
         timeout=step_timeout,
     )
-    first = await engine.call(game.call, method="message")
-    talk = await engine.complete([{"role": "user", "content": first}])
-    reward, num_steps, num_unreadable = 0.0, 0, 0
-    for reply in range(1, max_steps + 1):
-        turn = await engine.call(game.call, method="step", reply=talk.completion)
-        reward += turn["reward"]
-        num_steps += turn["is_action"]
-        num_unreadable += not turn["is_action"]
-        if turn["is_end"] or reply == max_steps:
-            break
-        talk = await engine.complete(talk.add("user", turn["message"]))
-    return talk, reward, num_steps, num_unreadable
+    return played.talk, sum(played.rewards, 0.0), played.num_steps, played.num_unreadable
 
 
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:

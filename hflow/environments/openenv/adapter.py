@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hflow.base.errors import ConfigError, EpisodeError
 from hflow.dsl import generate
-from hflow.environments.client import open_environment
 from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.environments.play import play
 from hflow.types import Engine, Trajectory
 
 
@@ -64,29 +64,18 @@ async def openenv(
         "python": python,
         "requirements": requirements,
     }
-    play: Any = await engine.environment(
-        open_environment,
+    played = await play(
+        engine,
+        max_steps,
         adapter="openenv",
         settings=settings,
         arguments={"seed": seed, "instructions": instructions},
         timeout=step_timeout,
         replay=replay,
     )
-    first = await engine.call(play.call, method="message")
-    talk = await engine.complete([{"role": "user", "content": first}])
-    rewards: list[float] = []
-    num_steps, num_unreadable = 0, 0
-    for reply in range(1, max_steps + 1):
-        turn = await engine.call(play.call, method="step", reply=talk.completion)
-        rewards += [] if turn["reward"] is None else [turn["reward"]]
-        num_steps += turn["is_action"]
-        num_unreadable += not turn["is_action"]
-        if turn["is_end"] or reply == max_steps:
-            break
-        talk = await engine.complete(talk.add("user", turn["message"]))
-    if num_steps and not rewards:
-        raise EpisodeError(f"the environment gave no reward in {num_steps} steps")
-    return talk, sum(rewards), num_steps, num_unreadable
+    if played.num_steps and not played.rewards:
+        raise EpisodeError(f"the environment gave no reward in {played.num_steps} steps")
+    return played.talk, sum(played.rewards, 0.0), played.num_steps, played.num_unreadable
 
 
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:

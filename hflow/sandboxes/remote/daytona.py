@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import math
 
-from hflow.sandboxes.remote.provider import (
-    PROGRAM_PATH,
-    RemoteSandboxes,
-    find_service_problem,
-    longest_life,
-    refuse_local,
-)
+from hflow.sandboxes.remote.provider import PROGRAM_PATH, ServiceSandboxes, longest_life
 from hflow.types.sandbox import Sandbox
 
 
-class DaytonaSandboxes(RemoteSandboxes):
+class DaytonaSandboxes(ServiceSandboxes):
     """Sandboxes without a network, of an image. Daytona deletes one when its time is over."""
 
     name = "daytona"
-
-    @staticmethod
-    def find_problem(limits: Sandbox) -> str | None:
-        """Return the reason why calls cannot run in sandboxes of Daytona; None if they may."""
-        return find_service_problem("daytona", "DAYTONA_API_KEY") or refuse_local("daytona", limits)
+    key_variable = "DAYTONA_API_KEY"
 
     async def execute(self, program: bytes, limits: Sandbox) -> bytes:
         """Run a program in a new sandbox, and return its standard output.

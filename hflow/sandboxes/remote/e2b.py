@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from hflow.sandboxes.remote.provider import (
-    PROGRAM_PATH,
-    RemoteSandboxes,
-    find_service_problem,
-    longest_life,
-    refuse_local,
-)
+from hflow.sandboxes.remote.provider import PROGRAM_PATH, ServiceSandboxes, longest_life
 from hflow.types.sandbox import Sandbox
 
 
-class E2BSandboxes(RemoteSandboxes):
+class E2BSandboxes(ServiceSandboxes):
     """Machines without access to the internet, of a template. E2B ends a machine when its time is over."""
 
     name = "e2b"
-
-    @staticmethod
-    def find_problem(limits: Sandbox) -> str | None:
-        """Return the reason why calls cannot run in machines of E2B; None if they may."""
-        return find_service_problem("e2b", "E2B_API_KEY") or refuse_local("e2b", limits)
+    key_variable = "E2B_API_KEY"
 
     async def execute(self, program: bytes, limits: Sandbox) -> bytes:
         """Run a program in a new machine, and return its standard output.

@@ -109,13 +109,21 @@ def longest_life(limits: Sandbox) -> int:
     return math.ceil(START_SECONDS + LONGEST_STRETCH * limits.timeout)
 
 
-def find_service_problem(package: str, variable: str) -> str | None:
-    """Return the reason why the service of a package cannot be used from here; None if it may."""
-    if importlib.util.find_spec(package) is None:
-        return f"provider={package!r} needs the package {package}. Run pip install 'hflow-rl[{package}]'"
-    if not os.environ.get(variable):
-        return f"provider={package!r} needs a key in the environment variable {variable}. Set it"
-    return None
+class ServiceSandboxes(RemoteSandboxes):
+    """Calls on machines of a service, by its own package, which has the provider's name."""
+
+    key_variable = ""
+    """The environment variable with the service's key."""
+
+    @classmethod
+    def find_problem(cls, limits: Sandbox) -> str | None:
+        """Return the reason why calls with these limits cannot use the service; None if they may."""
+        name = cls.name
+        if importlib.util.find_spec(name) is None:
+            return f"provider={name!r} needs the package {name}. Run pip install 'hflow-rl[{name}]'"
+        if not os.environ.get(cls.key_variable):
+            return f"provider={name!r} needs a key in the environment variable {cls.key_variable}. Set it"
+        return refuse_local(name, limits)
 
 
 def refuse_local(name: str, limits: Sandbox) -> str | None:
