@@ -26,7 +26,7 @@ def calculator(expression: str) -> str:
 
 
 def failed(context: Any, error: Exception) -> str:
-    """Return what the model reads when a tool has failed, in characters that it knows."""
+    """Return the error that the model reads, in characters that it knows."""
     return "?"
 
 

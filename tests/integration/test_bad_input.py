@@ -25,8 +25,8 @@ SEED = 14
 NUM_CHANGES = 3
 """Random changes of each kind; `make bad-input N=500` makes more."""
 EVERY = {"override": 24, "option": 15, "checkpoint": 15, "data": 12, "recipe": 10}
-"""Of these kinds, of which each case composes a configuration, every so many-th case runs here. Of others
-every third. `make bad-input` runs all."""
+"""Kind, each case of which composes a configuration -> n: every n-th case runs here. Of others every third.
+`make bad-input` runs all."""
 LISTED = (
     "batch=1000000000",
     "cluster=cpu-1x99999999",

@@ -156,7 +156,7 @@ def test_the_evaluator_of_environments_gives_the_same_scores(cache: Path):
 
 
 async def output(command: list[str], endpoint: Endpoint) -> str:
-    """Run a command that has the key of an endpoint, and return what it prints."""
+    """Run a command that has the key of an endpoint, and return its output."""
     process = await asyncio.create_subprocess_exec(
         *command,
         env={**os.environ, "EPISODE_KEY": endpoint.api_key},
