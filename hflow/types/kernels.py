@@ -30,6 +30,8 @@ class AttentionKernel(StrEnum):
     """`scaled_dot_product_attention` of torch over sequences that are padded in buckets."""
     PRODUCTS = "torch matmul"
     """Products of matrices, for one query per sequence in fp32."""
+    TRITON = "triton"
+    """hflow's own kernel, for one query per sequence on CUDA."""
 
 
 def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> AttentionKernel:
@@ -59,12 +61,18 @@ def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
     )
 
 
-def decode_kernel(dtype: str) -> AttentionKernel:
+def decode_kernel(device: str, dtype: str) -> AttentionKernel:
     """Return the embedded engine's kernel for one query per sequence.
 
-    In fp32 products are twice as fast as SDPA's CPU kernel, which is made for many queries per sequence, and
-    on CUDA SDPA has no fused kernel for grouped queries in fp32.
+    Builds of torch for CUDA install Triton. In fp32 products are twice as fast as SDPA's CPU kernel, which is
+    made for many queries per sequence.
+
+    Args:
+        device: `cpu`, `cuda`.
+        dtype: the dtype of q, k and v: `fp32`, `bf16`.
     """
+    if device == "cuda":
+        return AttentionKernel.TRITON
     return AttentionKernel.PRODUCTS if dtype == "fp32" else AttentionKernel.SDPA
 
 
