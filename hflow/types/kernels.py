@@ -19,6 +19,11 @@ HEAD_SIZE_MULTIPLE = 8
 """Head sizes of the variable-length kernels are a multiple of it."""
 
 
+def kernel_install(extra: str) -> str:
+    """Return the command that installs kernels which are compiled against the installed torch."""
+    return f"pip install --no-build-isolation 'hflow-rl[{extra}]'"
+
+
 class AttentionKernel(StrEnum):
     """A kernel of causal attention over sequences of different lengths."""
 
@@ -103,6 +108,8 @@ def flash_attn_package() -> ModuleType:
 
 TE_PACKAGE = "transformer-engine"
 """Name of the distribution of Transformer Engine."""
+TE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
+"""Distributions with its library, for one CUDA each."""
 
 
 _IMPORT_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
@@ -200,7 +207,13 @@ def import_transformer_engine() -> None:
 
 
 def _mismatch(version: str) -> str:
-    """Return the reason why megatron-core is not made for a version; empty if it is, or is missing."""
+    """Return the reason why this machine's packages do not fit a version; empty if they do.
+
+    The libraries of its two builds have one path, and it loads that for CUDA 12 first.
+    """
+    cores = [name for name in TE_CORES if _is_installed(name)]
+    if len(cores) > 1:
+        return f"{' and '.join(cores)} are both installed: uninstall the one that torch was not built for"
     try:
         megatron = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
@@ -211,6 +224,14 @@ def _mismatch(version: str) -> str:
     return (
         f"megatron-core {megatron.version} is made for {TE_PACKAGE} {supported}, but {version} is installed"
     )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _supported(requirements: list[str] | tuple[str, ...]) -> SpecifierSet | None:
