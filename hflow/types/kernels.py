@@ -19,6 +19,11 @@ HEAD_SIZE_MULTIPLE = 8
 """Head sizes of the variable-length kernels are a multiple of it."""
 
 
+def kernel_install(extra: str) -> str:
+    """Return the command that installs kernels which are compiled against the installed torch."""
+    return f"pip install --no-build-isolation 'hflow-rl[{extra}]'"
+
+
 class AttentionKernel(StrEnum):
     """A kernel of causal attention over sequences of different lengths."""
 
@@ -30,6 +35,8 @@ class AttentionKernel(StrEnum):
     """`scaled_dot_product_attention` of torch over sequences that are padded in buckets."""
     PRODUCTS = "torch matmul"
     """Products of matrices, for one query per sequence in fp32."""
+    TRITON = "triton"
+    """hflow's own kernel, for one query per sequence on CUDA."""
 
 
 def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> AttentionKernel:
@@ -59,12 +66,18 @@ def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
     )
 
 
-def decode_kernel(dtype: str) -> AttentionKernel:
+def decode_kernel(device: str, dtype: str) -> AttentionKernel:
     """Return the embedded engine's kernel for one query per sequence.
 
-    In fp32 products are twice as fast as SDPA's CPU kernel, which is made for many queries per sequence, and
-    on CUDA SDPA has no fused kernel for grouped queries in fp32.
+    Builds of torch for CUDA install Triton. In fp32 products are twice as fast as SDPA's CPU kernel, which is
+    made for many queries per sequence.
+
+    Args:
+        device: `cpu`, `cuda`.
+        dtype: the dtype of q, k and v: `fp32`, `bf16`.
     """
+    if device == "cuda":
+        return AttentionKernel.TRITON
     return AttentionKernel.PRODUCTS if dtype == "fp32" else AttentionKernel.SDPA
 
 
@@ -95,6 +108,8 @@ def flash_attn_package() -> ModuleType:
 
 TE_PACKAGE = "transformer-engine"
 """Name of the distribution of Transformer Engine."""
+TE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
+"""Distributions with its library, for one CUDA each."""
 
 
 _IMPORT_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
@@ -192,7 +207,13 @@ def import_transformer_engine() -> None:
 
 
 def _mismatch(version: str) -> str:
-    """Return the reason why megatron-core is not made for a version; empty if it is, or is missing."""
+    """Return the reason why this machine's packages do not fit a version; empty if they do.
+
+    The libraries of its two builds have one path, and it loads that for CUDA 12 first.
+    """
+    cores = [name for name in TE_CORES if _is_installed(name)]
+    if len(cores) > 1:
+        return f"{' and '.join(cores)} are both installed: uninstall the one that torch was not built for"
     try:
         megatron = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
@@ -203,6 +224,14 @@ def _mismatch(version: str) -> str:
     return (
         f"megatron-core {megatron.version} is made for {TE_PACKAGE} {supported}, but {version} is installed"
     )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _supported(requirements: list[str] | tuple[str, ...]) -> SpecifierSet | None:

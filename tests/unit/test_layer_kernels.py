@@ -105,7 +105,7 @@ def test_a_transformer_engine_that_is_missing_is_refused_before_anything_starts(
     with pytest.raises(BackendError) as error:
         refuse_unrunnable(made)
     assert str(error.value) == (
-        f"models.actor.kernels is transformer_engine, but {reason}. Run pip install "
+        f"models.actor.kernels is transformer_engine, but {reason}. Run pip install --no-build-isolation "
         "'hflow-rl[transformer-engine]', or set models.actor.kernels=torch"
     )
 
@@ -128,6 +128,17 @@ def test_megatron_says_which_versions_it_is_made_for(monkeypatch, version, fits)
         assert (
             f"is made for transformer-engine <2.12.0,>=2.9.0a0, but {version} is installed" in found.mismatch
         )
+
+
+def test_two_cores_of_transformer_engine_are_refused(monkeypatch):
+    """It loads the library for CUDA 12 first, whatever torch was built for."""
+    installed = {"transformer-engine", *kernels.TE_CORES}
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.10.0" if name in installed else real(name))
+    kernels.installed_transformer_engine.cache_clear()
+    found = kernels.installed_transformer_engine()
+    kernels.installed_transformer_engine.cache_clear()
+    assert "transformer-engine-cu12 and transformer-engine-cu13 are both installed" in found.mismatch
 
 
 def test_doctor_names_a_version_that_does_not_fit(monkeypatch):

@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hflow.engines.embedded.cache import KVCache, LengthBand
-from hflow.models.attention_kernels import cached_attention
+from hflow.models.attention_kernels import cached_attention, decode_attention
 from hflow.models.packed_attention import PackedLayout, check_arguments
 from hflow.models.packed_attention import attend as attend_packed
 
@@ -32,9 +33,11 @@ class PackedStep:
     num_decoding: int
     """B."""
     bands: tuple[LengthBand, ...]
-    """The length bands of the B decoding rows."""
+    """The length bands of the B decoding rows, on a CPU."""
     decode_mask: Tensor | None
-    """Additive mask `[B, 1, 1, longest band]`."""
+    """Additive mask `[B, 1, 1, longest band]`, on a CPU."""
+    decode_lengths: Tensor | None
+    """int32 `[B]`, on a GPU: the tokens of each decoding sequence, the one of this step included."""
     stored_rows: Tensor | None
     """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
     .. N-1 are stored in order."""
@@ -103,11 +106,11 @@ def attend_rows(
     """
     _store(step, layer, keys, values)
     first, last = step.num_decoding, step.num_decoding + step.num_prompt_rows
-    if first == len(queries) and len(step.bands) == 1:
-        return _decode(step, layer, step.bands[0], queries, scale)
+    if first == len(queries):
+        return _decode(step, layer, queries, scale)
     out = queries.new_zeros(*queries.shape[:2], values.shape[-1])
-    for band in step.bands:
-        out[band.first : band.last] = _decode(step, layer, band, queries, scale)
+    if first:
+        out[:first] = _decode(step, layer, queries[:first], scale)
     if step.prompts is not None:
         q, k, v = (x[first:last] for x in (queries, keys, values))
         out[first:last] = attend_packed(q, k, v, step.prompts, scale)
@@ -123,14 +126,21 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     step.cache.write(layer, step.stored_slots, step.stored_positions, keys, values)
 
 
-def _decode(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
-    """Attend from one query per sequence over its slot, for the sequences of one band."""
+def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float) -> Tensor:
+    """Attend from one query per sequence over its slot: `[B, heads, head_dim]`."""
+    if step.decode_lengths is not None:
+        keys, values = step.cache.view(layer, 0, len(queries), None)
+        return decode_attention(queries, keys, values, step.decode_lengths, scale)
+    attended = [_decode_band(step, layer, band, queries, scale) for band in step.bands]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _decode_band(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
     assert step.decode_mask is not None
     first, last, length = band
     keys, values = step.cache.view(layer, first, last, length)
-    return cached_attention(
-        queries[first:last], keys, values, step.decode_mask[first:last, :, :, :length], scale
-    )
+    mask = step.decode_mask[first:last, :, :, :length]
+    return cached_attention(queries[first:last], keys, values, mask, scale)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
@@ -38,9 +37,13 @@ class KVCache:
     so that a decode step reads views. A layer is allocated when it is first written, with the shape and dtype
     of its keys, so the cache does not depend on the architecture. Unwritten entries are zero, since a masked
     NaN would still be NaN.
+
+    Attributes:
+        num_moves: how often its tensors have got other addresses.
     """
 
     def __init__(self, max_slots: int) -> None:
+        self.num_moves = 0
         self._max_slots = max_slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_slots = 0
@@ -64,6 +67,7 @@ class KVCache:
             self._num_slots = max(num_slots, min(2 * self._num_slots, self._max_slots))
         if length > self._length:
             self._length = padded_length(max(length, self._length * 5 // 4))
+        self.num_moves += 1
         for index, (keys, values) in self._layers.items():
             self._layers[index] = (self._enlarged(keys), self._enlarged(values))
 
@@ -75,8 +79,15 @@ class KVCache:
         cached_keys[slots, :, positions] = keys
         cached_values[slots, :, positions] = values
 
-    def view(self, layer: int, first: int, last: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return views `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`."""
+    def view(self, layer: int, first: int, last: int, length: int | None) -> tuple[Tensor, Tensor]:
+        """Return views `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`.
+
+        Args:
+            layer: index of the layer.
+            first: the first slot.
+            last: the slot after the last one.
+            length: tokens of each slot; None for all.
+        """
         keys, values = self._layers[layer]
         return keys[first:last, :, :length], values[first:last, :, :length]
 
@@ -88,6 +99,7 @@ class KVCache:
 
     def drop(self) -> None:
         """Free everything."""
+        self.num_moves += 1
         self._layers = {}
         self._num_slots = self._length = 0
 
@@ -100,13 +112,6 @@ class KVCache:
         new = old.new_zeros(self._num_slots, kv_heads, self._length, head_dim)
         new[:num_slots, :, :length] = old
         return new
-
-
-def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, minus infinity after it."""
-    is_later = torch.arange(length, device=positions.device) > positions[:, None]
-    zero = torch.zeros((), dtype=dtype, device=positions.device)
-    return torch.where(is_later, float("-inf"), zero)[:, None, None, :]
 
 
 _BAND_ENDS = padded_length(1) * 2 ** np.arange(32)

@@ -129,17 +129,33 @@ class DenseDecoder:
         self._cos = self._sin = torch.empty(0)
         """The rotary table: `[positions, 1, d]` each, see `_rotated`."""
 
+    @property
+    def address(self) -> int:
+        """Where the weights are. They have one memory each, but all of it is freed and allocated together."""
+        return self._embedding.data_ptr()
+
+    def new_hidden(self, num_rows: int) -> Tensor:
+        """Return an uninitialised result of `hidden`, `[num_rows, D]`."""
+        return self._embedding.new_empty(num_rows, self._embedding.shape[1])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return logits `[R, V]` of the last layer's output `[R, D]`."""
+        return self._head(self._norm(hidden))
+
     def logits(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: PackedStep) -> Tensor:
+        """Run the step and return the logits `[len(logit_rows), V]` of some rows, int64; see `hidden`."""
+        return self.head(self.hidden(input_ids, positions, step).index_select(0, logit_rows))
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """Run the step, which stores its keys and values in the cache.
 
         Args:
             input_ids: int64 `[R]`.
             positions: int64 `[R]`.
-            logit_rows: int64: rows whose logits are computed.
             step: the step of these rows.
 
         Returns:
-            `[len(logit_rows), V]`.
+            The last layer's output, `[R, D]`.
         """
         hidden = self._embedding.index_select(0, input_ids)
         cos, sin = self._rotary(positions, hidden, step.max_length)
@@ -151,7 +167,7 @@ class DenseDecoder:
             layer.o.add_to(hidden, attended.flatten(1))
             x = layer.mlp_norm(hidden)
             layer.down.add_to(hidden, silu(layer.gate(x), inplace=True).mul_(layer.up(x)))
-        return self._head(self._norm(hidden.index_select(0, logit_rows)))
+        return hidden
 
     def _rotary(self, positions: Tensor, hidden: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[R, 1, d]`, the sines of the first half negated."""

@@ -9,6 +9,7 @@ from hflow.engines.embedded import memory
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
 from hflow.planner.plan.traits import BackendTraits
+from hflow.shapes.architectures import DENSE_FAMILIES
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def _find_variation(device: str) -> Variation | None:
 
 ENGINE = EngineKind(
     name="embedded",
-    traits=BackendTraits(sharded_over_data="nothing", records=(ROUTED_EXPERTS,)),
+    traits=BackendTraits(
+        sharded_over_data="nothing", captured_families=DENSE_FAMILIES, records=(ROUTED_EXPERTS,)
+    ),
     factory=_make_engine,
     recording_factory=_make_recording_engine,
     replaying_factory=_make_replaying_engine,

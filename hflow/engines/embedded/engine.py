@@ -23,6 +23,7 @@ from hflow.base.errors import BackendError, ConfigError, nearest
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
 from hflow.engines.embedded.cache import KVCache, assign_slots, outgrows_band
+from hflow.engines.embedded.decode_graphs import DecodeGraphs, cuda_capture
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.expert_recorder import ExpertRecorder
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
@@ -32,7 +33,7 @@ from hflow.engines.embedded.module import (
     changing_tensors,
     load_in_place,
 )
-from hflow.engines.embedded.packing import PromptGroup, admit, pack_step
+from hflow.engines.embedded.packing import PromptGroup, admit, last_tokens, pack_step
 from hflow.engines.embedded.sampling import SamplingRows, draw
 from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
@@ -107,18 +108,22 @@ class EmbeddedEngine(GenerationEngine):
         self._decode = decode
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
-        self._run_model: RunModel = choose_forward(settings, self._module)
+        decoder = _find_decoder(settings, self._module)
+        self._run_model: RunModel = _run_modules(self._module) if decoder is None else decoder.logits
         self._recorder = ExpertRecorder(self._module)
         self._has_adapters = settings.lora is not None
         """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
         self._device = next(self._module.parameters()).device
         self._is_accelerated = self._device.type != "cpu"
+        self._has_bands = not self._is_accelerated
+        """Whether attention is computed by bands of sequences with similar lengths."""
         self._dtype = next(self._module.parameters()).dtype
         config: Any = self._module.config
         self._vocab_size = int(config.vocab_size)
         self._num_layers = int(config.num_hidden_layers)
         self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
         self._cache = KVCache(self._options.max_running)
+        self._graphs = None if decoder is None else self._decode_graphs(decoder)
         self._waiting: deque[GenerationRequest] = deque()
         self._running: list[GenerationRequest] = []
         """Slot -> request."""
@@ -174,8 +179,7 @@ class EmbeddedEngine(GenerationEngine):
                 "the engine dropped its weights when it slept and has not loaded others, which is a bug in "
                 "hflow; resume the run from its last checkpoint"
             )
-        free_slots = self._options.max_running - len(self._running)
-        groups = admit(self._waiting, free_slots, self._options.max_tokens_per_step)
+        groups = admit(self._waiting, self._num_free_slots(), self._options.max_tokens_per_step)
         if not self._running and not groups:
             return []
         logits = self._forward(groups)
@@ -247,13 +251,41 @@ class EmbeddedEngine(GenerationEngine):
     def close(self) -> None:
         """Do nothing: the engine is in this process only."""
 
+    def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs | None:
+        """Return the captured decode steps; None where kernels are not launched by a host."""
+        if self._device.type != "cuda":
+            return None
+        limits = self._options.max_running, self._max_length
+        return DecodeGraphs(decoder, self._cache, self._device, *limits, cuda_capture())
+
+    def _num_free_slots(self) -> int:
+        """Return the number of sequences that may enter.
+
+        Prompts are no part of a captured step and are launched one by one. So where more sequences wait than
+        there are slots, one sixteenth of the slots has to be free before some enter together.
+        """
+        num_free = self._options.max_running - len(self._running)
+        are_too_few = len(self._waiting) > num_free and num_free < self._options.max_running // _SLOTS_SHARE
+        return 0 if self._graphs is not None and are_too_few else num_free
+
     def _forward(self, groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
-        packed = pack_step(self._running, groups, self._cache, self._dtype, self._device)
-        with self._recorder.recording(self._running, groups):
+        if self._graphs is None:
+            return self._forward_packed(self._running, groups)
+        # Rows of a graph that only fill up use free slots, so prompts enter these afterwards.
+        logits = [self._graphs.logits(*last_tokens(self._running))] if self._running else []
+        if groups:
+            logits.append(self._forward_packed((), groups))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _forward_packed(self, decoding: Sequence[GenerationRequest], groups: Sequence[PromptGroup]) -> Tensor:
+        """Return logits of all running sequences, or of none, and of the members of `groups`."""
+        first_free_slot = len(self._running)
+        packed = pack_step(decoding, groups, self._cache, self._dtype, self._device, first_free_slot)
+        with self._recorder.recording(decoding, groups):
             logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
         if packed.sequence_logits is None:
-            return logits[: len(self._running)]
+            return logits[: len(decoding)]
         return logits[packed.sequence_logits]
 
     def _draw(self, logits: Tensor) -> None:
@@ -279,16 +311,19 @@ class EmbeddedEngine(GenerationEngine):
             (self._running[slot].request_id, self._running[slot].result(str(reasons[slot])))
             for slot in finished_slots
         ]
-        if finished_slots or has_entered or any(outgrows_band(len(request.ids)) for request in self._running):
+        if finished_slots or (self._has_bands and (has_entered or self._any_outgrows_its_band())):
             self._compact(finished_slots)
         return finished
 
+    def _any_outgrows_its_band(self) -> bool:
+        return any(outgrows_band(len(request.ids)) for request in self._running)
+
     def _compact(self, freed: Sequence[int]) -> None:
-        """Free slots, and assign the other sequences to slots by their lengths."""
+        """Free slots, and assign the other sequences to slots, by their lengths where these make bands."""
         freed_slots = frozenset(freed)
         slots = np.array([slot for slot in range(len(self._running)) if slot not in freed_slots], np.int64)
         lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
-        assigned = assign_slots(slots, lengths)
+        assigned = assign_slots(slots, lengths if self._has_bands else np.ones_like(lengths))
         moves = np.not_equal(assigned, slots)
         if moves.any():
             sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
@@ -328,18 +363,25 @@ class EmbeddedEngine(GenerationEngine):
 RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
 """Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""
 
+_SLOTS_SHARE = 16
+"""Of so many slots one has to be free before waiting sequences enter."""
 _LOG = logging.getLogger(__name__)
 
 
-def choose_forward(settings: ModelSettings, module: nn.Module) -> RunModel:
-    """Return the function that runs a step of a module; log if it is that of transformers' modules."""
+def _find_decoder(settings: ModelSettings, module: nn.Module) -> DenseDecoder | None:
+    """Return hflow's own forward pass of a module; None, and log it, if it has none."""
     config: Any = module.config
     objection = own_forward_objection(config.to_dict(), settings.lora is not None)
     if objection is None:
-        return DenseDecoder(module).logits
+        return DenseDecoder(module)
     _LOG.warning("engine of %s: %s: %s", settings.name, THROUGH_MODULES, objection)
+    return None
 
-    def run_modules(input_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: PackedStep) -> Tensor:
+
+def _run_modules(module: nn.Module) -> RunModel:
+    """Return the forward pass of transformers."""
+
+    def run(input_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: PackedStep) -> Tensor:
         logits: Tensor = module(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -349,4 +391,4 @@ def choose_forward(settings: ModelSettings, module: nn.Module) -> RunModel:
         ).logits[0]
         return logits
 
-    return run_modules
+    return run

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
-from hflow.engines.embedded.cache import KVCache, additive_mask, length_bands, padded_length
+from hflow.engines.embedded.cache import KVCache, LengthBand, length_bands, padded_length
 from hflow.engines.request import GenerationRequest
+from hflow.models.attention_kernels import additive_mask
 from hflow.models.packed_attention import PackedLayout, PaddedLayout
 from hflow.types.kernels import AttentionKernel
 
@@ -49,41 +50,60 @@ def pack_step(
     cache: KVCache,
     dtype: torch.dtype,
     device: torch.device,
+    first_free_slot: int | None = None,
 ) -> PackedForward:
     """Pack one step.
 
     Args:
         running: the running sequences, in slot order.
-        groups: entering prompts; their members take the slots after the running ones, in order.
+        groups: entering prompts; their members take the free slots, in order.
         cache: gets room for all of them.
         dtype: the model's dtype.
         device: the model's device.
+        first_free_slot: None if it is the one after those of `running`.
     """
     num_decoding = len(running)
-    last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, num_decoding)
-    positions = np.fromiter((len(request.ids) - 1 for request in running), np.int64, num_decoding)
-    bands = tuple(length_bands(positions + 1))
-    cached_length = max((band.length for band in bands), default=0)
+    first_slot = num_decoding if first_free_slot is None else first_free_slot
+    last_ids, positions = last_tokens(running)
+    cached_length = padded_length(int(positions.max()) + 1) if num_decoding else 0
     max_length = max(cached_length, max((len(group.ids) for group in groups), default=0))
-    cache.reserve(num_decoding + sum(len(group.members) for group in groups), max_length)
+    cache.reserve(first_slot + sum(len(group.members) for group in groups), max_length)
 
     def tensor(values: Ints) -> Tensor:
         return to_device(torch.from_numpy(values), device)
 
-    decode_mask = additive_mask(tensor(positions), cached_length, dtype) if num_decoding else None
+    bands: tuple[LengthBand, ...] = ()
+    decode_mask = decode_lengths = None
+    if num_decoding and device.type == "cpu":
+        bands = tuple(length_bands(positions + 1))
+        decode_mask = additive_mask(tensor(positions), cached_length, dtype)
+    elif num_decoding:
+        decode_lengths = to_device(torch.from_numpy((positions + 1).astype(np.int32)), device)
     decoding_rows = np.arange(num_decoding)
     if not groups:
         filled_positions, rows = tensor(_fill_up(positions)), tensor(_fill_up(decoding_rows))
-        stored = (rows[:num_decoding], filled_positions[:num_decoding])
-        step = PackedStep(cache, num_decoding, bands, decode_mask, None, *stored, 0, None, max_length)
+        step = PackedStep(
+            cache=cache,
+            num_decoding=num_decoding,
+            bands=bands,
+            decode_mask=decode_mask,
+            decode_lengths=decode_lengths,
+            stored_rows=None,
+            stored_slots=rows[:num_decoding],
+            stored_positions=filled_positions[:num_decoding],
+            num_prompt_rows=0,
+            prompts=None,
+            max_length=max_length,
+        )
         return PackedForward(tensor(_fill_up(last_ids)), filled_positions, rows, None, step)
-    prompts = _Prompts(groups, num_decoding)
+    prompts = _Prompts(groups, num_decoding, first_slot)
     stored_rows, stored_slots, stored_positions = map(tensor, prompts.stored(positions))
     step = PackedStep(
         cache=cache,
         num_decoding=num_decoding,
         bands=bands,
         decode_mask=decode_mask,
+        decode_lengths=decode_lengths,
         stored_rows=stored_rows,
         stored_slots=stored_slots,
         stored_positions=stored_positions,
@@ -100,11 +120,18 @@ def pack_step(
     )
 
 
+def last_tokens(running: Sequence[GenerationRequest]) -> tuple[Ints, Ints]:
+    """Return the last token of each sequence and its position, `[B]` both."""
+    last_ids = np.fromiter((request.ids[-1] for request in running), np.int64, len(running))
+    return last_ids, np.fromiter((len(request.ids) - 1 for request in running), np.int64, len(running))
+
+
 class _Prompts:
     """Rows of the entering prompts: `starts[g]` is the first row of prompt g."""
 
-    def __init__(self, groups: Sequence[PromptGroup], num_decoding: int) -> None:
+    def __init__(self, groups: Sequence[PromptGroup], num_decoding: int, first_slot: int) -> None:
         self.num_decoding = num_decoding
+        self.first_slot = first_slot
         self.lengths = np.array([len(group.ids) for group in groups], np.int64)
         self.num_members = np.array([len(group.members) for group in groups], np.int64)
         self.starts = num_decoding + np.cumsum(self.lengths) - self.lengths
@@ -115,7 +142,7 @@ class _Prompts:
     def stored(self, decode_positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Return rows, slots and positions of all tokens to store: each prompt once per member."""
         lengths = np.repeat(self.lengths, self.num_members)
-        slots = self.num_decoding + np.arange(len(lengths))
+        slots = self.first_slot + np.arange(len(lengths))
         decoding = np.arange(self.num_decoding)
         return (
             np.concatenate((decoding, _ranges(np.repeat(self.starts, self.num_members), lengths))),

@@ -24,6 +24,7 @@ from hflow.types.kernels import (
     LayerKernels,
     install_problem,
     installed_transformer_engine,
+    kernel_install,
 )
 from hflow.types.sandbox import sandbox_of
 from hflow.workers.process_setup import ray_address
@@ -51,8 +52,8 @@ def refuse_unrunnable(compiled: Compiled) -> None:
             _refuse_missing_gpus(compiled)
             key = f"models.{compiled.plan.replica(choice.replica).model}.kernels"
             raise BackendError(
-                f"{key} is {choice.kernels}, but {problem_of_te}. Run pip install "
-                f"'hflow-rl[{TE_PACKAGE}]', or set {key}=torch"
+                f"{key} is {choice.kernels}, but {problem_of_te}. Run {kernel_install(TE_PACKAGE)}, or set "
+                f"{key}=torch"
             )
     check_packages(compiled.graph)
 

@@ -96,9 +96,11 @@ class HostTimes:
 
     layer_us: NonNegative = 0.0
     """Time to launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this
-    ahead of it, so that it is a minimum and is not added; on a CPU it is added. 0 with CUDA graphs."""
+    ahead of it, so that it is a minimum and is not added; on a CPU it is added. It does not count in decode
+    steps that are CUDA graphs (`BackendTraits.captured_families`), and is 0 where all are."""
     gap_us: NonNegative = 0.0
-    """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves."""
+    """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves. Where the host
+    launches the kernels, these are part of that time."""
     step_us: NonNegative = 0.0
     """Per decode step, added: scheduling, preparing inputs, sampling. Per training step of a model that is
     sharded over ranks of a CPU: what does not grow with the bytes, such as waiting for the slower rank."""

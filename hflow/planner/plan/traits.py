@@ -81,6 +81,8 @@ class BackendTraits:
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""
+    captured_families: tuple[str, ...] = ()
+    """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 

@@ -217,7 +217,8 @@ class DecodeStep:
         self._cache_seconds = kv_entries(shape, t) * replica.weight_bytes / p / replica.rates.memory
         self._weight_bytes = None if shape.experts else _weight_bytes(replica, 1)
         self._sharpness = replica.hardware.calibration.memory.sharpness
-        self._launching = p * replica.host_seconds
+        self._launching = 0.0 if replica.captures_decode else p * replica.host_seconds
+        self._gaps = replica.host.gap_us * 1e-6 * shape.num_layers
         has_passes = replica.host.passes is not None
         others = shape.num_layers * elementwise_bytes(replica, 1) / p if has_passes else 0.0
         self._other_seconds = others / replica.rates.stream
@@ -233,11 +234,12 @@ class DecodeStep:
         attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
         largest = products if products.seconds >= attention.seconds else attention
         device = products.seconds + attention.seconds + self._other_seconds * num_sequences
-        added = host.step_us + host.sequence_us * num_sequences + host.gap_us * replica.shape.num_layers
-        added = added * 1e-6 + replica.layout.pipe * replica.expert_seconds
-        is_waiting = max(added, self._launching) > device
+        added = (host.step_us + host.sequence_us * num_sequences) * 1e-6
+        added += replica.layout.pipe * replica.expert_seconds
+        is_waiting = max(added + self._gaps, self._launching) > device
         limit = LATENCY if is_waiting else largest.limit
-        seconds = max(device, self._launching) if replica.launches_ahead else device + self._launching
+        launched = device + self._gaps
+        seconds = max(launched, self._launching) if replica.launches_ahead else launched + self._launching
         return Part("decode", seconds + added, limit)
 
 

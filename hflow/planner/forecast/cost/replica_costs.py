@@ -184,6 +184,12 @@ class ReplicaCosts:
         """Whether the host launches kernels while the device computes; a CPU device is its own host."""
         return self.hardware.device.type != "cpu"
 
+    @property
+    def captures_decode(self) -> bool:
+        """Whether decode steps are CUDA graphs, whose kernels the host need not launch."""
+        is_captured = self.shape.family in self.traits.captured_families and self.config.lora is None
+        return self.launches_ahead and is_captured
+
     @cached_property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""

@@ -1,0 +1,155 @@
+"""Decode steps on a GPU as CUDA graphs.
+
+A decode step of a small model is hundreds of kernels of a few microseconds each, so its time is that of
+launching them. A graph launches all of them at once. It has fixed shapes and fixed addresses: there is one
+for each of a few numbers of rows, to which a step is filled up, and it is captured again when the cache or
+the weights have moved.
+
+Axes: B decoding sequences, R rows of a graph (at least B), D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hflow.data.batches.device_copy import to_device
+from hflow.engines.embedded.attention import PackedStep
+from hflow.engines.embedded.cache import KVCache
+from hflow.engines.embedded.dense_decoder import DenseDecoder
+
+Ints = npt.NDArray[np.int64]
+
+Replay = Callable[[], None]
+"""Runs captured work again, on the tensors that it was captured with."""
+Capture = Callable[[Callable[[], None]], Replay]
+"""Captures the kernels that a function launches."""
+
+_ROWS_STEP = 32
+"""Beyond this, numbers of rows are multiples of it."""
+_FEWEST_ROWS = (4, 8, 16)
+
+
+def graph_rows(max_running: int) -> tuple[int, ...]:
+    """Return the numbers of rows that have a graph: 4, 8, 16, multiples of 32, and the largest."""
+    multiples = range(_ROWS_STEP, max_running, _ROWS_STEP)
+    smaller = [rows for rows in (*_FEWEST_ROWS, *multiples) if rows < max_running]
+    return (*smaller, max(max_running, _FEWEST_ROWS[0]))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step."""
+
+    inputs: Tensor
+    """int64 `[2, R]`: the last token of each sequence, and its position."""
+    hidden: Tensor
+    """`[R, D]`, what the step computes."""
+    replay: Replay
+
+
+class DecodeGraphs:
+    """Captured decode steps of one engine."""
+
+    def __init__(
+        self,
+        decoder: DenseDecoder,
+        cache: KVCache,
+        device: torch.device,
+        max_running: int,
+        max_length: int,
+        capture: Capture,
+    ) -> None:
+        """Capture nothing yet: a graph is captured when it is first needed.
+
+        Args:
+            decoder: computes the steps.
+            cache: the engine's cache, whose slots 0 .. B-1 the sequences have.
+            device: the device of both.
+            max_running: most sequences of a step.
+            max_length: most tokens of a sequence.
+            capture: captures a step; of CUDA graphs it is `cuda_capture()`.
+        """
+        self._decoder, self._cache, self._device = decoder, cache, device
+        self._rows, self._max_length = graph_rows(max_running), max_length
+        self._capture = capture
+        self._graphs: dict[int, _Graph] = {}
+        self._addresses: tuple[int, int] | None = None
+
+    def logits(self, last_ids: Ints, positions: Ints) -> Tensor:
+        """Run a step, which stores its keys and values in the cache.
+
+        Args:
+            last_ids: `[B]`, the last token of each sequence, in slot order.
+            positions: `[B]`, its position.
+
+        Returns:
+            `[B, V]`.
+        """
+        num = len(last_ids)
+        rows = next(rows for rows in self._rows if rows >= num)
+        # Rows that only fill up store position 0 of free slots, which the next prompt there overwrites.
+        inputs = np.zeros((2, rows), np.int64)
+        inputs[0, :num], inputs[1, :num] = last_ids, positions
+        self._cache.reserve(rows, int(positions.max()) + 1)
+        addresses = (self._cache.num_moves, self._decoder.address)
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+        filled = to_device(torch.from_numpy(inputs), self._device)
+        if rows not in self._graphs:
+            self._graphs[rows] = self._captured(filled)
+        graph = self._graphs[rows]
+        graph.inputs.copy_(filled)
+        graph.replay()
+        return self._decoder.head(graph.hidden[:num])
+
+    def _captured(self, inputs: Tensor) -> _Graph:
+        rows = inputs.shape[1]
+        inputs = inputs.clone()
+        slots = torch.arange(rows, device=self._device)
+        hidden = self._decoder.new_hidden(rows)
+
+        def run() -> None:
+            step = PackedStep(
+                cache=self._cache,
+                num_decoding=rows,
+                bands=(),
+                decode_mask=None,
+                decode_lengths=(inputs[1] + 1).int(),
+                stored_rows=None,
+                stored_slots=slots,
+                stored_positions=inputs[1],
+                num_prompt_rows=0,
+                prompts=None,
+                max_length=self._max_length,
+            )
+            hidden.copy_(self._decoder.hidden(inputs[0], inputs[1], step))
+
+        run()  # what is allocated or compiled at the first call must be there before a capture
+        return _Graph(inputs, hidden, self._capture(run))
+
+
+def cuda_capture() -> Capture:
+    """Return a function that captures CUDA graphs, which share their memory for intermediate results."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], None]) -> Replay:
+        # cuBLAS allocates its workspace at the first product on a stream. This one cannot be captured.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may allocate memory, or wait for events, meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    return capture

@@ -1,0 +1,108 @@
+"""Captured decode steps: the same samples as without them, from fixed addresses alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_engine import ARCHITECTURES, PROMPTS, generate, run, settings
+
+from hflow.engines.embedded.decode_graphs import DecodeGraphs, graph_rows
+from hflow.engines.embedded.dense_decoder import DenseDecoder
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import GenerationResult, SamplingParams
+from hflow.models.attention_kernels import additive_mask, cached_attention, decode_attention
+from hflow.types.engine import SleepLevel
+
+
+class CapturingEngine(EmbeddedEngine):
+    """An engine on a CPU that decodes as on a GPU: what a graph holds is run again at each replay.
+
+    A function that is captured sees what it saw then, so a value that is not in the graph's inputs is stale.
+    """
+
+    def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs:
+        self.captured_rows: list[int] = []
+        self._has_bands = False
+
+        def capture(step: Callable[[], None]) -> Callable[[], None]:
+            self.captured_rows.append(len(self._running))
+            return step
+
+        limits = self._options.max_running, self._max_length
+        return DecodeGraphs(decoder, self._cache, self._device, *limits, capture)
+
+
+def assert_equal(found: dict[int, GenerationResult], expected: dict[int, GenerationResult]) -> None:
+    assert {i: result.ids for i, result in found.items()} == {i: r.ids for i, r in expected.items()}
+    for i, result in found.items():
+        torch.testing.assert_close(result.logprobs, expected[i].logprobs, atol=1e-5, rtol=0)
+        assert result.versions == expected[i].versions
+
+
+def sampled(num: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(num)]
+    return prompts, [SamplingParams(max_tokens=4 + 7 * i % 50, seed=i) for i in range(num)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_samples_are_those_without_graphs(name: str) -> None:
+    options = {"max_running": 9}
+    expected = generate(EmbeddedEngine(settings(name), options), *sampled(24))
+    engine = CapturingEngine(settings(name), options)
+    assert_equal(generate(engine, *sampled(24)), expected)
+    assert len(engine.captured_rows) < sum(len(result.ids) for result in expected.values()) / 9
+
+
+def test_graphs_follow_new_weights_and_sleep() -> None:
+    engines = [cls(settings(), {"max_running": 4}) for cls in (EmbeddedEngine, CapturingEngine)]
+    for engine in engines:
+        for i, (prompt, params) in enumerate(zip(*sampled(6), strict=True)):
+            engine.add(i, prompt, params)
+    results: list[dict[int, GenerationResult]] = []
+    for engine in engines:
+        ended = dict(engine.step() + engine.step() + engine.step())
+        with torch.no_grad():
+            for parameter in engine._module.parameters():
+                parameter.mul_(1.1)
+        engine.set_version(1)
+        ended |= dict(engine.step() + engine.step())
+        engine.sleep(SleepLevel.KEEP_WEIGHTS)
+        engine._cache.drop()  # as on a GPU
+        engine.wake_weights()
+        engine.wake_cache()
+        results.append(ended | run(engine))
+    assert_equal(results[1], results[0])
+
+
+def test_few_free_slots_wait_for_more_and_all_sequences_end() -> None:
+    engine = CapturingEngine(settings(), {"max_running": 32})
+    for i in range(80):
+        engine.add(i, [1, 5, 6], SamplingParams(max_tokens=3 + i % 17, seed=i))
+    num_running = []
+    num_ended = 0
+    while engine.num_unfinished:
+        num_ended += len(engine.step())
+        num_running.append(engine.num_running)
+    assert num_ended == 80
+    assert max(num_running) == 32
+
+
+def test_rows_of_graphs() -> None:
+    assert graph_rows(1) == (4,)
+    assert graph_rows(16) == (4, 8, 16)
+    assert graph_rows(100) == (4, 8, 16, 32, 64, 96, 100)
+    assert graph_rows(128) == (4, 8, 16, 32, 64, 96, 128)
+
+
+def test_decode_attention_by_lengths_is_that_by_a_mask() -> None:
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 40, 8), torch.randn(3, 2, 40, 8)
+    lengths = torch.tensor([1, 40, 17], dtype=torch.int32)
+    mask = additive_mask(lengths - 1, 40, q.dtype)
+    expected = cached_attention(q, k, v, mask, 0.3)
+    torch.testing.assert_close(decode_attention(q, k, v, lengths, 0.3), expected)
+    one = torch.nn.functional.scaled_dot_product_attention(
+        q[2, :, None], k[2, :, :17], v[2, :, :17], scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(expected[2], one[:, 0])

@@ -1,0 +1,58 @@
+"""hflow's Triton kernel without a GPU: Triton's interpreter runs it, and its compiler translates it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.long,
+]
+
+INTERPRETED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from hflow.models.decode_kernel import triton_decode_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+torch.manual_seed(0)
+lengths = torch.tensor([1, 64, 65, 150, 17], dtype=torch.int32)
+for dtype, heads, kv_heads, size in (
+    (torch.float32, 14, 2, 48), (torch.float32, 4, 4, 16), (torch.float16, 16, 1, 128)
+):
+    q = torch.randn(5, heads, size, dtype=dtype)
+    # Slots beyond the five sequences, tokens beyond their lengths, and heads apart from each other in memory.
+    k, v = (torch.randn(7, kv_heads, 160, size, dtype=dtype) for _ in range(2))
+    found = triton_decode_attention(q, k, v, lengths, 0.2)
+    for i, n in enumerate(lengths.tolist()):
+        query, keys, values = q[i][:, None].float(), k[i, :, :n].float(), v[i, :, :n].float()
+        expected = scaled_dot_product_attention(query, keys, values, scale=0.2, enable_gqa=True)
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-3
+        torch.testing.assert_close(found[i].float(), expected[:, 0], atol=tolerance, rtol=0)
+"""
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from hflow.models.decode_kernel import _attend
+
+constants = dict(num_shared=7, num_rows=16, head_dim=64, num_columns=64, num_tokens=64)
+for capability in (80, 90, 100):
+    for dtype in ("bf16", "fp32"):
+        types = {name: "i32" for name in _attend.arg_names}
+        types |= dict.fromkeys(constants, "constexpr") | dict.fromkeys(("q", "k", "v", "out"), "*" + dtype)
+        types |= {"lengths": "*i32", "scaling": "fp32"}
+        kernel = compile(ASTSource(_attend, types, constants), target=GPUTarget("cuda", capability, 32))
+        assert kernel.asm["cubin"] and kernel.metadata.shared < 96 * 1024
+"""
+
+
+@pytest.mark.parametrize("script", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
+def test_decode_kernel(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
