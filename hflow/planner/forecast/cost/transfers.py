@@ -181,7 +181,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 def keep_weights(engine: ReplicaCosts) -> list[Part]:
     """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
     numel = engine.stage_weights
-    return [replace(part, name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
+    return [part._replace(name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
 
 
 def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
@@ -193,7 +193,7 @@ def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
         return []
     copied = list(_over_pcie(num_bytes, replica))
     if copied:
-        return [replace(part, name="offloading") for part in copied]
+        return [part._replace(name="offloading") for part in copied]
     return [Part("offloading", 2 * num_bytes / replica.rates.stream, MEMORY)]
 
 
