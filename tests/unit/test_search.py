@@ -89,6 +89,7 @@ def test_the_search_is_within_one_percent_of_trying_everything(
     assert search(graph, request).seconds <= 1.01 * exhaustive(graph, request)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("cluster", "model", "offloaded"),
     [

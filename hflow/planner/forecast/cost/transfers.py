@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.forecast.cost.flops import stage_parameters
@@ -166,7 +165,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     packed = Part("copy", 2 * packed_bytes / source.rates.stream, MEMORY)
     parts = [packed, *_checksums(packed_bytes, source)]
     if route.delta:
-        parts.append(replace(packed, name="comparison"))
+        parts.append(packed._replace(name="comparison"))
     buckets = channel_traits(route.transport).buckets
     if buckets != "device":
         parts += _over_pcie(sent_bytes, source)
