@@ -38,6 +38,7 @@ SHARED_WORKERS = [
     "test_recipes_memory.py",
     "test_weight_routes.py",
     "test_run_arrivals.py",
+    "test_run_ray.py",
 ]
 """Their tests marked ray use the `shared_processes` of one process of tests. The first needs most of them."""
 
@@ -62,7 +63,6 @@ LONGEST = [
     *SHARED_WORKERS,
     "test_hangs.py",
     "test_vllm_runs.py",
-    "test_run_ray.py",
     "test_replaced_workers.py",
     "test_ray_workers.py",
     "test_engine_conformance.py",

@@ -20,16 +20,20 @@ import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
+from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from hflow.base.errors import ConfigError, nearest, shorten
 from hflow.base.json_text import LONG_NUMBER, is_of_long_number
@@ -137,42 +141,90 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
-SCHEME = "bounded-file"
-
-
-class BoundedFileSource(FileConfigSource):
-    """YAML files of a directory."""
+class ParsedFileSource(FileConfigSource):
+    """YAML files of a directory. One that has not changed is parsed once."""
 
     @staticmethod
     def scheme() -> str:
         """Return the first part of the URLs of such directories."""
-        return SCHEME
+        return "parsed-file"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Check a file, parse it, and mark its paths with its directory."""
+        """Check a file and parse it."""
         file = Path(self.path) / self._normalize_file_name(config_path)
-        check_yaml(file)
-        result = super().load_config(config_path)
-        if isinstance(result.config, DictConfig):
-            values = OmegaConf.to_container(result.config, resolve=False)
-            result.config = OmegaConf.create(mark_paths(values, str(file.parent)))
-        return result
+        text = check_yaml(file)
+        return ConfigResult(
+            config=OmegaConf.create(self._values(file, text)),
+            path=f"{self.scheme()}://{self.path}",
+            provider=self.provider,
+            header=self._get_header_dict(text[:512]),  # as Hydra
+        )
+
+    def _values(self, file: Path, text: str) -> Any:
+        return _parsed_values(text, str(file))
+
+
+class BoundedFileSource(ParsedFileSource):
+    """YAML files of the directory of the primary file."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the first part of the URLs of such directories."""
+        return "bounded-file"
+
+    def _values(self, file: Path, text: str) -> Any:
+        """Return the values of a file, its paths marked with its directory."""
+        return mark_paths(super()._values(file, text), str(file.parent))
+
+
+@lru_cache(maxsize=256)
+def _parsed_values(text: str, name: str) -> Any:
+    """Return the values in the text of the file of this name; they must not be changed."""
+    stream = StringIO(text)
+    stream.name = name  # for errors
+    return OmegaConf.to_container(OmegaConf.load(stream), resolve=False)
+
+
+class ParsedPackageSource(ImportlibResourcesConfigSource):
+    """Hydra's own files, which do not change. Most are only read to be left out."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the first part of the URLs of such packages."""
+        return "parsed-pkg"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a copy of a file's content, which is parsed once."""
+        return deepcopy(self._loaded(config_path))
+
+    _loaded = lru_cache(maxsize=64)(ImportlibResourcesConfigSource.load_config)
+    available = lru_cache(maxsize=1)(ImportlibResourcesConfigSource.available)
+    is_config = lru_cache(maxsize=256)(ImportlibResourcesConfigSource.is_config)
+    is_group = lru_cache(maxsize=256)(ImportlibResourcesConfigSource.is_group)
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParsedPackageSource) and other.path == self.path
 
 
 class BoundedSearchPath(SearchPathPlugin):
-    """Has the directory of the primary file read by `BoundedFileSource`."""
+    """Has the directory of the primary file, and Hydra's own files, read by the sources above."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Give the directory the scheme of `BoundedFileSource`."""
+        """Give both the schemes of these sources."""
         for element in search_path.get_path():
             if element.provider == "main" and "://" not in element.path:
-                element.path = f"{SCHEME}://{element.path}"
+                element.path = f"{BoundedFileSource.scheme()}://{element.path}"
+            elif element.provider == "hydra":
+                element.path = element.path.replace("pkg", ParsedPackageSource.scheme(), 1)
 
 
 def register() -> None:
-    """Make both known to Hydra."""
-    Plugins.instance().register(BoundedFileSource)
-    Plugins.instance().register(BoundedSearchPath)
+    """Make them known to Hydra."""
+    for plugin in (ParsedFileSource, BoundedFileSource, ParsedPackageSource, BoundedSearchPath):
+        Plugins.instance().register(plugin)
 
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
@@ -386,7 +438,7 @@ def _refuse_secrets(values: Mapping[str, Any]) -> None:
 
 def _searchpath(directory: Path) -> str:
     quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.searchpath=['file://{quoted}']"
+    return f"hydra.searchpath=['{ParsedFileSource.scheme()}://{quoted}']"
 
 
 def _group_names(*directories: Path) -> frozenset[str]:
@@ -432,6 +484,7 @@ def _hydra_override(override: str, groups: Collection[str]) -> str:
     return f"++{override}" if is_value else override
 
 
+@lru_cache(maxsize=1024)
 def _parsed(override: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

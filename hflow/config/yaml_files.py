@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,7 @@ def read_yaml_value(file: Path) -> Any:
     import yaml
 
     try:
-        return _load(check_yaml(file), str(file))
+        return deepcopy(_load(check_yaml(file), str(file)))
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply, or an alias in it contains itself") from None
     except OSError as error:
@@ -101,8 +103,9 @@ def check_yaml(file: Path) -> str:
     return text
 
 
+@lru_cache(maxsize=256)  # a plan reads the figures of all devices, links and calibrations twice
 def _load(text: str, name: str) -> Any:
-    """Return the value of a YAML text; errors have the name of its file."""
+    """Return the value of a YAML text, which must not be changed; errors have the name of its file."""
     import yaml
 
     if len(text) <= MAX_CHARACTERS_IN_C and yaml.__with_libyaml__:

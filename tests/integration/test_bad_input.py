@@ -24,8 +24,8 @@ from hflow.runtime.ledger import query
 SEED = 14
 NUM_CHANGES = 3
 """Random changes of each kind; `make bad-input N=500` makes more."""
-EVERY = {"override": 24, "option": 15, "checkpoint": 15, "data": 12, "recipe": 10}
-"""Kind, each case of which composes a configuration -> n: every n-th case runs here. Of others every third.
+EVERY = {"override": 48, "option": 30, "checkpoint": 30, "data": 24, "recipe": 20}
+"""Kind, each case of which composes a configuration -> n: every n-th case runs here. Of others every sixth.
 `make bad-input` runs all."""
 LISTED = (
     "batch=1000000000",
@@ -71,7 +71,7 @@ def all_cases(good: Good) -> list[Case]:
 
 
 def is_chosen(case: Case) -> bool:
-    every = EVERY.get(case.kind, 3)
+    every = EVERY.get(case.kind, 6)
     return (
         not case.is_refused
         or case.name in LISTED
@@ -111,6 +111,7 @@ def test_no_key_takes_nan_or_infinity_or_text(key: str, whole: bool):
             from_mapping(RunConfig, {"name": "x", **nested})
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "name", ["SystemExit", "configuration with an alias bomb", "a huge row", "a huge file"]
 )

@@ -22,7 +22,8 @@ SMALL = Namespace(
 )
 
 
-@pytest.mark.parametrize(("staleness", "interrupt"), [(0, True), (2, True), (2, False)])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("staleness", "interrupt"), [(2, True), (0, True), (2, False)])
 def test_small_runs_train_all_steps(staleness: int, interrupt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.speed import async_virtual

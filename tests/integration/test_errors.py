@@ -267,7 +267,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read(fails: Cli, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------ refusals
-@pytest.mark.first(6)
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -336,7 +336,7 @@ def test_the_first_refusal_of_a_kind_is_noted(
 
 
 # ------------------------------------------------------------------------- what ends a run
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

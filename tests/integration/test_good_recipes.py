@@ -65,7 +65,7 @@ RUNNABLE = {
 }
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_good_recipe_runs_and_learns(name: str, rows: Path, tmp_path: Path) -> None:
     changes, trained = RUNNABLE[name]

@@ -352,6 +352,7 @@ def test_the_ledger_of_a_run_ahead_agrees_with_its_metrics(tmp_path: Path) -> No
     assert count(ledger, "end = 'trained' and lag > 2") == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("recipe", "changes", "judge"),
     [

@@ -263,7 +263,9 @@ def test_the_routing_table_is_found_by_key(page: Page) -> None:
     assert rows.inner_text().split() == ["(actor@train,", "1,", "1,", "0)", "→", "3"]
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (900, "light"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1440, "dark"), (390, "light"), pytest.param(900, "light", marks=pytest.mark.long)]
+)
 def test_details_open_beside_what_was_chosen(browser: Browser, file: Path, width: int, scheme: str) -> None:
     """Whole in the window, at its right or bottom edge, and not on top of what was chosen."""
     options = {"viewport": {"width": width, "height": 860}, "color_scheme": scheme}
@@ -333,7 +335,9 @@ def test_without_a_browser_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPa
         find_browser(Nothing)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (400, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1440, "light"), (400, "light"), pytest.param(1440, "dark", marks=pytest.mark.long)]
+)
 def test_the_page_of_a_run_fits_and_reads_its_curves(
     browser: Browser, report_file: Path, width: int, scheme: str
 ) -> None:
@@ -411,6 +415,7 @@ def test_compared_runs_are_read_in_one_plot(
         assert "batch" in page.locator("#config").inner_text()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("width", [1400, 390])
 def test_the_page_of_a_run_follows_it_and_keeps_what_the_reader_chose(
     browser: Browser, tmp_path: Path, width: int

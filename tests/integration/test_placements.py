@@ -65,6 +65,7 @@ def test_all_seven_deployments_are_documented() -> None:
     assert all("placement=" in command for command in placements)
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("deployment", COMMANDS)
 def test_placement_changes_no_result(
     deployment: str, alone: Alone, rows: str, four_processes: RayActors, tmp_path: Path

@@ -84,6 +84,7 @@ def flipped(bucket: Bucket) -> Bucket:
     return dataclasses.replace(bucket, payload=payload)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("transport", ["store", "disk"])
 def test_corrupted_weights_stop_the_run(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def paid(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return recipe
 
 
+@pytest.mark.first(1)
 def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
     summary = run(paid, tmp_path / "runs", *ALONE, *AGENT)
     rows = steps_of(summary)
@@ -102,6 +103,7 @@ def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
     assert largest_difference(first, second) > 1e-5
 
 
+@pytest.mark.first(1)
 @pytest.mark.ray
 def test_an_agent_on_two_workers_equals_one_process(
     paid: Path, two_processes: RayActors, tmp_path: Path

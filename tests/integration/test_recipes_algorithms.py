@@ -34,7 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["data.train.generator=null", f"data.train.path={path}"]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

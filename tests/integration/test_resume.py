@@ -159,6 +159,7 @@ def test_learning_rates_fall_until_the_end_if_other_steps_follow(undisturbed: Ru
     assert results(again) == results(resumed)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("num_rows", [4, 10])
 def test_an_evaluation_with_other_rows_reads_all_of_them(
     undisturbed: RunSummary, tmp_path: Path, num_rows: int
@@ -239,6 +240,7 @@ def bonus(completion: str) -> float:
 recipe = Recipe("""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", ["added", "removed", "other field"])
 def test_accepted_samples_run_the_nodes_that_the_recipe_has_now(tmp_path: Path, change: str):
     plain = (ROOT / "recipes/grpo_async.py").read_text()
@@ -444,6 +446,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.ray
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_over_several_ranks_continues_bit_for_bit(

@@ -187,16 +187,18 @@ def whole(
     return recipe, common, run(f"recipes/{recipe}.py", tmp_path_factory.mktemp("whole"), *common)
 
 
-@pytest.mark.first(4)
+SMALL_PARTS = [
+    "models.actor.tokens_per_microbatch=40",
+    "models.actor.gen.max_running=3",
+    "schedule.max_concurrent=16",
+]
+
+
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "change",
-    [
-        ["cluster=cpu-1x2"],
-        ["models.actor.tokens_per_microbatch=40"],
-        ["models.actor.gen.max_running=3"],
-        ["schedule.max_concurrent=16"],
-    ],
-    ids=["two dp shards", "tiny micro-batches", "small engine", "few in flight"],
+    [["cluster=cpu-1x2"], SMALL_PARTS, *([part] for part in SMALL_PARTS)],
+    ids=["two dp shards", "small parts", "tiny micro-batches", "small engine", "few in flight"],
 )
 def test_results_do_not_depend_on_how_a_run_is_cut(
     whole: tuple[str, list[str], RunSummary], checkpoint: Path, tmp_path: Path, change: list[str]
@@ -258,6 +260,7 @@ def other_files(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_what_a_checkpoint_has_beside_its_weights_stays_as_it_is(
     checkpoint: Path, tmp_path: Path, backend: str

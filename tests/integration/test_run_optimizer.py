@@ -23,6 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (summary.directory / "checkpoints" / "latest" / "actor").resolve()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_two_and_two_steps_are_four(checkpoint: Path, tmp_path: Path, backend: str) -> None:
     whole = run("recipes/sft.py", tmp_path / "whole", *SFT, *OPTIM, "steps=4")

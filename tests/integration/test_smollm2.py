@@ -61,6 +61,7 @@ def test_transformers_answers_with_the_converted_model(checkpoint: Path) -> None
     assert (checkpoint / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.long
 def test_a_run_trains_it_and_engine_and_trainer_agree(
     checkpoint: Path, hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

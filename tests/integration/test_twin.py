@@ -179,6 +179,7 @@ def test_a_divided_recipe_computes_what_one_process_does(
     assert min(norms.values()) > 0, norms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", ["d2t2e2", *(pytest.param(name, marks=pytest.mark.long) for name in ("d2e2", "d2p2e2"))]
 )
@@ -240,6 +241,7 @@ recipe = Recipe("ranked", data, [view, learn])
 """
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -104,6 +104,7 @@ def test_greedy_equals_hf_generate(name: str) -> None:
         )
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_logprobs_equal_a_full_forward_at_the_temperature(name: str, temperature: float) -> None:

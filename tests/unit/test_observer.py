@@ -222,6 +222,7 @@ def test_a_model_without_a_gradient_for_five_steps_is_warned_of_once(tmp_path: P
     assert "gradient was not finite were skipped: see actor_train/skipped_updates" in note
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "name",
     [

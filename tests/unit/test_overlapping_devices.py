@@ -131,6 +131,7 @@ def layouts(compiled: Compiled) -> Mapping[str, str]:
     return {replica.name: str(replica.layout) for replica in compiled.plan.replicas}
 
 
+@pytest.mark.long  # `test_search.py` compares searches of smaller problems with all plans, these among them
 def test_engines_get_all_devices_where_that_is_fastest() -> None:
     """Both models generate on all devices, and each trains on half of them."""
     graph, request = self_play()

@@ -366,7 +366,7 @@ COMMANDS = [
 assert COMMANDS, "the manual has no examples"
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_of_the_manual_can_be_planned(command: str, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -191,7 +191,7 @@ CANNOT_RUN = [
 ]
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("overrides", "reason"), CANNOT_RUN)
 def test_what_cannot_run_is_planned_marked_and_refused_by_run(overrides: tuple[str, ...], reason: str):
     compiled = compile_recipe(GRPO, overrides)

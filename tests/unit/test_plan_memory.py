@@ -937,7 +937,7 @@ def close_to(measured):
     ("architecture", "dtype", "recompute"),
     [
         (kit.ARCHITECTURE, "fp32", False),
-        (kit.ARCHITECTURE, "bf16", True),
+        pytest.param(kit.ARCHITECTURE, "bf16", True, marks=pytest.mark.long),
         (kit.WIDE, "fp32", True),
         pytest.param(kit.WIDE, "bf16", False, marks=pytest.mark.long),
         (kit.MIXED, "fp32", False),

@@ -41,6 +41,7 @@ def test_colocated_and_separate_engines(path):
         assert {p.node for p in plan.placements} >= {node.name for node in plan.graph.nodes}
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_digest_does_not_depend_on_the_recipes_location(path, tmp_path):
     for other in path.parent.glob("*.py"):

@@ -90,7 +90,7 @@ def sections(plan: Plan, width: int = 100) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.first(15)
+@pytest.mark.first(8)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
@@ -105,7 +105,7 @@ def test_no_line_is_wider_with_separate_groups(width):
         assert max(map(cell_len, page(with_forecast(plan), width).splitlines())) <= width
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
 def test_every_part_of_a_good_recipe_is_named(path):
     graph = build_graph(load_recipe(path).spec())
@@ -129,6 +129,7 @@ def test_every_part_of_a_good_recipe_is_named(path):
     ] == []
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
 def test_the_report_of_1024_devices_is_hardly_longer_than_that_of_64(make):
     large, small = (sections(with_forecast(plan_of(make(), name))) for name in ("h100-128x8", "h100-8x8"))

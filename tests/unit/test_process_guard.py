@@ -48,6 +48,7 @@ def wait_for_end(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("how", "timeout", "message"),
     [
@@ -144,6 +145,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", ["killed by Ray", "guards are stopped"])
 def test_nothing_outlives_a_killed_worker(
     how: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -14,8 +14,9 @@ from hflow.launch.planning.models import model_shape
 from hflow.launch.planning.this_machine import HERE
 
 _DATA_KEY = re.compile(r"[+~]*data[.@]")
+_ROWS_KEY = re.compile(r"[+~]*data(@|\.\w+(=|$|\.(path|generator|sources)\b))")
 _PROMPT_KEY = re.compile(r"[+~]*workload(\.prompt)?=")
-"""How overrides of a dataset, and of the length of prompts, begin."""
+"""How overrides of a dataset, of its rows, and of the length of prompts begin."""
 _OF_CLUSTER = re.compile(r"placement|groups\..*")
 _OF_MODELS = re.compile(r"workload\..*|" + "|".join(key.replace("NAME", r"\w+") for key in OPEN_SETTINGS))
 _OF_MODELS_ON_CPUS = re.compile(rf"cluster|{_OF_MODELS.pattern}")
@@ -93,12 +94,11 @@ def _data_warnings(
     config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
 ) -> Iterator[str]:
     """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them."""
-    others = [text for text in overrides if not _DATA_KEY.match(text)]
     is_given = any(_PROMPT_KEY.match(text) for text in overrides)
-    if config.workload.prompt is None or is_given or len(others) == len(overrides):
+    if config.workload.prompt is None or is_given or not any(map(_ROWS_KEY.match, overrides)):
         return
     try:
-        before = load_config(recipe, others)
+        before = load_config(recipe, [text for text in overrides if not _DATA_KEY.match(text)])
     except ConfigError:  # its data was left open for the overrides
         return
     trained = {stream.dataset for stream in graph.streams if stream.trained}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
+from operator import le
 
 from hflow.base.errors import PlanError
 from hflow.planner.checks.unrunnable import unrunnable_reasons
@@ -522,7 +523,7 @@ class Evaluator:
             useful: list[tuple[ReplicaOption, tuple[int, ...]]] = []
             for option in table:
                 sizes = tuple(chain(*self._sizes(blocks, option).values()))
-                if not any(all(a <= b for a, b in zip(s, sizes, strict=True)) for _, s in useful):
+                if not any(all(map(le, other, sizes)) for _, other in useful):
                     useful.append((option, sizes))
             kept[name] = tuple(option for option, _ in useful)
         return kept

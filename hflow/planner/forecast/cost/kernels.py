@@ -60,8 +60,12 @@ def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) 
     peak = replica.peak_flops
     rate = replica.captured_matmul if is_captured else replica.matmul
     products = layer_products(replica.shape, max(rows, 1.0), replica.layout.tensor, replica.layout.expert)
-    flops = sum(2 * rows * inner * columns for rows, inner, columns in products)
-    return flops / sum(rate.seconds(*product, peak) for product in products)
+    flops: float = 0
+    seconds: float = 0
+    for num, inner, columns in products:
+        flops += 2 * num * inner * columns
+        seconds += rate.seconds(num, inner, columns, peak)
+    return flops / seconds
 
 
 def attention_rate(replica: ReplicaCosts) -> float:

@@ -101,7 +101,7 @@ class Costs:
             of_engine = generate(replica, self._workload, self._rollout)
             if share := self._share_of_kept_weights(name):
                 of_engine += [part.times(share) for part in keep_weights(replica)]
-            parts += [replace(part, name=mark + part.name) for part in of_engine]
+            parts += [part._replace(name=mark + part.name) for part in of_engine]
         return parts
 
     def beside_engines(self, seconds: float) -> list[Part]:
@@ -146,7 +146,7 @@ class Costs:
         edge = self._edges.get(node.name)
         moving = [] if edge is None else [redistribute(edge, self._longest_link, self._hardware)]
         if node.level is not Level.BATCH:
-            moving = [replace(part, seconds=part.seconds / self._num_firings(node)) for part in moving]
+            moving = [part._replace(seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node, edge)
         if body is None:
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hflow.planner.plan.forecast import NodeTime
 from hflow.planner.plan.hardware import Hardware
@@ -37,9 +38,8 @@ class Rates:
         )
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some seconds of a node, and what limits them."""
+class Part(NamedTuple):
+    """Some seconds of a node, and what limits them. A search makes millions."""
 
     name: str
     seconds: float

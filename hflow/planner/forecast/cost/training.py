@@ -10,7 +10,6 @@ overlaps: sums over tensor ranks and activations between stages come on top.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from hflow.planner.forecast.cost.flops import Work, stage_parameters
 from hflow.planner.forecast.cost.kernels import pass_seconds
@@ -78,7 +77,7 @@ def _offloaded_activations(replica: ReplicaCosts, work: Work) -> list[Part]:
     first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
     inputs = work.rows * replica.shape.hidden * replica.itemsize / replica.token_share
     copies = offload(2 * (last - first) * inputs, replica)
-    return [replace(part, name="layer inputs") for part in copies]
+    return [part._replace(name="layer inputs") for part in copies]
 
 
 def update(replica: ReplicaCosts) -> list[Part]:

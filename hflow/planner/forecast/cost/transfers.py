@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.forecast.cost.flops import stage_parameters
@@ -166,7 +165,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     packed = Part("copy", 2 * packed_bytes / source.rates.stream, MEMORY)
     parts = [packed, *_checksums(packed_bytes, source)]
     if route.delta:
-        parts.append(replace(packed, name="comparison"))
+        parts.append(packed._replace(name="comparison"))
     buckets = channel_traits(route.transport).buckets
     if buckets != "device":
         parts += _over_pcie(sent_bytes, source)
@@ -181,7 +180,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 def keep_weights(engine: ReplicaCosts) -> list[Part]:
     """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
     numel = engine.stage_weights
-    return [replace(part, name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
+    return [part._replace(name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
 
 
 def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
@@ -193,7 +192,7 @@ def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
         return []
     copied = list(_over_pcie(num_bytes, replica))
     if copied:
-        return [replace(part, name="offloading") for part in copied]
+        return [part._replace(name="offloading") for part in copied]
     return [Part("offloading", 2 * num_bytes / replica.rates.stream, MEMORY)]
 
 
