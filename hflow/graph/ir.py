@@ -176,7 +176,7 @@ class NodeSpec:
     @property
     def returns_list(self) -> bool:
         """Whether it is a generate node whose episodes return any number of trajectories."""
-        return self.verb == "generate" and EPISODE_FIELDS[0] in self.returns
+        return self.verb == "generate" and self.returns[-len(EPISODE_FIELDS) :] == EPISODE_FIELDS
 
     @property
     def knob_values(self) -> dict[str, Any]:
