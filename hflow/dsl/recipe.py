@@ -32,7 +32,7 @@ from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_p
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Definition, NodeType, Shapes, definition_of
 from hflow.dsl.options import SPEC_FIELDS
-from hflow.dsl.rows import row_functions, samplers
+from hflow.dsl.rows import functions_with, rows, sampler
 from hflow.graph.errors import SourceLocation, caller_location, caller_module, recipe_error, relative_path
 from hflow.graph.ir import BodyRef, Graph, Knob, Level, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.model import Model
@@ -229,12 +229,12 @@ class Recipe:
     @property
     def row_functions(self) -> dict[str, Callable[..., Any]]:
         """The functions of the recipe's file that make rows (`@rows`), by name."""
-        return row_functions(self._names)
+        return functions_with(rows, self._names)
 
     @property
     def samplers(self) -> dict[str, Callable[..., Any]]:
         """The functions of the recipe's file that choose rows (`@sampler`), by name."""
-        return samplers(self._names)
+        return functions_with(sampler, self._names)
 
     @property
     def _names(self) -> dict[str, Any]:
