@@ -235,8 +235,8 @@ def test_programs_without_their_provider_are_refused_before_a_run(
 ) -> None:
     (tmp_path / "mine.py").write_text(PROGRAMS)
     monkeypatch.setenv("PATH", os.defpath)
-    options = (str(tmp_path / "mine.py"), "model@models.actor=tiny-qwen2", "workers=inproc")
-    options += ("models.actor.path=hflow:addition", "data.train.path=rows.jsonl")
+    models = ("model@models.actor=tiny-qwen2", "models.actor.path=hflow:addition", "workers=inproc")
+    options = (str(tmp_path / "mine.py"), *models, "data.train.path=rows.jsonl")
     said = hflow.refused("check", *options, "nodes.code.provider=dokcer")
     assert "code: there is no provider 'dokcer'; did you mean 'docker'" in said
     said = hflow.refused("run", *options, "nodes.code.provider=docker")
