@@ -11,11 +11,13 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
+from types import CodeType
 from typing import Any, TypeVar
 
 from hflow.base.recipe_files import local_directory
 from hflow.dsl.nodetype import Context, Definition, NodeType
 from hflow.types.node_setup import ATTRIBUTE
+from hflow.types.sequences import GROUP_FUNCTIONS
 
 CHECK_ATTRIBUTE = "__hflow_check__"
 """The attribute of a function that holds its check."""
@@ -40,6 +42,24 @@ def checked_by(check: BodyCheck) -> Callable[[Function], Function]:
 def check_of(body: Callable[..., Any]) -> BodyCheck | None:
     """Return the check of a body, if it has one."""
     return getattr(body, CHECK_ATTRIBUTE, None)
+
+
+def reads_group_members(body: Callable[..., Any]) -> bool:
+    """Return whether a body, or a function of its file that it calls, uses one of `GROUP_FUNCTIONS`."""
+    function = inspect.unwrap(body)
+    seen: set[CodeType] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        if not set(GROUP_FUNCTIONS).isdisjoint(code.co_names):
+            return True
+        seen.add(code)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        others = (function.__globals__.get(name) for name in code.co_names)
+        codes += [f.__code__ for f in others if inspect.isfunction(f) and f.__module__ == function.__module__]
+    return False
 
 
 _NODE_OF_LOSS = {

@@ -26,13 +26,13 @@ from hflow.base.files import resolved
 from hflow.base.recipe_files import MODULE_PREFIX, use_directory
 from hflow.base.shipped import shipped_recipes
 from hflow.base.validation import is_name
-from hflow.dsl.bodies import check_of, has_setup, node_body
+from hflow.dsl.bodies import check_of, has_setup, node_body, reads_group_members
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Definition, NodeType, Shapes, definition_of
 from hflow.dsl.options import SPEC_FIELDS
-from hflow.dsl.rows import row_functions, samplers
+from hflow.dsl.rows import functions_with, rows, sampler
 from hflow.graph.errors import SourceLocation, caller_location, caller_module, recipe_error, relative_path
 from hflow.graph.ir import BodyRef, Graph, Knob, Level, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.model import Model
@@ -54,6 +54,9 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
         raise recipe_error(node.where, node.name, problem)
     options = kind.option_values
     parameters = tuple(replace(p, field=node.reads.get(p.name, p.field)) for p in node.signature.parameters)
+    option_values = _options(kind, node, parameters)
+    if _combines_members(node):
+        parameters += (Parameter("@group", "group", Unit.SEQUENCE, "tensor"),)
     return NodeSpec(
         name=node.name,
         verb=kind.runs_as,
@@ -73,7 +76,7 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
         reads_weights=kind.reads_weights,
         writes_weights=kind.writes_weights,
         knobs=tuple(Knob(knob.name, knob.type, node.knobs[knob.name]) for knob in node.signature.knobs),
-        options=_options(kind, node, parameters),
+        options=option_values,
         every=options["every"],
         after=options["after"],
         layouts=_layouts(node),
@@ -84,6 +87,14 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
         kind="" if kind.verb == kind.runs_as else kind.verb,
         implicit=node.implicit,
     )
+
+
+def _combines_members(node: Definition[..., Any]) -> bool:
+    """Return whether a body of micro-batches needs whole groups, which no parameter or result says."""
+    returns_groups = any(returned.unit is Unit.GROUP for returned in node.results.fields)
+    has_sequences = any(provided == "sequences" for _, provided in node.signature.provided)
+    is_of_microbatches = node.kind.runs_as in ("infer", "train") and has_sequences
+    return is_of_microbatches and not returns_groups and reads_group_members(node.body)
 
 
 def _provided(node: Definition[..., Any]) -> tuple[tuple[str, str], ...]:
@@ -218,12 +229,12 @@ class Recipe:
     @property
     def row_functions(self) -> dict[str, Callable[..., Any]]:
         """The functions of the recipe's file that make rows (`@rows`), by name."""
-        return row_functions(self._names)
+        return functions_with(rows, self._names)
 
     @property
     def samplers(self) -> dict[str, Callable[..., Any]]:
         """The functions of the recipe's file that choose rows (`@sampler`), by name."""
-        return samplers(self._names)
+        return functions_with(sampler, self._names)
 
     @property
     def _names(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from hflow.graph.errors import caller_location, recipe_error
 from hflow.types.group_result import SAMPLER_PARAMETERS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_ATTRIBUTE = "__hflow_rows__"
-_SAMPLER = "__hflow_sampler__"
+_ATTRIBUTE = "__hflow_data__"
 
 
 def rows(function: Function) -> Function:
@@ -28,13 +28,8 @@ def rows(function: Function) -> Function:
     if not inspect.isgeneratorfunction(function):
         problem = "@rows needs a generator function. Yield each row as a dict of columns"
         raise recipe_error(caller_location(), getattr(function, "__name__", repr(function)), problem)
-    setattr(function, _ATTRIBUTE, True)
+    setattr(function, _ATTRIBUTE, rows)
     return function
-
-
-def row_functions(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Return those of a module's values that `rows` decorates, by name."""
-    return {name: value for name, value in names.items() if getattr(value, _ATTRIBUTE, None) is True}
 
 
 def sampler(function: Function) -> Function:
@@ -58,10 +53,10 @@ def sampler(function: Function) -> Function:
     if first != SAMPLER_PARAMETERS or any(other.kind is not other.KEYWORD_ONLY for other in others):
         problem = "@sampler needs the parameters (state, finished, position, order); add its own after a *"
         raise recipe_error(caller_location(), getattr(function, "__name__", repr(function)), problem)
-    setattr(function, _SAMPLER, True)
+    setattr(function, _ATTRIBUTE, sampler)
     return function
 
 
-def samplers(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Return those of a module's values that `sampler` decorates, by name."""
-    return {name: value for name, value in names.items() if getattr(value, _SAMPLER, None) is True}
+def functions_with(decorator: Decorator, names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return those of a module's values that `rows` or `sampler` decorates, by name."""
+    return {name: value for name, value in names.items() if getattr(value, _ATTRIBUTE, None) is decorator}

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from hflow.base.errors import nearest
 from hflow.dsl.options import Option
 from hflow.graph.errors import caller_location, recipe_error
-from hflow.types.sandbox import ATTRIBUTE, SANDBOX_PROVIDERS, Sandbox
+from hflow.types.sandbox import ATTRIBUTE, SANDBOX_PROVIDERS, Sandbox, provider_problem
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -72,9 +71,7 @@ def sandbox(
             limits[name] = _OPTIONS[name].check(value)
         except ValueError as error:
             raise recipe_error(where, "sandbox", f"{name} is {error}") from error
-    if provider not in SANDBOX_PROVIDERS:
-        known = ", ".join(SANDBOX_PROVIDERS)
-        problem = f"there is no provider {provider!r}{nearest(provider, SANDBOX_PROVIDERS)} (known: {known})"
+    if (problem := provider_problem(provider)) is not None:
         raise recipe_error(where, "sandbox", problem)
     limits["readable"] = tuple(map(os.path.abspath, limits["readable"]))
 

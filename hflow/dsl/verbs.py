@@ -111,11 +111,14 @@ class Generate(StreamSource):
     def read_results(self, hint: Any, function: str, error: ErrorFactory) -> ReturnTypes:
         """Return one trajectory per stream, or a list of them with the fields that hflow makes of it."""
         results = super().read_results(hint, function, error)
+        if not results.is_list:
+            if results.fields[-len(EPISODE_FIELDS) :] == EPISODE_FIELDS:
+                names = " and ".join(repr(made.field) for made in EPISODE_FIELDS)
+                raise error(f"hflow makes the fields {names} of episodes that return a list. Rename yours")
+            return results
         reserved = {made.field for made in EPISODE_FIELDS}
         if taken := sorted(reserved & {result.field for result in results.fields}):
             raise error(f"hflow makes the field {taken[0]!r} of episodes that return a list. Rename yours")
-        if not results.is_list:
-            return results
         if len(self.models) > 1:
             raise error(
                 "a list of trajectories is for episodes of one model. Return one Trajectory for each model"

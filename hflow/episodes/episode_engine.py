@@ -261,6 +261,8 @@ class EpisodeEngine:
         template = self._tokenizer.chat_template
         try:
             pending = tuple(normal_messages(trajectory.pending))
+            if tools:
+                pending = self._with_result_ids(pending, trajectory.completion)
             check_prompt(pending)
             trajectory = dataclasses.replace(trajectory, pending=pending)
             if template is not None:
@@ -271,6 +273,17 @@ class EpisodeEngine:
         except DataError as error:  # the episode added the message, so no dataset row is at fault
             raise EpisodeError(f"a message that the episode added cannot be encoded: {error}") from error
         return append_messages(trajectory, ids)
+
+    def _with_result_ids(self, messages: Sequence[dict[str, Any]], turn: str) -> tuple[dict[str, Any], ...]:
+        """Return messages in which the results of a turn's calls have the ids that the template needs."""
+        found, number = [dict(message) for message in messages], 0
+        for message in found:
+            if message["role"] == "tool":
+                result_id = self._format.result_id(turn, number)
+                if result_id is not None:
+                    message.setdefault("tool_call_id", result_id)
+                number += 1
+        return tuple(found)
 
     def _has_template_tools(self, tools: tuple[Tool, ...]) -> bool:
         """Return whether the chat template describes tools to the model."""

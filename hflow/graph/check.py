@@ -348,7 +348,7 @@ def _unused(graph: Graph, node: Node) -> Iterator[str]:
         is_read = any(
             r.producer == node.name and r.field == result.field for n in graph.nodes for r in n.reads
         )
-        is_own = node.spec.verb != "generate" or result not in EPISODE_FIELDS
+        is_own = not node.spec.returns_list or result not in EPISODE_FIELDS
         if is_own and not is_logged and not is_read:
             yield format_problem(node.spec.where, node.name, f"no node reads {result.field!r}")
 

@@ -11,6 +11,9 @@ on the stream reads it, without its body.
 **The cut of episodes**: where an episode returns a list of trajectories, its sample has their tokens one
 after the other. Every train and infer node of the stream reads the trajectory of each token, to compute each
 by itself.
+
+**Groups**: a train or infer body that uses the groups of its `Sequences` reads `group`, by which
+micro-batches keep groups whole. The language adds this read (`dsl/recipe.py`).
 """
 
 from __future__ import annotations
@@ -202,6 +205,11 @@ def _list_problem(graph: Graph, node: Node, *, is_source: bool) -> str | None:
         return "an infer node can only return PerToken there. Reduce it in a compute node"
     if Unit.GROUP in units:
         return "a loss per group compares sequences, not episodes. Return a loss PerToken or PerSequence"
+    if any(read.field == "group" for read in node.reads):
+        return (
+            "it combines a group's sequences (group, group_sum), so an episode would count once for each "
+            "trajectory. Do that in a compute node with per='batch', and read its result"
+        )
     return "a first pass is for single trajectories. Use another train node" if spec.has_first_pass else None
 
 

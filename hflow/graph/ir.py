@@ -176,7 +176,7 @@ class NodeSpec:
     @property
     def returns_list(self) -> bool:
         """Whether it is a generate node whose episodes return any number of trajectories."""
-        return self.verb == "generate" and EPISODE_FIELDS[0] in self.returns
+        return self.verb == "generate" and self.returns[-len(EPISODE_FIELDS) :] == EPISODE_FIELDS
 
     @property
     def knob_values(self) -> dict[str, Any]:
@@ -215,8 +215,8 @@ class Read:
     parameter: str
     """The body's parameter. A name with `@` is a field that hflow itself needs and the body does not receive:
     `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`, and to
-    compare the engine's log-probs with the trainer's), and records that are replayed, such as
-    `@routed_experts` (an option of the stream's source)."""
+    compare the engine's log-probs with the trainer's), `@group` (groups stay whole), and records that are
+    replayed, such as `@routed_experts` (an option of the stream's source)."""
     field: str
     stream: str
     """The stream that has the field. If it is not the reader's stream, the two are joined by sample."""

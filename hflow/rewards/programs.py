@@ -6,14 +6,20 @@ import ast
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hflow.dsl import compute
+from hflow.dsl import checked_by, compute
 from hflow.dsl.lazy import sandboxes
 from hflow.rewards.fences import find_block
-from hflow.types.sandbox import Sandbox, ToolFailed
+from hflow.types.sandbox import (
+    LIMITS_OF_KNOBS,
+    SANDBOX_PROVIDERS,
+    Sandbox,
+    ToolFailed,
+    provider_problem,
+)
 
 LANGUAGES = ("python", "py")
 
@@ -23,9 +29,20 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "test": (),
 }
 """The key that says how a test runs -> the other keys that it must have."""
+_LIMITS = ("time_limit", "memory_mb", "without_landlock", "provider", "image")
+"""Knobs of `code` that are limits of a test."""
+
+
+def _limits(time_limit: float, memory_mb: int, without_landlock: bool, provider: str, image: str) -> Sandbox:
+    return Sandbox(time_limit, memory_mb, without_landlock=without_landlock, provider=provider, image=image)
+
+
+def _problem(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return provider_problem(knobs["provider"])
 
 
 @compute(per="sample")
+@checked_by(_problem)
 async def code(
     completion: str,
     tests: list[dict[str, Any]],
@@ -34,6 +51,8 @@ async def code(
     time_limit: float = 5.0,
     memory_mb: int = 512,
     without_landlock: bool = False,
+    provider: str = SANDBOX_PROVIDERS.default,
+    image: str = "",
 ) -> float:
     r"""Return whether a Python program passes the tests of its row, or which fraction of them.
 
@@ -59,6 +78,9 @@ async def code(
         time_limit: seconds of one test, without those in which it waits for a processor.
         memory_mb: MiB of address space of one test.
         without_landlock: run also where the kernel cannot protect files, instead of refusing.
+        provider: what runs the tests, as in `@sandbox`. Others than `process` start a container or a machine
+            for every test.
+        image: the image of a test's container or machine. Default: the provider's own.
     """
     if not tests:
         raise ValueError("the row has no tests")
@@ -66,7 +88,7 @@ async def code(
         raise ValueError(f"tests of the row are {tests!r:.80}. They must be a list of tests")
     checked = [_checked(test) for test in tests]
     program = find_block(completion, LANGUAGES)
-    limits = Sandbox(timeout=time_limit, memory_mb=memory_mb, without_landlock=without_landlock)
+    limits = _limits(time_limit, memory_mb, without_landlock, provider, image)
     num_passed = 0
     for test in checked:
         passed = await _passes(program, test, limits)
@@ -74,6 +96,9 @@ async def code(
             return 0.0
         num_passed += passed
     return num_passed / len(checked)
+
+
+setattr(code, LIMITS_OF_KNOBS, lambda knobs: _limits(**{name: knobs[name] for name in _LIMITS}))
 
 
 def _checked(test: Mapping[str, Any]) -> Mapping[str, Any]:

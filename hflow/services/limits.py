@@ -147,6 +147,11 @@ class ServiceLimits:
         self.spending.cost += self._mean_cost if cost is None else cost
 
     @property
+    def expected_cost(self) -> float:
+        """What was spent, and what the requests under way will cost if they cost as much as the others."""
+        return self.spending.cost + self._num_open * self._mean_cost
+
+    @property
     def problem(self) -> str | None:
         """Why no request may begin any more, in one line; None: one may, now or later."""
         settings, spent = self.settings, self.spending
@@ -179,8 +184,7 @@ class ServiceLimits:
         settings, spent = self.settings, self.spending
         if settings.max_requests is not None and spent.requests >= settings.max_requests:
             return False
-        expected = spent.cost + self._num_open * self._mean_cost
-        return settings.budget is None or expected < settings.budget
+        return settings.budget is None or self.expected_cost < settings.budget
 
     def _has_tokens(self, limit: int) -> bool:
         """Return whether the tokens of the requests under way and of another one fit into the minute.

@@ -220,10 +220,16 @@ class LimitServer:
                 _send(queue.popleft(), {"problem": self._problem})
 
     def _save(self) -> None:
-        """Write what was spent, in place: to replace and sync the file each time would take too long."""
+        """Write what was spent, in place: to replace and sync the file each time would take too long.
+
+        Requests under way count, as the run may be killed before they end.
+        """
         if self._descriptor is None:
             return
-        text = json.dumps({name: asdict(spent) for name, spent in self._spending.items()})
+        spent = {name: asdict(spending) for name, spending in self._spending.items()}
+        for name, limits in self._limits.items():
+            spent[name]["cost"] = limits.expected_cost
+        text = json.dumps(spent)
         self._size = max(self._size, len(text))
         try:
             os.pwrite(self._descriptor, text.ljust(self._size).encode(), 0)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.base.errors import BackendError
 from hflow.metrics import declare
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.types import Unit
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +123,12 @@ class NodeCall:
     as fields of `FIRST_PASS_STREAM`, where the body finds what it returns."""
     seed: int = 0
     """Seed of the run."""
+
+    @property
+    def keeps_groups_whole(self) -> bool:
+        """Whether a group stays in one micro-batch, as the body reads or returns groups."""
+        returns_groups = any(unit == Unit.GROUP for _, unit in self.returns)
+        return returns_groups or any(read.field == "group" for read in self.reads)
 
 
 @dataclass(frozen=True)

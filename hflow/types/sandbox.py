@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hflow.base.errors import nearest
 from hflow.base.registry import Registry
 
 Tool = Callable[..., Any]
@@ -30,6 +31,8 @@ SANDBOX_PROVIDERS = Registry(
 `SandboxProvider` (`sandboxes/providers.py`)."""
 
 ATTRIBUTE = "__hflow_sandbox__"
+LIMITS_OF_KNOBS = "__hflow_sandbox_of_knobs__"
+"""Attribute of a body that runs programs within limits of its own: a function of its knobs -> `Sandbox`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class Sandbox:
 
 class ToolFailed(Exception):
     """A tool failed, and the model is to read the message."""
+
+
+def provider_problem(name: str) -> str | None:
+    """Return the reason why there is no provider of this name; None if there is one."""
+    if name in SANDBOX_PROVIDERS:
+        return None
+    known = ", ".join(SANDBOX_PROVIDERS)
+    return f"there is no provider {name!r}{nearest(name, SANDBOX_PROVIDERS)} (known: {known})"
 
 
 def sandbox_of(function: Tool) -> Sandbox | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+GROUP_FUNCTIONS = ("group_sum", "group_count", "members", "group_sizes")
+"""The members of `Sequences` for which all sequences of a group must be in the batch."""
 
 
 class Sequences:
@@ -21,8 +25,6 @@ class Sequences:
         loss_mask: bool `[T]`, True for learned tokens.
         group: int64 `[S]`, the group of each sequence, counted from 0 in this batch.
         index: int64 `[T]`, the sequence of each token.
-        group_sizes: the number of sequences of each group. It is in host memory, so that `members` need not
-            wait for a device.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class Sequences:
         self.offsets = offsets
         self.loss_mask = loss_mask
         self.group = group
-        self.group_sizes = group_sizes
+        self._group_sizes = group_sizes
+        self._has_whole_groups = True
         lengths = offsets.diff()
         self.index = torch.repeat_interleave(
             torch.arange(len(lengths), device=offsets.device), lengths, output_size=len(loss_mask)
@@ -71,7 +74,19 @@ class Sequences:
     @property
     def num_groups(self) -> int:
         """Number of groups, P."""
-        return len(self.group_sizes)
+        return len(self._group_sizes)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Number of sequences of each group, in host memory, so that `members` need not wait for a device."""
+        self._check_groups("group_sizes")
+        return self._group_sizes
+
+    def without_groups(self) -> Sequences:
+        """Return the layout of a micro-batch that may have parts of groups: `GROUP_FUNCTIONS` raise."""
+        parts = copy.copy(self)
+        parts._has_whole_groups = False
+        return parts
 
     @property
     def lengths(self) -> Tensor:
@@ -121,6 +136,7 @@ class Sequences:
         """
         import torch
 
+        self._check_groups("members")
         if len(set(self.group_sizes)) > 1:
             raise ValueError(
                 f"members() needs groups of the same size, but their sizes are {list(self.group_sizes)}"
@@ -131,12 +147,21 @@ class Sequences:
 
     def group_sum(self, x: Tensor) -> Tensor:
         """Sum a PerSequence over the members of each group: `[S]` -> `[P]`, with the dtypes of `sum`."""
+        self._check_groups("group_sum")
         return _sums(x, self.group, self.num_groups).to(_sum_dtype(x))
 
     def group_count(self) -> Tensor:
         """Return the number of members of each group, int64 `[P]`."""
+        self._check_groups("group_count")
         ones = self.group.new_ones(len(self))
         return ones.new_zeros(self.num_groups).index_add(0, self.group, ones)
+
+    def _check_groups(self, name: str) -> None:
+        if not self._has_whole_groups:
+            raise ValueError(
+                f"seqs.{name} needs whole groups, but a micro-batch may have a part of one. Add the "
+                "parameter 'group: PerSequence' to the body, which keeps groups whole"
+            )
 
 
 def _sums(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +213,32 @@ def test_a_budget_that_is_used_up_ends_the_run_which_continues_with_a_larger_one
             row["actor_gen/reward"], (3 * row["actor_gen/correct"] + row["actor_gen/short"]) / 4
         )
         assert row["actor_gen/short"] == 0.5
+
+
+@pytest.mark.long
+def test_what_a_killed_run_has_spent_counts_when_it_resumes(recipe: Path, tmp_path: Path) -> None:
+    processes: list[subprocess.Popen[str]] = []
+
+    def verdict(messages: list[dict[str, Any]]) -> str:
+        if len(server.requests) == 6:
+            processes[0].kill()
+        return '{"correct": 5, "short": 5}'
+
+    with ChatStub(verdict) as server:
+        options = [*SMALL, "steps=4", f"services.judge.url={server.url}", f"out={tmp_path}"]
+        prices = ["services.judge.request_price=0.5", "services.judge.budget=5"]
+        command = [sys.executable, "-m", "hflow", "run", str(recipe), *options, *prices]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        error = processes[0].communicate()[1]
+        assert processes[0].returncode == -signal.SIGKILL, error
+        directory = tmp_path / "rubric" / "latest"
+        killed = read_spending(directory / "services.json")["judge"]
+        assert killed.requests >= len(server.requests) >= 6
+        assert killed.cost == 0.5 * killed.requests
+        with pytest.raises(RunError, match=r"services.judge.budget is used up: .* 5 for 10 requests"):
+            hflow.resume(directory, live=False)
+        assert read_spending(directory / "services.json")["judge"].requests == 10
+        assert len(server.requests) <= 10
 
 
 @pytest.mark.long

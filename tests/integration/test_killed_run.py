@@ -28,8 +28,11 @@ actor = Model("actor", trainable=True)
 @compute(returns="advantages")
 def advantage(reward: PerSequence) -> PerSequence:
     if Path("kill").exists():
-        files = [Path("runs/mine/latest") / name for name in ("trace.json", "activity.json")]
-        while not all(file.exists() for file in files) or "advantage" not in files[1].read_text():
+        wanted = {"trace.json": "score", "activity.json": "advantage"}  # written every second and half second
+        files = {Path("runs/mine/latest", name): text for name, text in wanted.items()}
+        for _ in range(1000):
+            if all(file.exists() and text in file.read_text() for file, text in files.items()):
+                break
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return reward

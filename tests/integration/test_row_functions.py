@@ -70,6 +70,12 @@ def test_a_run_reads_them_in_their_order_and_resumes_at_its_position(
     assert {sample["row"] for sample in samples if sample["end"] == "evaluated"} == {0, 1, 2}
 
 
+@pytest.mark.long
+def test_an_evaluation_reads_them(recipe: Path, hflow: CommandLine) -> None:
+    hflow.prints("run", recipe)
+    assert "accuracy" in hflow.prints("eval", "mine")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

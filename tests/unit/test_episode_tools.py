@@ -215,6 +215,40 @@ def test_calls_and_thoughts_in_special_tokens_are_read(tmp_path: Path) -> None:
     assert {params.stop_ids for _, params in driver.requests} == {(257, 263)}
 
 
+MISTRAL = (  # as Mistral 7B 0.3 writes results
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.content }}:{{ m.tool_call_id }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{# [TOOL_CALLS] #}"
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "ids"),
+    [
+        ('[TOOL_CALLS] [{"name": "later", "arguments": {"key": "a"}, "id": "abCD12345"}]', ["abCD12345"]),
+        ('[TOOL_CALLS] [{"name": "later", "arguments": {"key": "a"}}]', ["c00000000"]),
+        ('[TOOL_CALLS]later[CALL_ID]xyz987654[ARGS]{"key": "a"}', ["xyz987654", "c00000001"]),
+    ],
+)
+def test_results_for_mistral_have_the_ids_of_their_calls(tmp_path: Path, calls: str, ids: list[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 263}')
+    tokenizer = episode_kit.byte_tokenizer(tmp_path, MISTRAL)
+    driver = Written(tokenizer.encode(f"{calls}<|im_end|>"), tokenizer.encode("1<|im_end|>"))
+
+    async def play() -> Trajectory:
+        talk = await episode(driver, tokenizer, new_effects()).complete("1", tools=[later])
+        for _ in ids:
+            talk = talk.add("tool", "r")
+        return await episode(driver, tokenizer, new_effects()).complete(talk)
+
+    results = "".join(f"[TOOL_RESULTS]r:{result_id}[/TOOL_RESULTS]" for result_id in ids)
+    text = tokenizer.decode_with_special(asyncio.run(play()).input_ids)
+    assert text == f"[INST]1[/INST]{calls}<|im_end|>{results}1<|im_end|>"
+
+
 def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
     tokenizer = episode_kit.byte_tokenizer(tmp_path)
     params = SamplingParams(stop=("</tool_call>",))

@@ -147,6 +147,38 @@ def test_a_mask_is_a_read_of_its_own():
     )
 
 
+SUMS = """
+from hflow import *
+
+actor = Model("actor", trainable=True)
+
+
+@compute(per="sample", returns="reward")
+def score(completion: str) -> float:
+    return 1.0
+
+
+@train(actor, reduce="token-mean")
+def loss(out: Output, reward: PerSequence, seqs: Sequences) -> PerToken:
+    return -out.logprobs * seqs.widen(of_group(reward, seqs))
+
+
+def of_group(x, seqs):
+    return (lambda: seqs.SUM(x))()
+
+
+recipe = Recipe("sums", Dataset(prompt=Text), [use(nodes.actor_gen, actor), score, loss])
+"""
+
+
+@pytest.mark.parametrize(("called", "is_read"), [("group_sum", True), ("members", True), ("mean", False)])
+def test_a_body_that_sums_over_groups_reads_them(tmp_path, called, is_read):
+    (tmp_path / "sums.py").write_text(SUMS.replace("SUM", called))
+    graph = build_graph(load_recipe(tmp_path / "sums.py").spec())
+    reads = [read for read in graph.node("loss").reads if read.field == "group"]
+    assert bool(reads) == is_read
+
+
 def test_a_listed_actor_inf_replaces_the_implied_one():
     spec = load_recipe(GOOD / "ppo.py").spec()
     assert [node.name for node in spec.nodes if node.implicit] == ["actor_train_prox"]

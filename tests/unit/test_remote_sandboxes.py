@@ -22,7 +22,7 @@ import pytest
 import sandboxed_tools as tools
 from command_line import CommandLine
 
-from hflow import sandbox
+from hflow import rewards, sandbox
 from hflow.base.errors import EpisodeError, RecipeError, RunError
 from hflow.sandboxes.providers import Sandboxes
 from hflow.sandboxes.remote import provider
@@ -201,3 +201,44 @@ def test_a_tool_without_its_provider_is_refused_before_a_run(
     said = hflow.refused("run", str(tmp_path / "mine.py"), *options)
     assert "the sandbox of calculator (" in said
     assert "mine.py:20) cannot be made: provider='docker' needs the command docker" in said
+
+
+def test_the_reward_for_programs_tests_them_in_containers(docker: Path) -> None:
+    program = "print(int(input()) + 1)"
+    tests = [{"input": "1", "output": "2"}, {"input": "2", "output": "4"}]
+    half = rewards.code(program, tests, score="fraction", provider="docker", image="own:3", memory_mb=256)
+    assert asyncio.run(half) == 0.5
+    calls = [json.loads(line) for line in docker.read_text().splitlines()]
+    assert len(calls) == 2
+    assert all("own:3" in arguments for arguments in calls)
+
+
+PROGRAMS = """
+from hflow import Dataset, Json, Model, Recipe, Text, nodes, rewards, use
+
+actor = Model("actor", trainable=True)
+recipe = Recipe(
+    "mine",
+    Dataset("train", prompt=Text, tests=Json),
+    [
+        use(nodes.actor_gen, actor, group=2, max_tokens=16),
+        use(rewards.code, returns="reward"),
+        nodes.group_advantage,
+        use(nodes.actor_train, actor),
+    ],
+)
+"""
+
+
+def test_programs_without_their_provider_are_refused_before_a_run(
+    hflow: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAMS)
+    monkeypatch.setenv("PATH", os.defpath)
+    models = ("model@models.actor=tiny-qwen2", "models.actor.path=hflow:addition", "workers=inproc")
+    options = (str(tmp_path / "mine.py"), *models, "data.train.path=rows.jsonl")
+    said = hflow.refused("check", *options, "nodes.code.provider=dokcer")
+    assert "code: there is no provider 'dokcer'; did you mean 'docker'" in said
+    said = hflow.refused("run", *options, "nodes.code.provider=docker")
+    assert "the sandbox of code (" in said
+    assert "cannot be made: provider='docker' needs the command docker" in said

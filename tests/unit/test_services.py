@@ -180,6 +180,22 @@ def test_nobody_listens_or_nothing_is_configured():
         asyncio.run(ask())
 
 
+def test_the_record_has_the_cost_of_requests_under_way(tmp_path: Path):
+    """A run that is killed then has paid for them."""
+    file = tmp_path / "services.json"
+
+    async def spend() -> str:
+        async with LimitServer([ServiceSettings("judge", server.url, request_price=0.5)], file) as limits:
+            use_services(limits.access)
+            reply = await ask()
+        use_services(None)
+        return reply
+
+    with ChatStub(lambda _: f"{read_spending(file)['judge'].cost}") as server:
+        assert [asyncio.run(spend()) for _ in range(2)] == ["0.5", "1.0"]
+    assert read_spending(file)["judge"].cost == 1.0
+
+
 def test_limits_hold_for_all_clients_and_their_record_for_all_runs(tmp_path: Path):
     """Two connections share them, a client that breaks off costs the mean, and a later run continues."""
     file = tmp_path / "services.json"

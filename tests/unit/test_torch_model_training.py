@@ -91,6 +91,24 @@ def test_reductions_by_hand():
     assert by_group[0]["loss"] == pytest.approx(sum(sums) / 3, rel=1e-5)
 
 
+def centred(out, seqs, reward):
+    mean = (seqs.group_sum(reward) / seqs.group_count())[seqs.group]
+    return -out.logprobs * seqs.widen(reward - mean)
+
+
+def test_a_body_with_sums_over_groups_gets_whole_groups():
+    """Every group is larger than a micro-batch. A body that does not say that it needs groups gets no sum."""
+    rewards = np.arange(len(BATCH), dtype=np.float32) ** 2
+    batch = BATCH.with_columns({"reward": Column(Unit.SEQUENCE, rewards)})
+    reads = [kit.read("reward", Unit.SEQUENCE)]
+    call = kit.call(
+        centred, "token", [*reads, kit.read("@group", Unit.SEQUENCE, "group")], reduce="token-mean"
+    )
+    assert_same(trained(call, kit.whole(batch), tokens_per_microbatch=1), trained(call, kit.whole(batch)))
+    with pytest.raises(ValueError, match="group: PerSequence"):
+        trained(dataclasses.replace(call, reads=tuple(reads)), kit.whole(batch))
+
+
 def test_masked_sequences_do_not_count():
     kept = [row for row in range(len(BATCH)) if BATCH.columns["keep"].values[row]]
     call = kit.CALLS["mask"]

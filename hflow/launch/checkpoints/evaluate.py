@@ -189,7 +189,7 @@ def compile_evaluation(
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
     loaded.check_bodies(graph)
     check_model_fit(config, graph)
-    check_data(config, graph)
+    check_data(config, graph, loaded.row_functions, loaded.samplers)
     check_services(config, graph)
     request = plan_request(config, graph, recipe, learn_from_run)
     check_unused_keys(graph, request)

@@ -26,7 +26,7 @@ from hflow.types.kernels import (
     installed_transformer_engine,
     kernel_install,
 )
-from hflow.types.sandbox import sandbox_of
+from hflow.types.sandbox import LIMITS_OF_KNOBS, sandbox_of
 from hflow.workers.process_setup import ray_address
 
 
@@ -112,13 +112,17 @@ def check_environments(compiled: Compiled) -> None:
 
 
 def check_sandboxes(compiled: Compiled) -> None:
-    """Check the sandboxes of the tools in the modules of bodies, if workers are on this machine.
+    """Check the sandboxes of bodies, and of the tools in their modules, if workers are on this machine.
 
     Raises:
-        ConfigError: for the first tool whose calls cannot run here.
+        ConfigError: for the first one whose calls cannot run here.
     """
     if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
         return  # its calls run on other machines
+    for node in compiled.graph.nodes:
+        limits_of = getattr(compiled.bodies.get(node.name), LIMITS_OF_KNOBS, None)
+        if limits_of is not None and (problem := find_problem(limits_of(node.spec.knob_values))) is not None:
+            raise ConfigError(f"the sandbox of {node.name} ({node.spec.where}) cannot be made: {problem}")
     for body in compiled.bodies.values():
         for tool in getattr(inspect.unwrap(body), "__globals__", {}).values():
             limits = sandbox_of(tool) if inspect.isfunction(tool) else None

@@ -11,7 +11,7 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.batch_arguments import bind_batch, unpack_batch
 from hflow.data.batches.trajectory_rows import join_trajectories
 from hflow.training.interface import NodeCall
-from hflow.training.loop.inputs import PackedBatch, cut, prepare_batch
+from hflow.training.loop.inputs import PackedBatch, body_sequences, cut, prepare_batch
 from hflow.training.loop.microbatches import MicrobatchSplitter, Minibatch
 from hflow.types import Output, Unit
 
@@ -50,7 +50,7 @@ def run_infer(
 
 def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batch:
     """Run the body on one micro-batch; return its fields. Metrics of infer bodies are not kept."""
-    result = call.body(**bind_batch(call, packed.batch, packed.seqs, output))
+    result = call.body(**bind_batch(call, packed.batch, body_sequences(call, packed), output))
     columns, _ = unpack_batch(call.node, call, result, packed.batch, packed.seqs)
     return Batch(packed.batch.samples, packed.batch.groups, packed.batch.lengths, columns)
 

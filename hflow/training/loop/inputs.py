@@ -115,6 +115,11 @@ class PackedBatch(PackedTokens):
     """Number of entries of each unit that count."""
 
 
+def body_sequences(call: NodeCall, packed: PackedBatch) -> Sequences:
+    """Return the layout that the body of a node receives with a micro-batch."""
+    return packed.seqs if call.keeps_groups_whole else packed.seqs.without_groups()
+
+
 def cut(call: NodeCall, batch: Batch) -> Batch:
     """Return the batch with the sequences that a node computes: its samples, or their trajectories."""
     is_cut = any(read.parameter == FRAMEWORK_READ + TRAJECTORY for read in call.reads)

@@ -39,7 +39,7 @@ from hflow.training.interface import (
     ENGINE_KL,
     NodeCall,
 )
-from hflow.training.loop.inputs import NUM_LEARNED, NUM_SEQUENCES, PackedBatch
+from hflow.training.loop.inputs import NUM_LEARNED, NUM_SEQUENCES, PackedBatch, body_sequences
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.training.loop.prox import PROX, UpdateProgress, computed_fields, prox_errors
 from hflow.types import Output, Unit
@@ -120,7 +120,7 @@ class Loss:
         """
         call = self.call
         computed = computed_fields(call, output, packed, self.progress)
-        result = call.body(**bind_batch(call, packed.batch, packed.seqs, output, computed))
+        result = call.body(**bind_batch(call, packed.batch, body_sequences(call, packed), output, computed))
         (entries,), values = split_result(call.node, call.returns, call.metrics, result)
         entries = check_shape(call.node, self.field, self.unit, entries, packed.seqs)
         if entries.dim() != 1:

@@ -68,14 +68,11 @@ class MicrobatchSplitter:
     def rows(self, call: NodeCall, batch: Batch) -> list[list[int]]:
         """Return the rows of each micro-batch, of at most `max_tokens` tokens.
 
-        A group stays in one micro-batch if the body reads or returns groups, even if it exceeds the budget;
-        otherwise if it fits, so that its members can share the computation of their prompt.
+        A group stays in one micro-batch if `keeps_groups_whole`, even if it exceeds the budget; otherwise if
+        it fits, so that its members can share the computation of their prompt.
         """
-        by_group = any(unit == Unit.GROUP for _, unit in call.returns)
-        by_group = by_group or any(read.field == "group" for read in call.reads)
-        return pack_sequences(
-            batch.lengths, self.max_tokens, batch.groups if by_group else self._small_groups(batch)
-        )
+        units = batch.groups if call.keeps_groups_whole else self._small_groups(batch)
+        return pack_sequences(batch.lengths, self.max_tokens, units)
 
     def _small_groups(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Return a label for each row: one per group that fits the budget, else one per row."""

@@ -6,8 +6,8 @@ actor = Model("actor", trainable=True)
 
 
 @generate(actor, group=4, returns="trajectory")
-async def agent(engine: Engine, prompt: str) -> tuple[Trajectory, float]:
-    return await engine.complete(prompt), 1.0
+async def agent(engine: Engine, prompt: str) -> tuple[list[Trajectory], float]:
+    return [await engine.complete(prompt)], 1.0
 
 
 recipe = Recipe("broken", data, [agent])

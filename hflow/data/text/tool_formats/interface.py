@@ -64,6 +64,15 @@ class ToolFormat(Protocol):
         """Return the text that the model reads when a tool has failed."""
         ...
 
+    def result_id(self, text: str, number: int) -> str | None:
+        """Return the id that chat templates need with the result of a call; None if they need none.
+
+        Args:
+            text: the turn with the call.
+            number: the call's number in the turn, from 0.
+        """
+        ...
+
 
 class NamedFormat:
     """The base of formats whose calls name a tool, and whose tools the chat template describes."""
@@ -83,6 +92,10 @@ class NamedFormat:
     def failure(self, message: str) -> str:
         """Return the error."""
         return f"error: {message}"
+
+    def result_id(self, text: str, number: int) -> str | None:
+        """Return None: results have no ids."""
+        return None
 
 
 def parsed_calls(text: str, head: str, calls: Sequence[ToolCall | None]) -> ParsedCalls:

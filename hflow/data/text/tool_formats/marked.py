@@ -64,3 +64,7 @@ class Marked:
     def failure(self, message: str) -> str:
         """Return the third character, or the error."""
         return self.failed or f"error: {message}"
+
+    def result_id(self, text: str, number: int) -> str | None:
+        """Return None: results have no ids."""
+        return None
