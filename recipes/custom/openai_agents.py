@@ -56,7 +56,8 @@ def client_of(endpoint: Endpoint) -> AsyncOpenAI:
     return CLIENTS[loop].with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
 
-@generate(actor, group=8, timeout=60.0, tool_format="[]?", returns="reward")
+# Few at a time: the SDK computes on the event loop, where all episodes wait for each other.
+@generate(actor, group=8, concurrency=32, timeout=600.0, tool_format="[]?", returns="reward")
 async def agent(engine: Engine, prompt: str, answer: str, *, max_turns: int = 3) -> tuple[Trajectory, float]:
     tools = [function_tool(calculator, failure_error_function=failed)]
     async with engine.endpoint() as endpoint:
