@@ -1,8 +1,8 @@
 """GRPO on an environment of OpenEnv, unchanged: a tiny model with random weights crosses a grid.
 
-    hflow run environments/grid_world nodes.openenv.python=/opt/envs/grid/bin/python
+    hflow run environments/grid_world nodes.openenv.python=PATH
 
-The interpreter, of Python 3.12, has `openenv>=0.10,<0.11` and the directory `envs/grid_world_env` of
+The interpreter at PATH, of Python 3.12, has `openenv>=0.10,<0.11` and the directory `envs/grid_world_env` of
 https://github.com/meta-pytorch/OpenEnv, installed with `pip install --no-deps`, as it names an older
 `openenv-core`. The grid has 5 x 5 cells. The model reads its cell as two digits, and replies with a
 digit, whose remainder by 4 is a direction: see `grid_world_text.py`. The environment's rewards are 1 at the
