@@ -12,7 +12,25 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from hflow import Dataset, Endpoint, Engine, Model, Recipe, Text, Trajectory, compute, generate, nodes, use
+from hflow import (
+    Dataset,
+    Endpoint,
+    Engine,
+    Model,
+    Recipe,
+    RecipeError,
+    Text,
+    Trajectory,
+    compute,
+    generate,
+    nodes,
+    use,
+)
+
+try:
+    from agents import Agent, AgentsException, OpenAIResponsesModel, RunConfig, Runner, function_tool
+except ModuleNotFoundError as error:
+    raise RecipeError(f"the agent cannot be imported ({error}): pip install openai-agents") from None
 
 data = Dataset("train", prompt=Text, answer=Text)
 heldout = Dataset("heldout", prompt=Text, answer=Text)
@@ -38,10 +56,9 @@ def client_of(endpoint: Endpoint) -> AsyncOpenAI:
     return CLIENTS[loop].with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
 
-@generate(actor, group=8, timeout=60.0, tool_format="[]?", returns="reward")
+# Few at a time: the SDK computes on the event loop, where all episodes wait for each other.
+@generate(actor, group=8, concurrency=32, timeout=600.0, tool_format="[]?", returns="reward")
 async def agent(engine: Engine, prompt: str, answer: str, *, max_turns: int = 3) -> tuple[Trajectory, float]:
-    from agents import Agent, AgentsException, OpenAIResponsesModel, RunConfig, Runner, function_tool
-
     tools = [function_tool(calculator, failure_error_function=failed)]
     async with engine.endpoint() as endpoint:
         model = OpenAIResponsesModel(endpoint.model, client_of(endpoint))

@@ -138,10 +138,12 @@ def test_every_recipe_has_a_twin() -> None:
     files = [p for p in (ROOT / "recipes").rglob("*.py") if p.parent.name != "gsm8k"]
     shipped = {str(p.relative_to(ROOT / "recipes").with_suffix("")) for p in files}
     without_recipe = {"custom/judge_server", "custom/text_index", "custom/test_llm_judge"}
+    without_recipe |= {"environments/grid_world_text"}
     random = {"custom/replay"}  # which samples are replayed depends on the order in which they finish
     real = {"smollm2"}  # has twins of its own, in test_smollm2.py
     # They need packages that are not installed here; their train node is that of grpo.
     needs_package = {"environments/frozen_lake", "environments/arithmetic", "custom/openai_agents"}
+    needs_package |= {"environments/grid_world"}
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random - real - needs_package
 
 

@@ -49,6 +49,12 @@ def test_an_error_in_a_recipe_names_its_line(tmp_path: Path):
     )
 
 
+def test_a_recipe_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "agents", None)
+    with pytest.raises(RecipeError, match="pip install openai-agents"):
+        load_recipe(Path(__file__).parents[2] / "recipes" / "custom" / "openai_agents.py")
+
+
 def test_an_undefined_annotation(tmp_path: Path):
     text = (
         "from __future__ import annotations\nfrom hflow import compute\n"
