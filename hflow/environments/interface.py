@@ -50,12 +50,12 @@ class HostSettings:
 class Adapter:
     """Environments of one package.
 
-    `remote.py` runs in the other interpreter and may import nothing of hflow. Its `load(**arguments)` is
-    called once in the server: it imports the package, refuses wrong arguments by an exception, and returns
-    an object. Each episode calls `open(**arguments)` of that object in a process of its own, and then
-    methods of what `open` returned. If the object has `one_process = True`, all episodes are tasks of the
-    server's event loop instead, which suits environments that wait for a network. Arguments and results are
-    JSON values.
+    `remote.py` runs in the other interpreter. Of hflow, its functions may import `hflow_host` only, which is
+    `host.py`. Its `load(**arguments)` is called once in the server: it imports the package, refuses wrong
+    arguments by an exception, and returns an object. Each episode calls `open(**arguments)` of that object in
+    a process of its own, and then methods of what `open` returned. If the object has `one_process = True`,
+    all episodes are tasks of the server's event loop instead, which suits environments that wait for a
+    network. Arguments and results are JSON values.
     """
 
     name: str

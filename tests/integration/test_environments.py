@@ -23,6 +23,7 @@ from runs import run
 from hflow import nodes
 from hflow.base.errors import ConfigError, EpisodeError, PlanError
 from hflow.environments.client import RemoteEnvironment, close_hosts, host_of, open_environment
+from hflow.environments.host import load_name
 from hflow.environments.interface import ENVIRONMENTS
 
 EXTENSION = Path(__file__).parents[1] / "kits" / "extension"
@@ -205,6 +206,21 @@ def test_nothing_outlives_a_client_that_is_killed():
 def test_an_environment_that_cannot_start_says_why(settings: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=f"the dice environment cannot start: {reason}|{reason}"):
         host_of("dice", settings).start()
+
+
+def test_names_of_files_and_modules_are_loaded_in_the_server(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def roll():\n    return 6\n")
+    assert load_name(f"{file}:roll")() == 6
+    assert load_name(f"{file}:roll") is load_name(f"{file}:roll")
+    assert load_name("json:loads") is json.loads
+    for place, reason in [
+        ("json:lods", "json has no 'lods'; write MODULE:NAME or FILE.py:NAME"),
+        ("no_package.app:app", "no_package.app:app cannot be imported: No module named 'no_package'"),
+        (f"{tmp_path}/no.py:roll", "no.py:roll cannot be imported: .*No such file"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            load_name(place)
 
 
 def test_another_interpreter_does_not_see_the_variables_of_this_one(monkeypatch: pytest.MonkeyPatch):

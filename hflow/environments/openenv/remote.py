@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import re
 import socket
@@ -30,15 +28,16 @@ class OpenEnvEnvironments:
 
     def __init__(self, url: str, module: str, options: dict[str, Any], render: str, parse: str) -> None:
         import openenv.core.generic_client  # noqa: F401 - episodes begin as copies of this process
+        from hflow_host import load_name
 
         self.one_process = not module  # connections to a server must stay alive while a model generates
         self._url = url.rstrip("/")
-        self._app: Any = _load_name(module) if module else None
+        self._app: Any = load_name(module) if module else None
         self._serving: asyncio.Future[None] | None = None
         self.options = options
         self.field = "" if ":" in render else render
-        self.render = _load_name(render) if ":" in render else None
-        self.parse = _load_name(parse) if parse else None
+        self.render = load_name(render) if ":" in render else None
+        self.parse = load_name(parse) if parse else None
 
     async def check(self) -> None:
         """Open an environment once."""
@@ -243,22 +242,3 @@ def _value_text(name: str, value: Any) -> str:
 def _get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)
-
-
-def _load_name(place: str) -> Any:
-    """Return the value with the name `FILE.py:NAME` or `MODULE:NAME`."""
-    module_name, _, name = place.rpartition(":")
-    if module_name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("hflow_loaded", module_name)
-        assert spec is not None, place
-        assert spec.loader is not None, place
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{place} cannot be imported: {error}; install the environment") from None
-    if not hasattr(module, name):
-        raise ValueError(f"{module_name} has no {name!r}; write MODULE:NAME or FILE.py:NAME")
-    return getattr(module, name)
