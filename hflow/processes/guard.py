@@ -143,21 +143,26 @@ def read_stat(pid: int) -> list[str]:
 
 
 def _stay_while(owner: int, guard: int) -> None:
-    """Stay as long as the owner and the guard live, then end. Does not return."""
+    """Stay as long as the owner and the guard live, then end, as the guard did. Does not return."""
     _continue_with_end_of(owner)
     _close_files()
-    while os.getppid() == owner and guard not in reap():
+    ended: dict[int, int] = {}
+    while os.getppid() == owner and guard not in (ended := reap()):
         continue_stopped(guard)
         time.sleep(POLL_SECONDS)
-    os._exit(0)
+    os._exit(_exit_status(ended.get(guard, 0)))
 
 
 def _guard(anchor: int, server: int, owner: int) -> None:
-    """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
+    """Kill orphans as long as the anchor and the server live, then everything, and end as the server did.
+
+    Does not return.
+    """
     _continue_with_end_of(anchor)
     _close_files()
     remove_shared_files()
-    while os.getppid() == anchor and server not in reap():
+    ended: dict[int, int] = {}
+    while os.getppid() == anchor and server not in (ended := reap()):
         kill_orphans({server})
         continue_stopped(server, *children(server))
         time.sleep(POLL_SECONDS)
@@ -167,7 +172,12 @@ def _guard(anchor: int, server: int, owner: int) -> None:
             break
         time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
     remove_shared_files()
-    os._exit(0)
+    os._exit(_exit_status(ended.get(server, 0)))
+
+
+def _exit_status(code: int) -> int:
+    """Return the status of a process that ends as another one did: 128 + N for signal N, as in a shell."""
+    return code if code >= 0 else 128 - code
 
 
 def shared_file_prefix(owner: int) -> str:

@@ -199,7 +199,14 @@ def test_nothing_outlives_a_client_that_is_killed():
             "has no module 'a_package_that_is_missing'; run .* -m pip install dice, or set python=",
         ),
         ({"python": "/no/python"}, "python is '/no/python', but no such program can be run"),
-        ({"python": "/bin/true"}, "/bin/true ended, or took longer"),
+        ({"python": "/bin/true"}, "/bin/true ended with exit code 0; it printed nothing"),
+        ({"sides": 1}, r"was killed by SIGKILL; its last lines: .*a die with one side \| rolls away$"),
+        (
+            {"sides": 2, "start_timeout": 0.5},
+            r"had not loaded it after 0\.5 s; raise start_timeout if it only needs more time; its last lines|"
+            r"had not loaded it after 0\.5 s; .*; it printed nothing",
+        ),
+        ({"start_timeout": 0}, "start_timeout is 0; set it to seconds"),
         ({"requirements": "no.txt"}, "requirements is 'no.txt', which cannot be read: No such file"),
     ],
 )

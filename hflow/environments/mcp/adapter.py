@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from hflow.base.errors import ConfigError
 from hflow.dsl import generate
-from hflow.environments.interface import Adapter, HostSettings
+from hflow.environments.interface import Adapter, HostSettings, read_host_settings
 from hflow.environments.mcp.tools import open_tools
 from hflow.types import Engine, Messages, Trajectory
 
@@ -25,6 +23,7 @@ async def mcp(
     replay: Literal["again", "recorded", "never"] = "again",
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> Trajectory:
     """Answer a prompt with the tools of MCP servers. Each episode has servers of its own.
 
@@ -41,6 +40,7 @@ async def mcp(
         python: path of the interpreter that has the package `mcp`. Commands find its programs first. Default:
             that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the servers must list their tools, before the run begins.
     """
     tools: Any = await engine.environment(
         open_tools,
@@ -49,6 +49,7 @@ async def mcp(
         replay=replay,
         python=python,
         requirements=requirements,
+        start_timeout=start_timeout,
     )
     talk = await engine.complete(prompt, tools=tools.schemas)
     for _ in range(max_steps - 1):
@@ -63,9 +64,7 @@ async def mcp(
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     if not knobs.get("servers"):
         raise ConfigError("set servers to command lines or URLs of MCP servers, such as ['mcp-server-time']")
-    remote = str(Path(__file__).with_name("remote.py"))
-    load = json.dumps({"servers": list(knobs["servers"])})
-    return HostSettings(remote, load, "'mcp>=2.3,<3'", knobs.get("python"), knobs.get("requirements"))
+    return read_host_settings(__file__, {"servers": list(knobs["servers"])}, "'mcp>=2.3,<3'", knobs)
 
 
 ADAPTER = Adapter("mcp", mcp, _host_settings)

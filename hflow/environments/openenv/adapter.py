@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from hflow.base.errors import ConfigError, EpisodeError
 from hflow.dsl import generate
-from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.environments.interface import Adapter, HostSettings, json_object, read_host_settings
 from hflow.environments.play import play
 from hflow.types import Engine, Trajectory
 
@@ -30,6 +28,7 @@ async def openenv(
     replay: Literal["again", "never"] = "again",
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> tuple[Trajectory, float, int, int]:
     """Let the model play an environment of OpenEnv. Observations are messages of the user.
 
@@ -54,6 +53,7 @@ async def openenv(
             makes its steps again; `never` begins again, for environments that are not repeatable.
         python: path of the interpreter that has the package. Default: that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the environment must be loaded, before the run begins.
     """
     settings = {
         "url": url,
@@ -63,6 +63,7 @@ async def openenv(
         "parse": parse,
         "python": python,
         "requirements": requirements,
+        "start_timeout": start_timeout,
     }
     played = await play(
         engine,
@@ -86,9 +87,7 @@ def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
         )
     load = {name: knobs.get(name, "") for name in ("url", "module", "render", "parse")}
     load["options"] = json_object(knobs.get("options", "{}"), "options")
-    remote = str(Path(__file__).with_name("remote.py"))
-    python, requirements = knobs.get("python"), knobs.get("requirements")
-    return HostSettings(remote, json.dumps(load), "'openenv>=0.10,<0.11'", python, requirements)
+    return read_host_settings(__file__, load, "'openenv>=0.10,<0.11'", knobs)
 
 
 ADAPTER = Adapter("openenv", openenv, _host_settings)
