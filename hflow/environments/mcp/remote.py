@@ -63,7 +63,7 @@ class Tools:
             ValueError: for a server that cannot be used, and for tools without a schema or with equal names.
         """
         for server in self._servers:
-            print(f"waiting for the tools of {server.name}")  # the last line if it takes too long
+            print(f"waiting for the tools of {server.name}")  # noqa: T201 - the last line if it takes too long
             for tool in await server.start():
                 self._add(server, tool)
         if not self._owners:
