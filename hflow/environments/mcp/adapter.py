@@ -31,7 +31,8 @@ async def mcp(
         engine: generates the replies.
         prompt: the messages so far. A text is one message of the user.
         servers: the servers: command lines that start one, such as `mcp-server-time` or
-            `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run.
+            `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run. A URL with headers is an object as
+            JSON: `{"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer $TOKEN"}}`.
         max_steps: most replies of an episode.
         step_timeout: seconds that starting the servers, and one call, may take.
         replay: what an episode does that is interrupted: `again` starts the servers and makes the calls
