@@ -132,7 +132,12 @@ class Host:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        setup = {"guard": guard.__file__, "remote": str(settings.remote), "load": json.loads(settings.load)}
+        setup = {
+            "guard": guard.__file__,
+            "remote": str(settings.remote),
+            "load": json.loads(settings.load),
+            "starts_containers": settings.starts_containers,
+        }
         self._control.settimeout(settings.start_timeout)
         problem = reply = None
         try:

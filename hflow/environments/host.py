@@ -3,7 +3,8 @@
 It is run by its path, needs Python 3.9 or newer and the standard library only, and imports nothing of hflow
 but the guard of processes, by its path. The first argument is the file descriptor of the control socket,
 which receives the setup as a line of JSON, is answered by a line, and then receives the sockets of sessions.
-The `remote.py` of an adapter may import this module as `hflow_host`, for `load_name` and `load_file`.
+The `remote.py` of an adapter may import this module as `hflow_host`, for `load_name`, `load_file` and
+`CONTAINER_LABEL`.
 
 A session is a socket. Each line is a request `{"method": ..., "arguments": {...}}`, answered by a line with
 `result`, or with `error`. What environments print goes to the log, so it cannot disturb the protocol.
@@ -17,6 +18,7 @@ import importlib.util
 import inspect
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -27,6 +29,11 @@ from typing import Any
 
 MAX_LINE = 64 << 20
 """Most bytes of a request."""
+CONTAINER_LABEL = f"hflow.environment={secrets.token_hex(8)}"
+"""The label of the containers of Docker that this server starts. They are removed when it ends."""
+_REMOVE_CONTAINERS = (
+    'found=$(docker ps --all --quiet --filter "label=$1"); [ -z "$found" ] || docker rm --force $found'
+)
 
 
 def main() -> None:
@@ -36,7 +43,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = json.loads(_read_line(control))
     guard = load_file(setup["guard"])
-    guard.guard_server()
+    remove = ["sh", "-c", _REMOVE_CONTAINERS, "sh", CONTAINER_LABEL]
+    guard.guard_server(at_end=remove if setup["starts_containers"] else ())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         target = load_file(setup["remote"]).load(**setup["load"])

@@ -50,6 +50,8 @@ class HostSettings:
     """A file of requirements, installed once on each machine."""
     start_timeout: float = field(default=300.0, compare=False)
     """Longest wait for the server to import the package and load its environments, in seconds."""
+    starts_containers: bool = False
+    """Whether it starts containers of Docker, with `hflow_host.CONTAINER_LABEL`, which its end removes."""
 
     def __post_init__(self) -> None:
         """Check the limit.

@@ -24,7 +24,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,11 +45,14 @@ _server_pid: int | None = None
 """Id of the guarded server, in the server and in the processes that it forks."""
 
 
-def guard_server() -> None:
+def guard_server(at_end: Sequence[str] = ()) -> None:
     """Start a guard above this process. Returns in a child of the guard, which is the server from now on.
 
     Call it before the process has threads. SIGINT, SIGTERM and SIGHUP are ignored from now on: a terminal
     or a job scheduler sends them to all processes at once, and the worker decides what ends.
+
+    Args:
+        at_end: a command that the guard runs when all processes have ended, for what is no process below it.
     """
     global _server_pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -62,7 +65,7 @@ def guard_server() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard, server = os.getpid(), os.fork()
     if server:
-        _guard(anchor, server, owner)
+        _guard(anchor, server, owner, at_end)
     _server_pid = os.getpid()
     _die_with(guard)
 
@@ -153,7 +156,7 @@ def _stay_while(owner: int, guard: int) -> None:
     os._exit(_exit_status(ended.get(guard, 0)))
 
 
-def _guard(anchor: int, server: int, owner: int) -> None:
+def _guard(anchor: int, server: int, owner: int, at_end: Sequence[str]) -> None:
     """Kill orphans as long as the anchor and the server live, then everything, and end as the server did.
 
     Does not return.
@@ -167,6 +170,8 @@ def _guard(anchor: int, server: int, owner: int) -> None:
         continue_stopped(server, *children(server))
         time.sleep(POLL_SECONDS)
     kill_children()
+    if at_end:
+        os.spawnvp(os.P_WAIT, at_end[0], list(at_end))
     for _ in range(OWNER_POLLS):
         if read_stat(owner)[:1] in ([], ["Z"], ["X"]):
             break

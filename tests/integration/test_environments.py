@@ -230,6 +230,13 @@ def test_names_of_files_and_modules_are_loaded_in_the_server(tmp_path: Path):
             load_name(place)
 
 
+def test_an_image_needs_docker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    reason = "the openenv environment cannot start: .*image needs the command docker, which is not installed"
+    with pytest.raises(ConfigError, match=reason):
+        host_of("openenv", {"image": "mine:1"}).start()
+
+
 def test_another_interpreter_does_not_see_the_variables_of_this_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", "a/path")
     other = os.path.realpath(sys.executable)
