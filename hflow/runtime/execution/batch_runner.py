@@ -255,7 +255,7 @@ def _fields_of_batch_nodes(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def _fields_of_streams(plan: Plan) -> frozenset[str]:
-    """Return what the samples of each stream may have, as `stream/field`."""
+    """Return the fields that samples of each stream may have, as `stream/field`."""
     graph = plan.graph
     columns = {dataset.name: dict(dataset.columns) for dataset in graph.datasets}
     from_sources = {
