@@ -24,14 +24,16 @@ from hflow.environments.interpreters import find_interpreter
 from hflow.processes import guard
 from hflow.types.engine import Replay
 
-START_SECONDS = 300.0
-"""Longest wait for a server to import a package and load its environments."""
 MAX_REPLY = 64 << 20
 """Most bytes of a reply."""
 _HOST = Path(__file__).with_name("host.py")
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables of this interpreter, which another one must not see."""
 _MAX_REASON = 400
+_END_SECONDS = 60.0
+"""Longest wait for the exit code of a server that has closed its connection."""
+_LAST_LINES = 3
+"""Lines of a server's log in the reason for which it has not started."""
 
 
 class Host:
@@ -97,13 +99,7 @@ class Host:
             return reply["result"]
         if "error" in reply:
             raise EpisodeError(f"{method} of the {self._name} environment failed: {_shown(reply['error'])}")
-        code = reply["ended"]
-        if code is None:
-            how = "has ended"
-        else:
-            how = (
-                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            )
+        how = _format_end(reply["ended"])
         raise EpisodeError(f"the process of the {self._name} environment {how} during {method}")
 
     def close(self) -> None:
@@ -136,32 +132,49 @@ class Host:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        setup = {"guard": guard.__file__, "remote": str(settings.remote), "load": json.loads(settings.load)}
-        self._control.settimeout(START_SECONDS)
-        reply = None
-        with suppress(OSError):
-            self._control.sendall(json.dumps(setup).encode() + b"\n")
-            reply = _read_line(self._control)
-        if reply is None or "error" in reply:
-            problem = self._start_problem(python, reply)
+        setup = {
+            "guard": guard.__file__,
+            "remote": str(settings.remote),
+            "load": json.loads(settings.load),
+            "starts_containers": settings.starts_containers,
+        }
+        self._control.settimeout(settings.start_timeout)
+        problem = reply = None
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended
+                self._control.sendall(json.dumps(setup).encode() + b"\n")
+                reply = _read_line(self._control)
+            if reply is None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_SECONDS)
+                problem = f"{python} {_format_end(self._process.returncode)}; {self._last_lines()}"
+            elif "error" in reply:
+                problem = self._load_problem(python, reply)
+        except TimeoutError:
+            problem = (
+                f"{python} had not loaded it after {settings.start_timeout:g} s; raise start_timeout if it "
+                f"only needs more time; {self._last_lines()}"
+            )
+        if problem is not None:
             self._end()
-            raise ConfigError(problem)
+            raise ConfigError(f"the {self._name} environment cannot start: {problem}")
 
-    def _start_problem(self, python: str, reply: Mapping[str, Any] | None) -> str:
-        """Return the reason for which the server has not started, in one line."""
-        start = f"the {self._name} environment cannot start"
-        if reply is None:
-            os.lseek(self._log.fileno(), 0, os.SEEK_SET)
-            lines = os.read(self._log.fileno(), 1 << 20).decode(errors="replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "nothing was printed")
-            how = f"{python} ended, or took longer than {START_SECONDS:g} s"
-            return f"{start}: {how}; its last line: {_shown(last)}"
+    def _load_problem(self, python: str, reply: Mapping[str, Any]) -> str:
+        """Return the reason for which the server could not load the environment."""
         if reply["missing"]:
             return (
-                f"{start}: {python} has no module {reply['missing']!r}; run {python} -m pip install "
+                f"{python} has no module {reply['missing']!r}; run {python} -m pip install "
                 f"{self._settings.packages}, or set python= or requirements="
             )
-        return f"{start}: {_shown(reply['error'])}"
+        return _shown(reply["error"])
+
+    def _last_lines(self) -> str:
+        """Return the last lines that the server has printed, in one line."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - (1 << 16)))
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
+        last = [line for line in lines if line][-_LAST_LINES:]
+        return f"its last lines: {_shown(' | '.join(last))}" if last else "it printed nothing"
 
     def _end(self) -> None:
         if self._process is not None:
@@ -289,6 +302,15 @@ def _read_line(connection: socket.socket) -> dict[str, Any] | None:
         line = stream.readline()
     found: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
     return found
+
+
+def _format_end(code: int | None) -> str:
+    """Return the end of a process in words, by its exit code: -N or 128 + N for signal N; None: unknown."""
+    if code is None:
+        return "has ended"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code if code < 0 else code - 128).name}"
+    return f"ended with exit code {code}"
 
 
 def _without_own_variables() -> dict[str, str]:

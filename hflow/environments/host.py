@@ -3,6 +3,8 @@
 It is run by its path, needs Python 3.9 or newer and the standard library only, and imports nothing of hflow
 but the guard of processes, by its path. The first argument is the file descriptor of the control socket,
 which receives the setup as a line of JSON, is answered by a line, and then receives the sockets of sessions.
+The `remote.py` of an adapter may import this module as `hflow_host`, for `load_name`, `load_file` and
+`CONTAINER_LABEL`.
 
 A session is a socket. Each line is a request `{"method": ..., "arguments": {...}}`, answered by a line with
 `result`, or with `error`. What environments print goes to the log, so it cannot disturb the protocol.
@@ -11,10 +13,12 @@ A session is a socket. Each line is a request `{"method": ..., "arguments": {...
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import inspect
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -25,18 +29,25 @@ from typing import Any
 
 MAX_LINE = 64 << 20
 """Most bytes of a request."""
+CONTAINER_LABEL = f"hflow.environment={secrets.token_hex(8)}"
+"""The label of the containers of Docker that this server starts. They are removed when it ends."""
+_REMOVE_CONTAINERS = (
+    'found=$(docker ps --all --quiet --filter "label=$1"); [ -z "$found" ] || docker rm --force $found'
+)
 
 
 def main() -> None:
     """Serve the control socket until it is closed. Does not return."""
     del sys.path[0]  # the directory of this file, whose folders have the names of packages
+    sys.modules["hflow_host"] = sys.modules[__name__]
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = json.loads(_read_line(control))
-    guard = _load_file("hflow_guard", setup["guard"])
-    guard.guard_server()
+    guard = load_file(setup["guard"])
+    remove = ["sh", "-c", _REMOVE_CONTAINERS, "sh", CONTAINER_LABEL]
+    guard.guard_server(at_end=remove if setup["starts_containers"] else ())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        target = _load_file("hflow_remote", setup["remote"]).load(**setup["load"])
+        target = load_file(setup["remote"]).load(**setup["load"])
         problem = None
     except BaseException as error:  # noqa: BLE001 - a package may raise anything
         target, problem = None, _failure(error)
@@ -45,6 +56,40 @@ def main() -> None:
         serve = _serve_in_tasks if getattr(target, "one_process", False) else _ForkingServer(guard).serve
         serve(control, target)
     os._exit(0)  # the guard ends what runs
+
+
+def load_name(place: str) -> Any:
+    """Return the value that `FILE.py:NAME` or `MODULE:NAME` names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module_name, _, name = place.rpartition(":")
+    try:
+        if module_name.endswith(".py"):
+            module = load_file(module_name)
+        else:
+            module = importlib.import_module(module_name)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise ValueError(f"{place} cannot be imported: {error}; install it, or correct its name") from None
+    if not hasattr(module, name):
+        raise ValueError(f"{module_name} has no {name!r}; write MODULE:NAME or FILE.py:NAME")
+    return getattr(module, name)
+
+
+def load_file(path: str) -> Any:
+    """Return the module in a file, which is executed once."""
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, path)
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        sys.modules[path] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
 
 
 class _ForkingServer:
@@ -242,16 +287,6 @@ def _read_line(connection: socket.socket) -> bytes:
             os._exit(0)
         line += part
     return bytes(line)
-
-
-def _load_file(name: str, path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

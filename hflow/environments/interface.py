@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError
@@ -25,6 +26,9 @@ ENVIRONMENTS = Registry(
     },
 )
 """The adapters. `nodes.NAME` is the node of the one with that name."""
+
+COMMON_KNOBS = ("python", "requirements", "start_timeout")
+"""Knobs of the nodes of all adapters, which `read_host_settings` reads."""
 
 ATTRIBUTE = "__hflow_environment__"
 """The attribute of a node's body that holds its adapter."""
@@ -44,18 +48,31 @@ class HostSettings:
     """Path of the interpreter; None: this one's, or one with what `requirements` names."""
     requirements: str | None = None
     """A file of requirements, installed once on each machine."""
+    start_timeout: float = field(default=300.0, compare=False)
+    """Longest wait for the server to import the package and load its environments, in seconds."""
+    starts_containers: bool = False
+    """Whether it starts containers of Docker, with `hflow_host.CONTAINER_LABEL`, which its end removes."""
+
+    def __post_init__(self) -> None:
+        """Check the limit.
+
+        Raises:
+            ConfigError: if it is no time.
+        """
+        if not self.start_timeout > 0:
+            raise ConfigError(f"start_timeout is {self.start_timeout}; set it to seconds, such as 300")
 
 
 @dataclass(frozen=True)
 class Adapter:
     """Environments of one package.
 
-    `remote.py` runs in the other interpreter and may import nothing of hflow. Its `load(**arguments)` is
-    called once in the server: it imports the package, refuses wrong arguments by an exception, and returns
-    an object. Each episode calls `open(**arguments)` of that object in a process of its own, and then
-    methods of what `open` returned. If the object has `one_process = True`, all episodes are tasks of the
-    server's event loop instead, which suits environments that wait for a network. Arguments and results are
-    JSON values.
+    `remote.py` runs in the other interpreter. Of hflow, its functions may import `hflow_host` only, which is
+    `host.py`. Its `load(**arguments)` is called once in the server: it imports the package, refuses wrong
+    arguments by an exception, and returns an object. Each episode calls `open(**arguments)` of that object in
+    a process of its own, and then methods of what `open` returned. If the object has `one_process = True`,
+    all episodes are tasks of the server's event loop instead, which suits environments that wait for a
+    network. Arguments and results are JSON values.
     """
 
     name: str
@@ -86,6 +103,25 @@ def adapter_named(name: str) -> Adapter:
         PlanError: for an unknown name, or when what another package adds cannot be imported.
     """
     return ENVIRONMENTS.describe(name, Adapter)
+
+
+def read_host_settings(
+    adapter_file: str, load: Mapping[str, Any], packages: str, knobs: Mapping[str, Any]
+) -> HostSettings:
+    """Return the server of an adapter whose node has the knobs `python`, `requirements` and `start_timeout`.
+
+    Args:
+        adapter_file: the adapter's `__file__`, which is beside its `remote.py`.
+        load: the arguments of `load`, JSON values.
+        packages: what pip installs where they are missing, for messages.
+        knobs: the node's.
+
+    Raises:
+        ConfigError: for a wrong limit.
+    """
+    remote = str(Path(adapter_file).with_name("remote.py"))
+    common = {name: knobs[name] for name in COMMON_KNOBS if name in knobs}
+    return HostSettings(remote, json.dumps(load), packages, **common)
 
 
 def json_object(text: str, knob: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,11 +45,14 @@ _server_pid: int | None = None
 """Id of the guarded server, in the server and in the processes that it forks."""
 
 
-def guard_server() -> None:
+def guard_server(at_end: Sequence[str] = ()) -> None:
     """Start a guard above this process. Returns in a child of the guard, which is the server from now on.
 
     Call it before the process has threads. SIGINT, SIGTERM and SIGHUP are ignored from now on: a terminal
     or a job scheduler sends them to all processes at once, and the worker decides what ends.
+
+    Args:
+        at_end: a command that the guard runs when all processes have ended, for what is no process below it.
     """
     global _server_pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -62,7 +65,7 @@ def guard_server() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard, server = os.getpid(), os.fork()
     if server:
-        _guard(anchor, server, owner)
+        _guard(anchor, server, owner, at_end)
     _server_pid = os.getpid()
     _die_with(guard)
 
@@ -143,31 +146,43 @@ def read_stat(pid: int) -> list[str]:
 
 
 def _stay_while(owner: int, guard: int) -> None:
-    """Stay as long as the owner and the guard live, then end. Does not return."""
+    """Stay as long as the owner and the guard live, then end, as the guard did. Does not return."""
     _continue_with_end_of(owner)
     _close_files()
-    while os.getppid() == owner and guard not in reap():
+    ended: dict[int, int] = {}
+    while os.getppid() == owner and guard not in (ended := reap()):
         continue_stopped(guard)
         time.sleep(POLL_SECONDS)
-    os._exit(0)
+    os._exit(_exit_status(ended.get(guard, 0)))
 
 
-def _guard(anchor: int, server: int, owner: int) -> None:
-    """Kill orphans as long as the anchor and the server live, then everything. Does not return."""
+def _guard(anchor: int, server: int, owner: int, at_end: Sequence[str]) -> None:
+    """Kill orphans as long as the anchor and the server live, then everything, and end as the server did.
+
+    Does not return.
+    """
     _continue_with_end_of(anchor)
     _close_files()
     remove_shared_files()
-    while os.getppid() == anchor and server not in reap():
+    ended: dict[int, int] = {}
+    while os.getppid() == anchor and server not in (ended := reap()):
         kill_orphans({server})
         continue_stopped(server, *children(server))
         time.sleep(POLL_SECONDS)
     kill_children()
+    if at_end:
+        os.spawnvp(os.P_WAIT, at_end[0], list(at_end))
     for _ in range(OWNER_POLLS):
         if read_stat(owner)[:1] in ([], ["Z"], ["X"]):
             break
         time.sleep(POLL_SECONDS)  # it ends, or only its server has ended
     remove_shared_files()
-    os._exit(0)
+    os._exit(_exit_status(ended.get(server, 0)))
+
+
+def _exit_status(code: int) -> int:
+    """Return the status of a process that ends as another one did: 128 + N for signal N, as in a shell."""
+    return code if code >= 0 else 128 - code
 
 
 def shared_file_prefix(owner: int) -> str:

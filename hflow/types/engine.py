@@ -17,6 +17,9 @@ from hflow.base.errors import RecipeError
 from hflow.types.sandbox import sandbox_of
 from hflow.types.trajectory import Trajectory
 
+EPISODE_COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "restarts")
+"""Counts of an episode that are metrics of its node."""
+
 MIN_TEMPERATURE = 0.01
 """The lowest temperature but 0. Logits divided by less may overflow, and vLLM draws with this one instead."""
 MAX_TEMPERATURE = 100.0

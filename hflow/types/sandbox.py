@@ -25,6 +25,7 @@ SANDBOX_PROVIDERS = Registry(
         "docker": "hflow.sandboxes.remote.docker:DockerSandboxes",
         "e2b": "hflow.sandboxes.remote.e2b:E2BSandboxes",
         "daytona": "hflow.sandboxes.remote.daytona:DaytonaSandboxes",
+        "modal": "hflow.sandboxes.remote.modal:ModalSandboxes",
     },
 )
 """The providers, each with what builds it: the most calls of a tool that run at the same time -> a new

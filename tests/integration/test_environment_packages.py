@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker_stand_in import Docker, installed_docker
 from endpoint_kit import serve
 from episode_kit import chatml_tokenizer, check_tokens, episode, heard, new_effects, new_engine
 from runs import run
@@ -376,10 +377,73 @@ def test_openenv_gives_the_rewards_of_its_own_client(
     asyncio.run(lose())
 
 
+@pytest.fixture
+def docker(openenv_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Docker]:
+    """A stand-in for Docker, whose images are the environment."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with installed_docker(tmp_path, [openenv_python, "-m", "pong.server.app", "--port"]) as docker:
+        yield docker
+    close_hosts()
+
+
+def wait_until_removed(docker: Docker) -> None:
+    deadline = time.monotonic() + 60
+    while docker.containers:
+        assert time.monotonic() < deadline, f"still there: {docker.containers}"
+        time.sleep(0.05)
+
+
+def test_an_image_of_openenv_is_played_in_containers_that_are_removed(openenv_python: str, docker: Docker):
+    settings: dict[str, Any] = {"python": openenv_python, "image": "pong:1"}
+    limits: dict[str, Any] = {"max_steps": 2, "step_timeout": 600.0}
+
+    async def main() -> list[float]:
+        replies = ["hi", "a long sentence"]
+        played = [openenv(ScriptedEngine(replies), 1, **limits, **settings) for _ in range(2)]
+        return [reward for _, reward, _, _ in await asyncio.gather(*played)]
+
+    assert asyncio.run(main()) == [1.2, 1.2]
+    wait_until_removed(docker)
+    assert docker.num_started == 3  # the first before the run begins
+
+    async def lose() -> None:
+        play = await open_environment("openenv", settings, {"seed": 1, "instructions": ""})
+        (container,) = docker.containers.values()
+        container.process.kill()
+        with pytest.raises(EpisodeError, match="step of the openenv environment failed: Connection"):
+            await play.call("step", reply="hi")
+        await play.close()
+
+    asyncio.run(lose())
+    with pytest.raises(ConfigError, match=r"missing:1 ended with exit code 125: docker: .*No such image"):
+        host_of("openenv", {**settings, "image": "missing:1"}).start()
+
+
+def test_containers_of_a_killed_process_are_removed(openenv_python: str, docker: Docker):
+    code = (
+        "import asyncio, sys\n"
+        "from hflow.environments.client import open_environment\n"
+        "async def main():\n"
+        "    settings = {'python': sys.argv[1], 'image': 'pong:1'}\n"
+        "    play = await open_environment('openenv', settings, {'seed': 1, 'instructions': ''})\n"
+        "    print('open', flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())"
+    )
+    client = subprocess.Popen([sys.executable, "-c", code, openenv_python], stdout=subprocess.PIPE)
+    with client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"open\n"
+        assert len(docker.containers) == 1
+        client.kill()
+    wait_until_removed(docker)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({}, "set url to a server of OpenEnv.* or module to the application"),
+        ({}, "set one of url, a server of OpenEnv .* module, .* or image"),
+        ({"module": PONG, "image": "pong:1"}, "set one of url"),
         ({"url": "http://127.0.0.1:9"}, "ConnectionError: http://127.0.0.1:9 cannot be reached"),
         ({"module": "no_package.app:app"}, "no_package.app:app cannot be imported: No module named"),
         ({"module": "pong.server.app:no"}, "pong.server.app has no 'no'; write MODULE:NAME"),

@@ -23,6 +23,7 @@ from runs import run
 from hflow import nodes
 from hflow.base.errors import ConfigError, EpisodeError, PlanError
 from hflow.environments.client import RemoteEnvironment, close_hosts, host_of, open_environment
+from hflow.environments.host import load_name
 from hflow.environments.interface import ENVIRONMENTS
 
 EXTENSION = Path(__file__).parents[1] / "kits" / "extension"
@@ -198,13 +199,42 @@ def test_nothing_outlives_a_client_that_is_killed():
             "has no module 'a_package_that_is_missing'; run .* -m pip install dice, or set python=",
         ),
         ({"python": "/no/python"}, "python is '/no/python', but no such program can be run"),
-        ({"python": "/bin/true"}, "/bin/true ended, or took longer"),
+        ({"python": "/bin/true"}, "/bin/true ended with exit code 0; it printed nothing"),
+        ({"sides": 1}, r"was killed by SIGKILL; its last lines: .*a die with one side \| rolls away$"),
+        (
+            {"sides": 2, "start_timeout": 0.5},
+            r"had not loaded it after 0\.5 s; raise start_timeout if it only needs more time; its last lines|"
+            r"had not loaded it after 0\.5 s; .*; it printed nothing",
+        ),
+        ({"start_timeout": 0}, "start_timeout is 0; set it to seconds"),
         ({"requirements": "no.txt"}, "requirements is 'no.txt', which cannot be read: No such file"),
     ],
 )
 def test_an_environment_that_cannot_start_says_why(settings: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=f"the dice environment cannot start: {reason}|{reason}"):
         host_of("dice", settings).start()
+
+
+def test_names_of_files_and_modules_are_loaded_in_the_server(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def roll():\n    return 6\n")
+    assert load_name(f"{file}:roll")() == 6
+    assert load_name(f"{file}:roll") is load_name(f"{file}:roll")
+    assert load_name("json:loads") is json.loads
+    for place, reason in [
+        ("json:lods", "json has no 'lods'; write MODULE:NAME or FILE.py:NAME"),
+        ("no_package.app:app", "no_package.app:app cannot be imported: No module named 'no_package'"),
+        (f"{tmp_path}/no.py:roll", "no.py:roll cannot be imported: .*No such file"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            load_name(place)
+
+
+def test_an_image_needs_docker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    reason = "the openenv environment cannot start: .*image needs the command docker, which is not installed"
+    with pytest.raises(ConfigError, match=reason):
+        host_of("openenv", {"image": "mine:1"}).start()
 
 
 def test_another_interpreter_does_not_see_the_variables_of_this_one(monkeypatch: pytest.MonkeyPatch):

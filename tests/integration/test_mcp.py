@@ -1,6 +1,7 @@
 """`nodes.mcp` and `open_tools` with a real server. A server takes seconds to start."""
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -234,7 +235,12 @@ def test_a_server_is_used_by_its_url(url: str):
         with pytest.raises(EpisodeError, match=r"127.0.0.1.*cannot be used"):
             await tools["end"]()
 
+    async def header(tools: McpTools) -> Any:
+        return await tools["header"](name="authorization")
+
     assert [use_tools(add, url) for _ in range(2)] == ["3", "6"]
+    with_headers = json.dumps({"url": url, "headers": {"Authorization": "Bearer ${SHADE}"}})
+    assert [use_tools(header, server) for server in (with_headers, url)] == ["Bearer light blue", "not set"]
     use_tools(end, url)
 
 
@@ -244,6 +250,13 @@ def test_a_server_is_used_by_its_url(url: str):
         ([], r"set servers to command lines or URLs of MCP servers"),
         (["no-such-program a"], "there is no program 'no-such-program'"),
         (["http://127.0.0.1:9/mcp"], "the server 'http://127.0.0.1:9/mcp' cannot be used: All connection"),
+        (
+            ['{"url": "http://127.0.0.1:9", "header": {}}'],
+            'must be {"url": "https://...", "headers": {"NAME"',
+        ),
+        (['{"url": "http://a", "headers": {"A": "$NONE"}}'], "A of .* needs the environment variable NONE"),
+        (["A=${NONE} python"], "A of .* needs the environment variable NONE"),
+        (["{url: 3}"], "is no JSON: Expecting property name"),
         (["python 'x"], "is no command line: No closing quotation"),
         (["COLOUR=blue"], "has no command"),
         (["python -m no_module"], "cannot be used: .*; its last line: .*No module named no_module"),

@@ -91,10 +91,10 @@ def paid(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_an_agent_with_a_tool_learns(paid: Path, tmp_path: Path) -> None:
     summary = run(paid, tmp_path / "runs", *ALONE, *AGENT)
     rows = steps_of(summary)
-    assert sum(row["agent/agent.tool_calls"] for row in rows) > 0
+    assert sum(row["agent/tool_calls"] for row in rows) > 0
     for row in rows:
         assert [key for key, value in row.items() if not math.isfinite(value)] == []
-        assert row["agent/agent.tool_errors"] <= row["agent/agent.tool_calls"] == row["agent/num_calls"]
+        assert row["agent/tool_errors"] <= row["agent/tool_calls"] == row["agent/num_calls"]
         assert row["actor_train/grad_norm"] > 0
     first, second = (
         load_file(summary.directory / "checkpoints" / f"step-{k}" / "actor" / "model.safetensors")
@@ -111,7 +111,7 @@ def test_an_agent_on_two_workers_equals_one_process(
     alone = run(paid, tmp_path / "alone", *ALONE, *AGENT)
     apart = run(paid, tmp_path / "apart", *AGENT, "cluster=cpu-1x2", processes=two_processes)
     for ours, theirs in zip(steps_of(alone), steps_of(apart), strict=True):
-        for name in ("num_calls", "reward", "num_turns", "agent.tool_errors", "agent.malformed_calls"):
+        for name in ("num_calls", "reward", "num_turns", "tool_errors", "malformed_calls"):
             assert ours[f"agent/{name}"] == theirs[f"agent/{name}"]
     assert largest_difference(weights_of(alone), weights_of(apart)) < 1e-4
 

@@ -1,4 +1,4 @@
-"""Sandboxes of E2B and Daytona by their own packages, which pip installs: minutes, and a package index.
+"""Sandboxes of E2B, Daytona and Modal by their own packages, which pip installs: minutes, a package index.
 
 Their services are not tested: a server of this machine answers the requests, and runs the commands here. The
 packages, the program of a call and its confinement are real.
@@ -22,7 +22,7 @@ from hflow.types.sandbox import Sandbox, ToolFailed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-PACKAGES = ["e2b==2.63.0", "daytona==0.226.1"]
+PACKAGES = ["e2b==2.63.0", "daytona==0.226.1", "modal==1.6.4"]
 PROVIDERS = ["e2b", "daytona"]
 
 
@@ -87,3 +87,27 @@ def test_a_missing_key_is_refused(provider: str, service: Service, monkeypatch: 
     monkeypatch.delenv(f"{provider.upper()}_API_KEY")
     with pytest.raises(RunError, match=rf"environment variable {provider.upper()}_API_KEY"):
         call(provider, tools.calculator, {"expression": "1"})
+
+
+def test_modal_runs_a_call_and_ends_its_sandbox(monkeypatch: pytest.MonkeyPatch):
+    from modal_service import serve_modal
+
+    with serve_modal() as service:
+        monkeypatch.setenv("MODAL_SERVER_URL", service.url)
+        monkeypatch.setenv("MODAL_TOKEN_ID", "ak-1")
+        with pytest.raises(RunError, match="environment variable MODAL_TOKEN_SECRET"):
+            call("modal", tools.calculator, {"expression": "1"})
+        monkeypatch.setenv("MODAL_TOKEN_SECRET", "as-1")
+        assert call("modal", tools.calculator, {"expression": "6 * 7"}) == "42"
+        with pytest.raises(ToolFailed, match="ZeroDivisionError"):
+            call("modal", tools.calculator, {"expression": "1 / 0"}, image="mine:1")
+        with pytest.raises(ToolFailed, match=r"its timeout of 0.3 s"):
+            call("modal", tools.endless, {}, timeout=0.3)
+        assert service.ended == ["sb-1", "sb-2", "sb-3"]
+        assert service.images[1] == ["FROM mine:1"]
+        first = service.made[0]
+        assert first.timeout_secs == 320
+        assert first.network_access.network_access_type == first.network_access.BLOCKED
+        service.refused = "refused by the stub"
+        with pytest.raises(EpisodeError, match=r"calculator \(modal\) failed: .*refused by the stub"):
+            call("modal", tools.calculator, {"expression": "1"})

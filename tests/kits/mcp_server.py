@@ -5,6 +5,7 @@ import sys
 import time
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 
 server = MCPServer("counter")
 total = 0
@@ -31,6 +32,12 @@ def clock() -> int:
 @server.tool()
 def variable(name: str) -> str:
     return os.environ.get(name, "not set")
+
+
+@server.tool()
+def header(name: str, context: Context) -> str:
+    """Return a header of the request."""
+    return (context.headers or {}).get(name, "not set")
 
 
 @server.tool()

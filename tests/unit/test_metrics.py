@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.running.shown_metrics import builtin_metrics
+from hflow.runtime.execution.batch_runner import _shorten
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
@@ -101,3 +102,18 @@ def test_the_files_of_a_run(tmp_path: Path):
     assert len(set(directories)) == len(directories), "some are removed when the run ends"
     run.write_summary({"steps": 3})
     assert json.loads(run.summary.read_text()) == {"steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("agent/agent.tool_calls", "agent/tool_calls"),
+        ("agent/agent.judge.score", "agent/judge.score"),
+        ("agent/rubric.clear", "agent/rubric.clear"),
+        ("agent/agent.reward", "agent/agent.reward"),  # a field
+        ("agent/agent.reward_std", "agent/agent.reward_std"),  # a metric of hflow
+        ("agent/agent", "agent/agent"),
+    ],
+)
+def test_metrics_of_a_generate_node_do_not_repeat_its_name(name: str, shown: str) -> None:
+    assert _shorten(name, {"agent/reward"}) == shown

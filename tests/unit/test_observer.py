@@ -232,6 +232,7 @@ def test_a_model_without_a_gradient_for_five_steps_is_warned_of_once(tmp_path: P
         "staleness/lag_3",
         "actor_train/mine",
         "actor_gen/reward",
+        "actor_gen/tool_errors",
     ],
 )
 def test_a_metric_that_the_recipe_can_have_may_be_shown(name: str) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError
 from hflow.dsl import generate
-from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.environments.interface import Adapter, HostSettings, json_object, read_host_settings
 from hflow.environments.play import play
 from hflow.types import Engine, Trajectory
 
@@ -28,6 +26,7 @@ async def gymnasium(
     step_timeout: float = 30.0,
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> tuple[Trajectory, float, int, int]:
     """Let the model play an environment of gymnasium. Observations are messages of the user.
 
@@ -48,6 +47,7 @@ async def gymnasium(
         step_timeout: seconds that one step may take.
         python: path of the interpreter that has the package. Default: that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the environment must be loaded, before the run begins.
     """
     settings = {
         "id": id,
@@ -56,6 +56,7 @@ async def gymnasium(
         "actions": list(actions),
         "python": python,
         "requirements": requirements,
+        "start_timeout": start_timeout,
     }
     played = await play(
         engine,
@@ -77,9 +78,7 @@ def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
         "render": knobs.get("render", ""),
         "actions": list(knobs.get("actions", ())),
     }
-    remote = str(Path(__file__).with_name("remote.py"))
-    python, requirements = knobs.get("python"), knobs.get("requirements")
-    return HostSettings(remote, json.dumps(load), "gymnasium", python, requirements)
+    return read_host_settings(__file__, load, "gymnasium", knobs)
 
 
 ADAPTER = Adapter("gymnasium", gymnasium, _host_settings)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import re
-from collections.abc import Callable
 from typing import Any
 
 MAX_VALUES = 64
@@ -25,10 +22,11 @@ class Environments:
 
     def __init__(self, id: str, options: dict[str, Any], render: str, actions: list[str]) -> None:
         import gymnasium
+        from hflow_host import load_name
 
         self._id, self._options = id, options
         self._make = gymnasium.make
-        self.function = _load_function(render) if ":" in render else None
+        self.function = load_name(render) if ":" in render else None
         modes = gymnasium.make(id, **options).metadata.get("render_modes", [])
         self.uses_ansi = render == "ansi" or (not render and "ansi" in modes and self._is_plain())
         if render == "ansi" and "ansi" not in modes:
@@ -173,18 +171,3 @@ def _value_text(observation: Any) -> str:
             "text; set render to FILE.py:FUNCTION, a function that returns its text"
         )
     return numpy.array2string(array, precision=3, separator=", ", max_line_width=200)
-
-
-def _load_function(render: str) -> Callable[[Any], Any]:
-    """Return the function that `FILE.py:FUNCTION` or `MODULE:FUNCTION` names."""
-    place, _, name = render.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("hflow_render", place)
-        assert spec is not None, place
-        assert spec.loader is not None, place
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    function: Callable[[Any], Any] = getattr(module, name)
-    return function

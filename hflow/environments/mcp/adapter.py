@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from hflow.base.errors import ConfigError
 from hflow.dsl import generate
-from hflow.environments.interface import Adapter, HostSettings
+from hflow.environments.interface import Adapter, HostSettings, read_host_settings
 from hflow.environments.mcp.tools import open_tools
 from hflow.types import Engine, Messages, Trajectory
 
@@ -25,6 +23,7 @@ async def mcp(
     replay: Literal["again", "recorded", "never"] = "again",
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> Trajectory:
     """Answer a prompt with the tools of MCP servers. Each episode has servers of its own.
 
@@ -32,7 +31,8 @@ async def mcp(
         engine: generates the replies.
         prompt: the messages so far. A text is one message of the user.
         servers: the servers: command lines that start one, such as `mcp-server-time` or
-            `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run.
+            `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run. A URL with headers is an object as
+            JSON: `{"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer $TOKEN"}}`.
         max_steps: most replies of an episode.
         step_timeout: seconds that starting the servers, and one call, may take.
         replay: what an episode does that is interrupted: `again` starts the servers and makes the calls
@@ -41,6 +41,7 @@ async def mcp(
         python: path of the interpreter that has the package `mcp`. Commands find its programs first. Default:
             that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the servers must list their tools, before the run begins.
     """
     tools: Any = await engine.environment(
         open_tools,
@@ -49,6 +50,7 @@ async def mcp(
         replay=replay,
         python=python,
         requirements=requirements,
+        start_timeout=start_timeout,
     )
     talk = await engine.complete(prompt, tools=tools.schemas)
     for _ in range(max_steps - 1):
@@ -63,9 +65,7 @@ async def mcp(
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     if not knobs.get("servers"):
         raise ConfigError("set servers to command lines or URLs of MCP servers, such as ['mcp-server-time']")
-    remote = str(Path(__file__).with_name("remote.py"))
-    load = json.dumps({"servers": list(knobs["servers"])})
-    return HostSettings(remote, load, "'mcp>=2.3,<3'", knobs.get("python"), knobs.get("requirements"))
+    return read_host_settings(__file__, {"servers": list(knobs["servers"])}, "'mcp>=2.3,<3'", knobs)
 
 
 ADAPTER = Adapter("mcp", mcp, _host_settings)

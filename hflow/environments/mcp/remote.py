@@ -12,8 +12,6 @@ import tempfile
 from contextlib import AsyncExitStack
 from typing import Any
 
-START_SECONDS = 120.0
-"""Longest wait for a server to start and list its tools, before the run begins."""
 _INVALID_PARAMS = -32602
 """The code with which servers refuse a call that the model has written."""
 
@@ -36,10 +34,7 @@ class Servers:
 
     async def check(self) -> None:
         """Open all servers once."""
-        try:
-            tools = await asyncio.wait_for(self.open(), START_SECONDS)
-        except asyncio.TimeoutError:  # noqa: UP041 - another class in Python 3.10
-            raise TimeoutError(f"the servers did not list their tools in {START_SECONDS:g} s") from None
+        tools = await self.open()
         await tools.close()
 
     async def open(self) -> Tools:
@@ -68,6 +63,7 @@ class Tools:
             ValueError: for a server that cannot be used, and for tools without a schema or with equal names.
         """
         for server in self._servers:
+            print(f"waiting for the tools of {server.name}")  # noqa: T201 - the last line if it takes too long
             for tool in await server.start():
                 self._add(server, tool)
         if not self._owners:
@@ -108,14 +104,19 @@ class _Server:
     """A connection to a server.
 
     Args:
-        server: a URL, or a command line. Variables in front of a command are the server's, as in a shell.
+        server: a URL, an object with `url` and `headers` as JSON, or a command line. Variables in front of a
+            command are the server's, as in a shell.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is none of them.
     """
 
     def __init__(self, server: str) -> None:
         self.name = f"the server {server!r}"
+        self._headers: dict[str, str] = {}
+        if server.lstrip().startswith("{"):
+            server, self._headers = self._read_object(server)
+            self.name = f"the server {server!r}"
         self._url = server if re.match("https?://", server) else ""
         self._command, self._variables = ([], {}) if self._url else self._read_command(server)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `close`
@@ -158,7 +159,13 @@ class _Server:
 
         async with AsyncExitStack() as stack:
             server: Any = self._url
-            if not self._url:
+            if self._headers:
+                from httpx2 import AsyncClient
+                from mcp.client.streamable_http import streamable_http_client
+
+                client = await stack.enter_async_context(AsyncClient(headers=self._headers, timeout=None))
+                server = streamable_http_client(self._url, http_client=client)
+            elif not self._url:
                 command, *arguments = self._command
                 settings = StdioServerParameters(command=command, args=arguments, env=self._variables)
                 server = stdio_client(settings, self._log)
@@ -218,6 +225,26 @@ class _Server:
             raise ValueError(f"the tool {tool} of {self.name} returned {block.type} and no text")
         return str(text)
 
+    def _read_object(self, server: str) -> tuple[str, dict[str, str]]:
+        """Return the URL and the headers of a server, with the values of the variables that headers name."""
+        try:
+            entry = json.loads(server)
+        except ValueError as error:
+            raise ValueError(f"{self.name} is no JSON: {error}") from None
+        url, headers = entry.pop("url", ""), entry.pop("headers", {})
+        if entry or not re.match("https?://", str(url)) or not isinstance(headers, dict):
+            raise ValueError(f'{self.name} must be {{"url": "https://...", "headers": {{"NAME": "VALUE"}}}}')
+        return url, {name: self._expand(name, str(value)) for name, value in headers.items()}
+
+    def _expand(self, name: str, value: str) -> str:
+        """Replace the environment variables that a value names, `$NAME` or `${NAME}`, by theirs."""
+        for variable in re.findall(r"\$\{?([A-Za-z_]\w*)", value):
+            if variable not in os.environ:
+                raise ValueError(
+                    f"{name} of {self.name} needs the environment variable {variable}; set it on each machine"
+                )
+        return os.path.expandvars(value)
+
     def _read_command(self, server: str) -> tuple[list[str], dict[str, str]]:
         try:
             words = shlex.split(server)
@@ -226,7 +253,7 @@ class _Server:
         variables = {}
         while words and re.match(r"[A-Za-z_]\w*=", words[0]):
             name, _, value = words.pop(0).partition("=")
-            variables[name] = os.path.expandvars(value)
+            variables[name] = self._expand(name, value)
         if not words:
             raise ValueError(f"{self.name} has no command; write a command line or a URL")
         return words, variables

@@ -52,6 +52,7 @@ async def open_tools(
     replay: Replay = "again",
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> McpTools:
     """Open the tools of MCP servers: `tools = await engine.environment(open_tools, servers=[...])`.
 
@@ -61,12 +62,18 @@ async def open_tools(
         replay: what is done when the episode is replayed, see `Replay`.
         python: path of the interpreter that has the package `mcp`. Default: that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the servers must list their tools, before the run begins.
 
     Raises:
         ConfigError: if they cannot be started, or their tools cannot be offered to a model.
         EpisodeError: if they cannot be started again.
     """
-    settings = {"servers": list(servers), "python": python, "requirements": requirements}
+    settings = {
+        "servers": list(servers),
+        "python": python,
+        "requirements": requirements,
+        "start_timeout": start_timeout,
+    }
     opened = await open_environment("mcp", settings, {}, timeout, replay)
     try:
         return McpTools(opened, await opened.call("schemas"))

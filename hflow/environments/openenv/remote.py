@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import re
+import secrets
+import shutil
 import socket
+import tempfile
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_VALUES = 64
 """Most numbers of an observation's field that becomes a text without a function of the user."""
+_PORT = 8000
+"""The port of a server in an image."""
+_POLL_SECONDS = 0.1
 _NO_LIMIT = 1e9
 """Seconds of the client's own limits. Those of the node are the limits."""
 
 
-def load(url: str, module: str, options: dict[str, Any], render: str, parse: str) -> OpenEnvEnvironments:
+def load(
+    url: str, module: str, image: str, options: dict[str, Any], render: str, parse: str
+) -> OpenEnvEnvironments:
     """Import the environment or find its server, reset it once, and check that it can be played in words."""
-    environments = OpenEnvEnvironments(url, module, options, render, parse)
+    if image and shutil.which("docker") is None:
+        raise FileNotFoundError(
+            "image needs the command docker, which is not installed. Install Docker, or set url or module"
+        )
+    environments = OpenEnvEnvironments(url, module, image, options, render, parse)
     asyncio.run(environments.check())
     return environments
 
@@ -28,17 +39,21 @@ def load(url: str, module: str, options: dict[str, Any], render: str, parse: str
 class OpenEnvEnvironments:
     """Opens environments of one kind."""
 
-    def __init__(self, url: str, module: str, options: dict[str, Any], render: str, parse: str) -> None:
+    def __init__(
+        self, url: str, module: str, image: str, options: dict[str, Any], render: str, parse: str
+    ) -> None:
         import openenv.core.generic_client  # noqa: F401 - episodes begin as copies of this process
+        from hflow_host import load_name
 
         self.one_process = not module  # connections to a server must stay alive while a model generates
         self._url = url.rstrip("/")
-        self._app: Any = _load_name(module) if module else None
+        self._image = image
+        self._app: Any = load_name(module) if module else None
         self._serving: asyncio.Future[None] | None = None
         self.options = options
         self.field = "" if ":" in render else render
-        self.render = _load_name(render) if ":" in render else None
-        self.parse = _load_name(parse) if parse else None
+        self.render = load_name(render) if ":" in render else None
+        self.parse = load_name(parse) if parse else None
 
     async def check(self) -> None:
         """Open an environment once."""
@@ -49,11 +64,12 @@ class OpenEnvEnvironments:
             await self._serving
 
     async def open(self, seed: int, instructions: str) -> Play:
-        """Begin an episode, with a server of its own if there is a module."""
-        url = self._url or await self._serve()
-        play = Play(self, url, instructions)
+        """Begin an episode, with a server of its own if there is a module or an image."""
+        container = _Container(self._image) if self._image else None
+        play = Play(self, instructions, container)
         try:
-            await play.start(seed)
+            url = await container.start() if container else self._url or await self._serve()
+            await play.start(url, seed)
         except BaseException:
             await play.close()
             raise
@@ -91,25 +107,89 @@ class OpenEnvEnvironments:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+class _Container:
+    """A server in a container of this machine's Docker, which its program `docker` holds."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+        self._name = f"hflow-{secrets.token_hex(8)}"
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `close`
+        self._process: Any = None
+
+    async def start(self) -> str:
+        """Start it, wait until its server is healthy, and return the server's URL.
+
+        Raises:
+            ConnectionError: if it ends before, with its exit code and last line.
+        """
+        from hflow_host import CONTAINER_LABEL
+
+        self._process = await asyncio.create_subprocess_exec(
+            *("docker", "run", "--rm", "--name", self._name, "--label", CONTAINER_LABEL),
+            *("--publish", f"127.0.0.1::{_PORT}", self._image),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        address = ""
+        while self._process.returncode is None:
+            address = address or await self._docker("port", self._name, str(_PORT))
+            if address:
+                with suppress(OSError):
+                    await asyncio.to_thread(_get, f"http://{address}/health")
+                    return f"http://{address}"
+            await asyncio.sleep(_POLL_SECONDS)
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        raise ConnectionError(
+            f"the container of {self._image} ended with exit code {self._process.returncode}: "
+            f"{lines[-1] if lines else 'it printed nothing'}"
+        )
+
+    async def close(self) -> None:
+        """Remove it."""
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()  # it may still download the image
+            await self._process.wait()
+            await self._docker("rm", "--force", self._name)
+        self._log.close()
+
+    async def _docker(self, *command: str) -> str:
+        """Run a command, and return the first line of its output."""
+        process = await asyncio.create_subprocess_exec(
+            "docker",
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        output, _ = await process.communicate()
+        return output.decode().partition("\n")[0]
+
+
 class Play:
     """One episode of an environment."""
 
-    def __init__(self, environments: OpenEnvEnvironments, url: str, instructions: str) -> None:
-        from openenv.core.generic_client import GenericEnvClient
-
+    def __init__(
+        self, environments: OpenEnvEnvironments, instructions: str, container: _Container | None
+    ) -> None:
         self._environments = environments
-        self._url = url
-        # No pings: the event loop of an episode's process stops between calls, and would find them late.
-        self._client = GenericEnvClient(url, message_timeout_s=_NO_LIMIT, websocket_ping_interval_s=None)
+        self._container = container
+        self._client: Any = None
         self._instructions = instructions
         self._text = ""
 
-    async def start(self, seed: int) -> None:
-        """Reset the environment."""
+    async def start(self, url: str, seed: int) -> None:
+        """Connect to the server and reset the environment."""
+        from openenv.core.generic_client import GenericEnvClient
+
+        # No pings: the event loop of an episode's process stops between calls, and would find them late.
+        self._client = GenericEnvClient(url, message_timeout_s=_NO_LIMIT, websocket_ping_interval_s=None)
         try:
-            schema = await asyncio.to_thread(_get, f"{self._url}/schema")
+            schema = await asyncio.to_thread(_get, f"{url}/schema")
         except OSError as error:
-            raise ConnectionError(f"{self._url} cannot be reached: {error}") from None
+            raise ConnectionError(f"{url} cannot be reached: {error}") from None
         self._actions = _Actions(schema["action"], self._environments.parse)
         self._instructions = self._instructions or self._actions.instructions
         result = await self._client.reset(seed=seed, **self._environments.options)
@@ -141,8 +221,13 @@ class Play:
         return {"message": self._text, "reward": reward, "is_end": is_end, "is_action": True}
 
     async def close(self) -> None:
-        """End the session."""
-        await self._client.close()
+        """End the session, and remove its container."""
+        try:
+            if self._client is not None:
+                await self._client.close()
+        finally:
+            if self._container is not None:
+                await self._container.close()
 
 
 class _Actions:
@@ -243,22 +328,3 @@ def _value_text(name: str, value: Any) -> str:
 def _get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)
-
-
-def _load_name(place: str) -> Any:
-    """Return the value with the name `FILE.py:NAME` or `MODULE:NAME`."""
-    module_name, _, name = place.rpartition(":")
-    if module_name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("hflow_loaded", module_name)
-        assert spec is not None, place
-        assert spec.loader is not None, place
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{place} cannot be imported: {error}; install the environment") from None
-    if not hasattr(module, name):
-        raise ValueError(f"{module_name} has no {name!r}; write MODULE:NAME or FILE.py:NAME")
-    return getattr(module, name)

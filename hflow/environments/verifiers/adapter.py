@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from hflow.base.errors import ConfigError, EpisodeError
 from hflow.dsl import generate
 from hflow.environments.client import open_environment
-from hflow.environments.interface import Adapter, HostSettings, json_object
+from hflow.environments.interface import Adapter, HostSettings, json_object, read_host_settings
 from hflow.types import Engine, Metrics, Trajectory
 
 
@@ -24,6 +22,7 @@ async def verifiers(
     replay: Literal["again", "never"] = "again",
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> tuple[list[Trajectory], float, Metrics]:
     """Let an environment of verifiers run its episode, and score it.
 
@@ -42,8 +41,15 @@ async def verifiers(
             completions that it had; `never` begins again, for environments that are not repeatable.
         python: path of the interpreter that has the package. Default: that of hflow.
         requirements: a file in pip's format, installed once on each machine.
+        start_timeout: seconds in which the environment must be loaded, before the run begins.
     """
-    settings = {"env": env, "args": args, "python": python, "requirements": requirements}
+    settings = {
+        "env": env,
+        "args": args,
+        "python": python,
+        "requirements": requirements,
+        "start_timeout": start_timeout,
+    }
     remote: Any = await engine.environment(
         open_environment, adapter="verifiers", settings=settings, arguments={}, replay=replay
     )
@@ -69,11 +75,9 @@ def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     if not knobs.get("env"):
         raise ConfigError("set env to an environment of verifiers, such as vf-gsm8k")
     load = {"env": knobs["env"], "args": json_object(knobs.get("args", "{}"), "args")}
-    remote = str(Path(__file__).with_name("remote.py"))
-    python, requirements = knobs.get("python"), knobs.get("requirements")
-    is_own = python is None and requirements is None
+    is_own = knobs.get("python") is None and knobs.get("requirements") is None
     packages = "'verifiers<0.3'" if is_own else "verifiers"  # 0.4 has pins that change hflow's interpreter
-    return HostSettings(remote, json.dumps(load), packages, python, requirements)
+    return read_host_settings(__file__, load, packages, knobs)
 
 
 ADAPTER = Adapter("verifiers", verifiers, _host_settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from contextvars import ContextVar
@@ -30,14 +29,14 @@ class Environment:
     def __init__(self, env: str, args: dict[str, Any]) -> None:
         import openai
         import verifiers
+        from hflow_host import load_name
 
         # A client takes 30 ms to make, so episodes share one. The engine may sleep, so it has no timeout.
         self._client = openai.AsyncOpenAI(
             base_url="http://127.0.0.1", api_key="-", timeout=None, max_retries=0
         )
-        module, _, name = env.partition(":")
-        if name:
-            self._environment = getattr(importlib.import_module(module), name)(**args)
+        if ":" in env:
+            self._environment = load_name(env)(**args)
         else:
             self._environment = verifiers.load_environment(env, **args)
         if self._environment.requires_group_rollouts:

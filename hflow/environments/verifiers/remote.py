@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ def load(env: str, args: dict[str, Any]) -> Any:
         ValueError: for a version between the generations, or wrong arguments.
     """
     import verifiers
+    from hflow_host import load_file
 
     version = tuple(int(number) for number in verifiers.__version__.split(".")[:2])
     if (0, 3) <= version < (0, 4):
@@ -22,10 +22,5 @@ def load(env: str, args: dict[str, Any]) -> Any:
         )
     is_old = version < (0, 3)
     name, kind = ("generation_v0", "Environment") if is_old else ("generation_v1", "TasksetEnvironment")
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"hflow_{name}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file(str(Path(__file__).with_name(f"{name}.py")))
     return getattr(module, kind)(env, args)

@@ -10,6 +10,7 @@ from typing import Any
 from hflow.base.errors import ConfigError, DataError, EpisodeError
 from hflow.data.rows.row_schema import RowSchema
 from hflow.environments.client import host_of
+from hflow.environments.interface import COMMON_KNOBS
 
 SPLITS = ("train", "heldout")
 
@@ -20,8 +21,9 @@ class VerifiersRows:
     Args:
         task: the environment, as in the node's `env`.
         split: `train`, or `heldout`, the environment's examples for evaluation.
-        arguments: `args`, the environment's, also as JSON text; `python` and `requirements`, as for the node;
-            `size`, the most rows; and `select`, which tasks of a taskset are rows.
+        arguments: `args`, the environment's, also as JSON text; `python`, `requirements` and
+            `start_timeout`, as for the node; `size`, the most rows; and `select`, which tasks of a taskset
+            are rows.
         schema: the columns to read.
 
     Raises:
@@ -39,11 +41,11 @@ class VerifiersRows:
         given = dict(arguments)
         size, args, select = given.pop("size", -1), given.pop("args", {}), given.pop("select", {})
         settings = {"env": task, "args": args if isinstance(args, str) else json.dumps(args)}
-        settings |= {name: given.pop(name) for name in ("python", "requirements") if name in given}
+        settings |= {name: given.pop(name) for name in COMMON_KNOBS if name in given}
         if given:
             raise DataError(
                 f"{schema.key}.arguments.{next(iter(given))} does not exist; there are args, python, "
-                "requirements, select and size"
+                "requirements, select, size and start_timeout"
             )
         try:
             self._rows = host_of("verifiers", settings).request("rows", split=split, size=size, select=select)

@@ -17,6 +17,7 @@ from hflow.runtime.state import run_state
 from hflow.services import limits
 from hflow.training.interface import LOSS
 from hflow.types import Unit
+from hflow.types.engine import EPISODE_COUNTS
 
 DECLARING_MODULES = (batch_runner, device_use, limits, step_metrics, run_state)
 """The modules that declare metrics, besides `hflow.training.interface`."""
@@ -50,7 +51,8 @@ class ShownMetrics:
 def check_metric_names(config: RunConfig, graph: Graph) -> None:
     """Refuse names in `report.show` and `keep_best` that no metric of this recipe can have.
 
-    Which metrics a train node returns is known only when it runs, so any `NODE/name` is accepted.
+    The metrics that a node returns are known only when it runs, so any `NODE/name` is accepted for one that
+    may return some.
 
     Raises:
         ConfigError: for the first such name, with the nearest metric.
@@ -75,6 +77,9 @@ def _can_exist(pattern: str, graph: Graph) -> bool:
     if slash and any(fnmatchcase(node, first) for node in nodes):
         return True
     if first in streams and any(last.startswith(f"{node.name}.") for node in graph.nodes):
+        return True
+    source = next((node for node in graph.nodes if node.name == first and first in streams), None)
+    if source is not None and (source.spec.metrics or last in EPISODE_COUNTS):
         return True
     if any(metric.key_of(pattern) is not None for metric in builtin_metrics() if "{node}" not in metric.name):
         return True

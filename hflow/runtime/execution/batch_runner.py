@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import fsum
 
 from hflow.data_plane.locations import DataLocations
 from hflow.graph.ir import TRAJECTORY_FIELDS, Level
 from hflow.graph.queries import reported_field
-from hflow.metrics import declare
+from hflow.metrics import declare, declared, find_metric
 from hflow.planner.plan.rows import EdgeRule, Plan
 from hflow.runtime.execution.node_execution import NodeExecution, StepBatch, output_fields
 from hflow.runtime.execution.run_context import RunContext
@@ -69,6 +69,7 @@ class BatchRunner:
         )
         self._readers = _token_field_readers(plan)
         self._made_by_batch = _fields_of_batch_nodes(plan)
+        self._fields = _fields_of_streams(plan)
         self._batches: dict[tuple[str, int], StepBatch] = {}
         self._done: dict[int, set[str]] = defaultdict(set)
         """Step -> batch nodes that are done."""
@@ -188,11 +189,12 @@ class BatchRunner:
         self, stream: str, samples_of: Iterable[tuple[int, Sequence[int]]]
     ) -> dict[str, float]:
         """Return the means of numeric fields over samples, given as (worker, samples)."""
-        return average_fields(
+        means = average_fields(
             await asyncio.gather(
                 *(self._run.workers.summarize(worker, stream, samples) for worker, samples in samples_of)
             )
         )
+        return {_shorten(name, self._fields): mean for name, mean in means.items()}
 
     def _report(self, node: str, step: int, values: Mapping[str, float]) -> None:
         """Report what a node measured: for a step, or for the version that a side stream evaluates."""
@@ -220,6 +222,18 @@ class BatchRunner:
         )
 
 
+def _shorten(name: str, fields: Container[str]) -> str:
+    """Return `node/metric` for a metric `node/node.metric` of the node that a stream is named after.
+
+    Other names are returned as they are, and so is a metric with the name of a field or of hflow's own.
+    """
+    stream, _, metric = name.partition("/")
+    if not metric.startswith(f"{stream}."):
+        return name
+    short = f"{stream}/{metric.removeprefix(f'{stream}.')}"
+    return name if short in fields or find_metric(short, declared()) is not None else short
+
+
 def _without_metric(name: str) -> str:
     """Return `stream/node` of a metric `stream/node.metric`, and other names as they are."""
     return name.partition(".")[0]
@@ -238,6 +252,18 @@ def _fields_of_batch_nodes(plan: Plan) -> dict[str, frozenset[str]]:
         node.name: frozenset((*output_fields(plan, node.name), f"{node.stream}/{node.name}"))
         for node in nodes
     }
+
+
+def _fields_of_streams(plan: Plan) -> frozenset[str]:
+    """Return the fields that samples of each stream may have, as `stream/field`."""
+    graph = plan.graph
+    columns = {dataset.name: dict(dataset.columns) for dataset in graph.datasets}
+    from_sources = {
+        f"{stream.name}/{field}"
+        for stream in graph.streams
+        for field in (*TRAJECTORY_FIELDS, "truncated", *columns.get(stream.dataset or "", ()))
+    }
+    return frozenset(from_sources.union(*(output_fields(plan, node.name) for node in graph.nodes)))
 
 
 def _token_field_readers(plan: Plan) -> dict[str, frozenset[str]]:

@@ -12,7 +12,7 @@ class DaytonaSandboxes(ServiceSandboxes):
     """Sandboxes without a network, of an image. Daytona deletes one when its time is over."""
 
     name = "daytona"
-    key_variable = "DAYTONA_API_KEY"
+    key_variables = ("DAYTONA_API_KEY",)
 
     async def execute(self, program: bytes, limits: Sandbox) -> bytes:
         """Run a program in a new sandbox, and return its standard output.

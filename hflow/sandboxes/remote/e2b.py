@@ -10,7 +10,7 @@ class E2BSandboxes(ServiceSandboxes):
     """Machines without access to the internet, of a template. E2B ends a machine when its time is over."""
 
     name = "e2b"
-    key_variable = "E2B_API_KEY"
+    key_variables = ("E2B_API_KEY",)
 
     async def execute(self, program: bytes, limits: Sandbox) -> bytes:
         """Run a program in a new machine, and return its standard output.

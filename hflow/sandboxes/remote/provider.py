@@ -112,8 +112,8 @@ def longest_life(limits: Sandbox) -> int:
 class ServiceSandboxes(RemoteSandboxes):
     """Calls on machines of a service, by its own package, which has the provider's name."""
 
-    key_variable = ""
-    """The environment variable with the service's key."""
+    key_variables: tuple[str, ...] = ()
+    """The environment variables with the service's key."""
 
     @classmethod
     def find_problem(cls, limits: Sandbox) -> str | None:
@@ -121,8 +121,8 @@ class ServiceSandboxes(RemoteSandboxes):
         name = cls.name
         if importlib.util.find_spec(name) is None:
             return f"provider={name!r} needs the package {name}. Run pip install 'hflow-rl[{name}]'"
-        if not os.environ.get(cls.key_variable):
-            return f"provider={name!r} needs a key in the environment variable {cls.key_variable}. Set it"
+        if missing := [variable for variable in cls.key_variables if not os.environ.get(variable)]:
+            return f"provider={name!r} needs a key in the environment variable {missing[0]}. Set it"
         return refuse_local(name, limits)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hflow import Engine, Trajectory, generate
 from hflow.environments.client import open_environment
-from hflow.environments.interface import Adapter, HostSettings
+from hflow.environments.interface import Adapter, HostSettings, read_host_settings
 
 
 @generate(returns="reward")
@@ -21,9 +19,16 @@ async def dice(
     one_process: bool = False,
     python: str | None = None,
     requirements: str | None = None,
+    start_timeout: float = 300.0,
 ) -> tuple[Trajectory, float]:
     """Guess the roll of a die."""
-    settings = {"sides": sides, "one_process": one_process, "python": python, "requirements": requirements}
+    settings = {
+        "sides": sides,
+        "one_process": one_process,
+        "python": python,
+        "requirements": requirements,
+        "start_timeout": start_timeout,
+    }
     die: Any = await engine.environment(
         open_environment, adapter="dice", settings=settings, arguments={"seed": int(1000 * engine.random())}
     )
@@ -34,8 +39,7 @@ async def dice(
 
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     load = {"sides": knobs.get("sides", 6), "one_process": knobs.get("one_process", False)}
-    remote = str(Path(__file__).with_name("remote.py"))
-    return HostSettings(remote, json.dumps(load), "dice", knobs.get("python"), knobs.get("requirements"))
+    return read_host_settings(__file__, load, "dice", knobs)
 
 
 ADAPTER = Adapter("dice", dice, _host_settings)

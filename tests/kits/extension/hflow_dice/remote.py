@@ -14,6 +14,12 @@ def load(sides: int, one_process: bool) -> Dice:
     print("a line on stdout", flush=True)
     if sides == 0:
         import a_package_that_is_missing  # noqa: F401
+    if sides == 1:
+        print("a die with one side\nrolls away", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
+    if sides == 2:
+        print("a coin", flush=True)
+        time.sleep(1000)
     if sides < 0:
         raise ValueError(f"a die has no {sides} sides\nand no second line")
     return Dice(sides, one_process)
