@@ -50,8 +50,8 @@ from hflow.types.kernels import LayerKernels
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 NUM_SEQUENCES = 2
-NUM_STEPS = 3
-SECONDS = 300.0
+NUM_STEPS = 2
+SECONDS = 400.0
 """Longest time of a cell, whose model is built on the CPU."""
 ADAPTERS = LoraConfig(r=16, alpha=32)
 

@@ -1,4 +1,4 @@
-"""What runs on a GPU machine that has torch, transformers and the wheels of `make gpu-wheels`, and no network."""
+"""What runs on a GPU machine that has torch, transformers and the wheels of `make gpu-wheels`, but no net."""
 
 import os
 import subprocess
