@@ -107,7 +107,7 @@ $(GPU_WHEELS)/made: requirements/gpu.txt
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(GPU_WHEELS) $$(grep ^antlr4 requirements/gpu.txt)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
 		$(PLATFORMS:%=--platform manylinux_%) --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 \
-		--find-links $(GPU_WHEELS) --dest $(GPU_WHEELS) --requirement requirements/gpu.txt
+		--dest $(GPU_WHEELS) $$(grep -v -e ^antlr4 -e ^\# requirements/gpu.txt)
 	touch $@
 
 # Training steps of real sizes beside the plan's, tests marked gpu, and small runs on all GPUs. The environment of

@@ -69,7 +69,7 @@ class Cell:
     @property
     def name(self) -> str:
         """For people, and for `--only`."""
-        return f"{self.model} {'LoRA' if self.lora else 'full'} {self.tokens // 1000}k"
+        return f"{self.model} {'LoRA' if self.lora else 'full'} {self.tokens:,}"
 
     @property
     def config(self) -> ModelConfig:
@@ -100,7 +100,7 @@ CELLS = {
         Cell("qwen3-4b", 16384, True, {"seconds": 5.26, "mfu": 0.217, "peak_gib": 23.3}),
         Cell("qwen3-4b", 65536, True, {"seconds": 31.49, "mfu": 0.374, "peak_gib": 42.0}),
     ),
-    "tiny": (Cell("tiny-qwen2", 1024, False), Cell("tiny-qwen2", 1024, True)),
+    "tiny": (Cell("tiny-qwen2", 64, False), Cell("tiny-qwen2", 64, True)),
 }
 
 data, actor = Dataset("train", prompt=Text, answer=Text), Model("actor", trainable=True)
