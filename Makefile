@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-check release clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-wheels gpu-check bare release clean
 
 env: $(STAMP)
 
@@ -97,12 +97,35 @@ chaos: env
 versions:
 	$(PYTHON) requirements/versions.py --out benchmarks/results/versions.json
 
-# Tests marked gpu, then small runs on all GPUs, whose results go to build/gpu-check.json. Both run whatever the first
-# one finds. The environment of `make env` has torch for CPUs, so this uses the python3 that has torch for CUDA.
-GPUS ?= $(shell nvidia-smi --list-gpus | wc -l)
+# What hflow and its GPU tests need on a GPU machine without a network: wheels for Python 3.12, 11 MB in
+# build/gpu-wheels. One of the packages is only a source distribution, which is built here.
+GPU_WHEELS := build/gpu-wheels
+PLATFORMS := 2_28_x86_64 2_17_x86_64 2_12_x86_64
+gpu-wheels: $(GPU_WHEELS)/made
+$(GPU_WHEELS)/made: requirements/gpu.txt
+	rm -rf $(GPU_WHEELS)
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(GPU_WHEELS) $$(grep ^antlr4 requirements/gpu.txt)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
+		$(PLATFORMS:%=--platform manylinux_%) --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 \
+		--dest $(GPU_WHEELS) $$(grep -v -e ^antlr4 -e ^\# requirements/gpu.txt)
+	touch $@
+
+# Training steps of real sizes beside the plan's, tests marked gpu, and small runs on all GPUs. The environment of
+# `make env` has torch for CPUs, so this uses the python3 that has torch for CUDA. It needs nothing else beside the
+# wheels. STEPS='cells tests doctor' chooses.
 gpu-check:
-	$(PYTHON) -m pytest -m gpu; tests=$$?; \
-	$(PYTHON) -m hflow doctor --gpus $(GPUS) --json build/gpu-check.json && exit $$tests
+	$(PYTHON) requirements/gpu_check.py $(GPUS:%=--gpus %) $(STEPS)
+
+# A bare GPU machine's packages in an environment of its own, and what must work with them on CPUs: 5 GB in build/bare,
+# as the index has this torch for CUDA only.
+PYTHON312 ?= python3.12
+bare: build/bare/installed gpu-wheels
+	build/bare/bin/python requirements/bare.py $(STEPS)
+
+build/bare/installed:
+	$(PYTHON312) -m venv build/bare
+	build/bare/bin/python -m pip install --quiet --no-compile torch==2.11.0 transformers==5.17.0
+	touch $@
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -156,10 +156,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files without a test marked ray if only those shall run: it takes half a minute."""
-    if not config.option.markexpr.startswith("ray") or not collection_path.name.startswith("test_"):
+    """Do not import files without a test marked ray, or gpu, if only those shall run.
+
+    It takes half a minute, and a GPU machine may lack what the other tests need.
+    """
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("ray", "gpu") or not collection_path.name.startswith("test_"):
         return None
-    return "mark.ray" not in collection_path.read_text() or None
+    return f"mark.{mark}" not in collection_path.read_text() or None
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest's own deselects by marks

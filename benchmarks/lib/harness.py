@@ -110,10 +110,10 @@ def numbers(args: argparse.Namespace) -> dict[str, int]:
     return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 
-def write(name: str, content: Mapping[str, Any]) -> Path:
-    """Write a dated result file with the machine it was measured on."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.json"
+def write(name: str, content: Mapping[str, Any], path: Path | None = None) -> Path:
+    """Write a result file with the machine it was measured on, by default a dated one among the results."""
+    path = path or RESULTS / f"{datetime.date.today().isoformat()}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     machine = {
         "cores": os.cpu_count(),
         "machine": platform.machine(),

@@ -19,7 +19,7 @@ from hflow.base.text import format_share
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers
+from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers, in_child
 from hflow.doctor.trial_runs import try_runs
 
 
@@ -64,10 +64,11 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
             yield Finding("trial", "all", False, detail, "hflow doctor --gpus 0 tries CPUs", required=False)
             return
         memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
-    yield from check_attention("cuda" if num_gpus else "cpu")
+    device = "cuda" if num_gpus else "cpu"
+    yield from in_child(check_attention, device)
     if num_gpus:
-        yield from check_layers("cuda")
-    yield from check_layer_times("cuda" if num_gpus else "cpu")
+        yield from in_child(check_layers, device)
+    yield from check_layer_times(device)
     yield from check_collectives(num_gpus)
     yield from try_runs(num_gpus, memory_gib)
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
+import hflow
 from hflow.base.machine_memory import machine_memory
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import check_cuda
@@ -22,7 +24,7 @@ from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.trackers.registry import TRACKERS, tracker_kind
 from hflow.types.kernels import TE_PACKAGE, install_problem, installed_transformer_engine, kernel_install
 
-PACKAGES = ("hflow-rl", "torch", "transformers", "ray", "hydra-core", "networkx", "safetensors", "tokenizers")
+PACKAGES = ("hflow-rl", "torch", "transformers", "hydra-core", "networkx", "safetensors", "tokenizers")
 """Distributions without which hflow cannot run."""
 
 
@@ -101,6 +103,8 @@ def _check_version(package: str) -> Finding:
     try:
         return Finding("version", package, True, metadata.version(package))
     except metadata.PackageNotFoundError:
+        if package == "hflow-rl":
+            return Finding("version", package, True, f"imported from {Path(hflow.__path__[0]).parent}")
         return Finding("version", package, False, "not installed", "make env")
 
 
@@ -155,6 +159,9 @@ def _versions(packages: Iterable[str]) -> str:
 
 def _check_ray() -> Finding:
     """Start a small cluster in another process and run a task on it."""
+    if find_spec("ray") is None:
+        detail = "not installed: workers=inproc runs on one device without it"
+        return Finding("ray", "start", False, detail, "pip install ray", required=False)
     fix = "use workers=inproc, or free memory and shared memory for Ray"
     command = [sys.executable, "-c", RAY_PROBE]
     try:
@@ -162,6 +169,7 @@ def _check_ray() -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("ray", "start", False, f"not ready after {RAY_TIMEOUT:.0f} s", fix, required=False)
     if result.returncode == 0:
-        return Finding("ray", "start", True, "starts and runs a task", required=False)
+        detail = f"ray {metadata.version('ray')} starts and runs a task"
+        return Finding("ray", "start", True, detail, required=False)
     last = result.stderr.strip().splitlines()[-1:] or ["no message"]
     return Finding("ray", "start", False, last[0], fix, required=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
@@ -109,6 +109,23 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
     if variable := expandable_segments(environment):
         detail = f"{variable} sets expandable_segments:True, with which vLLM may not open a trainer's weights"
         yield Finding("gpu", "allocator", False, detail, f"unset {variable}", required=False)
+
+
+def in_child(check: Callable[[str], Iterable[Finding]], device: str) -> list[Finding]:
+    """Return the findings of a check that a process of its own makes.
+
+    What CUDA and torch keep on a GPU is free again when a process ends. In this one, it would count as memory
+    that later checks and runs lack.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(_findings, check, device).result()
+        except BrokenProcessPool as error:
+            return [Finding("kernel", check.__name__, False, str(error), _ATTENTION_FIX)]
+
+
+def _findings(check: Callable[[str], Iterable[Finding]], device: str) -> list[Finding]:
+    return list(check(device))
 
 
 def check_attention(device: str) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ results of collectives, weight transports and kernels. Some run twice, and compa
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from hflow.planner.models.descriptors import TrialRun, descriptor
 from hflow.planner.plan.channels import CHANNELS, channel_kind
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
+from hflow.processes.child import import_path
 
 TIMEOUT = 600.0
 """Seconds that one run may take."""
@@ -33,6 +35,11 @@ records of other tokens it is about 0.8 for the tiny model."""
 
 LEFT_FREE = 0.15
 """Share of a GPU's memory that a cache which fills it leaves to the runtimes of two processes and buffers."""
+
+REAL_SIZES = {"qwen2.5-0.5b": 16.0, "qwen3-4b": 72.0}
+"""Configuration of a model -> the GiB of a GPU on which all of its weights can be trained."""
+ALPHABET = "0123456789+="
+"""The characters of the task, which are the tokens of a model without a tokenizer."""
 
 _SAVED = "*/latest/checkpoints/latest/*/**/*.safetensors"
 """Weights and optimizer of the last checkpoint."""
@@ -52,6 +59,7 @@ def trial_runs() -> tuple[TrialRun, ...]:
             min_devices=2,
         ),
         *_channel_trials(),
+        *(_real_size(model, memory_gib) for model, memory_gib in REAL_SIZES.items()),
         TrialRun(
             "equal runs",
             "FSDP2, and attention's backward pass, with deterministic=true",
@@ -61,6 +69,19 @@ def trial_runs() -> tuple[TrialRun, ...]:
         ),
         *(run for name in (*BACKENDS, *ENGINES) for run in descriptor(name).trial_runs),
     )
+
+
+def _real_size(model: str, memory_gib: float) -> TrialRun:
+    """Return a run of a model of this configuration with random weights, for which nothing is fetched."""
+    settings = (
+        _EMBEDDED,
+        "models.actor.path=null",
+        f"model@models.actor={model}",
+        f'models.actor.alphabet="{ALPHABET}"',
+        "models.actor.save_optimizer=false",
+    )
+    purpose = "training and generation at a real size, with random weights"
+    return TrialRun(model, purpose, settings, 1, on_cpu=False, min_memory_gib=memory_gib)
 
 
 def _channel_trials() -> Iterator[TrialRun]:
@@ -84,26 +105,35 @@ def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
         memory_gib: memory of one GPU.
     """
     for run in trial_runs():
-        reason = _obstacle(run, num_gpus)
+        reason = _obstacle(run, num_gpus, memory_gib)
         if reason is not None:
             yield Finding("trial", run.name, False, f"{run.purpose}: not checked, {reason}", required=False)
         else:
             yield _try(run, num_gpus, memory_gib)
 
 
-def _obstacle(run: TrialRun, num_gpus: int) -> str | None:
+def _obstacle(run: TrialRun, num_gpus: int, memory_gib: float | None) -> str | None:
     if num_gpus == 0 and not run.on_cpu:
         return "it needs a GPU"
     if 0 < num_gpus < run.min_devices:
         return f"it needs {run.min_devices} GPUs"
+    if num_gpus and (memory_gib or 0.0) < run.min_memory_gib:
+        return f"it needs a GPU with {run.min_memory_gib:.0f} GiB"
     if run.package is not None and find_spec(run.package) is None:
         return f"{run.package} is not installed"
+    if max(run.min_devices, run.num_devices or 1) > 1 and not _has_ray():
+        return "it needs several processes, and ray is not installed"
     return None
+
+
+def _has_ray() -> bool:
+    """Return whether runs can have worker processes. Without them they use one device."""
+    return find_spec("ray") is not None
 
 
 def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) -> list[str]:
     """Return the command of a run, whose results go to the directory `out`."""
-    num = run.num_devices or num_gpus or 2
+    num = run.num_devices or (num_gpus or 2 if _has_ray() else 1)
     num -= num % run.multiple
     # The figures of the kind of device only change what the plan estimates.
     cluster = [f"cluster=cpu-1x{num}"]
@@ -122,6 +152,7 @@ def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) ->
         *size,
         *cluster,
         *settings,
+        *(() if _has_ray() else ("workers=inproc",)),
         f"out={out}",
     ]
 
@@ -162,7 +193,13 @@ def _execute(arguments: list[str], directory: Path) -> str | None:
     """Run in an empty directory, so that no file of the user's takes part; returns what went wrong."""
     try:
         result = subprocess.run(
-            arguments, cwd=directory, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            arguments,
+            cwd=directory,
+            env={**os.environ, **import_path()},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"not done after {TIMEOUT:.0f} s"

@@ -59,7 +59,7 @@ class ChildProcess:
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(theirs.fileno()), *arguments],
-                env={**os.environ, **_import_path(), **self._temporary_files(), **environment},
+                env={**os.environ, **import_path(), **self._temporary_files(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -129,7 +129,7 @@ def _last_error(log: Path) -> str | None:
     return (causes or errors or [None])[-1]
 
 
-def _import_path() -> dict[str, str]:
-    """Return variables with which the child imports this hflow."""
+def import_path() -> dict[str, str]:
+    """Return variables with which a child process imports this hflow, which need not be installed."""
     paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -380,7 +380,7 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet", row_group_size=5)
     columns = {**COLUMNS, "chat": Unit.MESSAGES}
     for num_rows in (1, 2, 3, 100):
-        monkeypatch.setattr("hflow.data.rows.row_files._BATCH_ROWS", (num_rows,))
+        monkeypatch.setattr("hflow.data.rows.parquet._BATCH_ROWS", (num_rows,))
         source = open_dataset(DataSettings(str(tmp_path / "data.parquet")), columns)
         found = [source.row(i) for i in range(len(source))]
         assert found == [{name: row[name] for name in columns} for row in rows]

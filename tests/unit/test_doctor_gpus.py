@@ -1,8 +1,10 @@
 """What `hflow doctor --gpus N` checks before it starts anything, and the runs that it tries."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from hflow.doctor.gpus import (
     check_listed_gpus,
     check_shared_memory,
 )
-from hflow.doctor.trial_runs import command, trial_runs, try_runs
+from hflow.doctor.trial_runs import REAL_SIZES, command, trial_runs, try_runs
 from hflow.launch.planning.compile import compile_recipe
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
@@ -77,6 +79,18 @@ def test_a_run_that_cannot_be_tried_says_why(monkeypatch):
     found = try_runs(0, None)
     assert {(finding.ok, finding.required) for finding in found} == {(False, False)}
     assert [finding.detail for finding in found if "not checked, it needs a GPU" not in finding.detail] == []
+
+
+def test_without_ray_runs_use_one_process(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("hflow.doctor.trial_runs._try", lambda run, *_: run.name)
+    tried = {found if isinstance(found, str) else found.detail for found in try_runs(1, 79.6)}
+    assert tried >= {"one device", "equal runs", *REAL_SIZES}
+    reasons = [finding.detail for finding in try_runs(2, 20.0) if not isinstance(finding, str)]
+    assert any("several processes, and ray is not installed" in reason for reason in reasons)
+    assert [reason for reason in reasons if "it needs a GPU with 72 GiB" in reason]
+    arguments = command(EQUAL, 0, None, "out")
+    assert {"workers=inproc", "cluster=cpu-1x1", "models.actor.layout=d1"} <= set(arguments)
 
 
 def test_attention_of_this_machine_is_right():
@@ -207,8 +221,9 @@ def test_two_runs_that_must_be_equal_are(monkeypatch):
 def test_two_runs_that_differ_are_found(monkeypatch, second, detail):
     contents = [{"model": b"1", "shard": b"2"}, second]
 
-    def run(arguments, cwd, **_):
+    def run(arguments, cwd, env, **_):
         assert "deterministic=true" in arguments
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).parents[2])  # not installed
         directory = Path(cwd) / "sft" / "latest" / "checkpoints" / "latest" / "actor"
         directory.mkdir(parents=True)
         for name, content in contents.pop(0).items():
@@ -222,11 +237,24 @@ def test_two_runs_that_differ_are_found(monkeypatch, second, detail):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_gpus", [0, 2, 8])
+@pytest.mark.parametrize("model", REAL_SIZES)
+def test_a_model_of_real_size_starts_as_a_tiny_one_does(monkeypatch, model):
+    """Random weights and an alphabet: what is not tried here is the size."""
+    run = next(run for run in trial_runs() if run.name == model)
+    overrides = [text.replace(f"={model}", "=tiny-qwen2") for text in run.overrides]
+    assert overrides != list(run.overrides)
+    found = try_alone(monkeypatch, replace(run, overrides=(*overrides, "workers=inproc"), on_cpu=True))
+    assert found.ok, found.detail
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("run", trial_runs(), ids=lambda run: run.name)
 def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypatch):
     if num_gpus == 0 and not run.on_cpu:
         pytest.skip("it is not tried on CPUs")
+    if 0 < num_gpus < run.min_devices:
+        pytest.skip("it is not tried on so few GPUs")
     monkeypatch.setattr("hflow.launch.planning.request.engine_problems", lambda device: {})
     arguments = command(run, num_gpus, 79.6, str(tmp_path))
     overrides = arguments[arguments.index("--plain") + 1 :]

@@ -14,7 +14,7 @@ from transformers.utils.logging import enable_progress_bar
 from hflow.base.errors import BackendError, ConfigError
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.families import own_forward_objection
-from hflow.engines.embedded.module import FreedParameters, load_in_place
+from hflow.engines.embedded.module import FreedParameters, build_module, load_in_place
 from hflow.engines.embedded.packing import PromptGroup
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.engines.request import new_request
@@ -366,6 +366,13 @@ def test_freed_parameters_keep_their_values_or_can_be_loaded_again(keep: bool) -
     if not keep:
         load_in_place(module, iter(expected.items()))
     torch.testing.assert_close(module.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_random_weights_in_bf16_are_drawn_in_fp32_as_by_a_trainer() -> None:
+    module = build_module(replace(settings("llama"), dtype="bf16"), None)
+    drawn = dict(reference("llama").named_parameters())
+    for name, weight in module.named_parameters():
+        assert torch.equal(weight, drawn[name].to(torch.bfloat16))
 
 
 def test_bf16_generates_with_its_own_forward() -> None:

@@ -11,6 +11,7 @@ from hflow.models.settings import RankPosition
 from hflow.planner.models.descriptors import factories
 from hflow.types.kernels import install_problem, installed_transformer_engine
 
+pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytestmark = pytest.mark.gpu
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "hflow").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")])
-HARNESS = [ROOT / "Makefile", ROOT / ".ci" / "run", *sorted((ROOT / "requirements").iterdir())]
+HARNESS = [ROOT / "Makefile", ROOT / ".ci" / "run", *sorted((ROOT / "requirements").glob("*.*"))]
 
 NOTES_TO_SELF = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/")

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -18,9 +18,12 @@ from hflow.base.validation import CHECKED
 from hflow.config.schema import WeightedSourceConfig
 from hflow.data.rows.generated import GeneratedRows
 from hflow.data.rows.hf_datasets import is_saved, open_hub, open_saved
-from hflow.data.rows.row_files import JsonLines, Parquet
+from hflow.data.rows.json_lines import JsonLines
 from hflow.data.rows.row_schema import Check, RowSchema
 from hflow.types import Unit
+
+if TYPE_CHECKING:
+    from hflow.data.rows.parquet import Parquet
 
 NUM_CHECKED_GENERATED = 100
 """Rows of a function of the recipe that are checked before a run."""
@@ -158,8 +161,8 @@ def check_columns(
         for pattern in paths:
             names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
             for file in map(Path, sorted(names)):
-                if file.is_file() and file.suffix in _FILES:
-                    _FILES[file.suffix].check_columns(file, schema)
+                if file.is_file() and file.suffix in _FORMATS:
+                    _reader(file).check_columns(file, schema)
 
 
 def check_rows(settings: DataSettings, source: RowSource) -> None:
@@ -217,16 +220,24 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
         )
     if not file.is_file():
         raise DataError(f"there is no data file {path}; set {schema.key}.path to an existing file")
-    if file.suffix not in _FILES:
+    if file.suffix not in _FORMATS:
         raise DataError(
-            f"{path} has none of the formats that hflow reads: {', '.join(_FILES)}; convert it to one"
+            f"{path} has none of the formats that hflow reads: {', '.join(_FORMATS)}; convert it to one"
         )
     if "[" in split:  # the name of a split may be left from a generator that the file replaces
         raise DataError(
             f"{schema.key}.split is {split}, but {path} is a file, all of which would be read; set "
             f"{schema.key}.split={DataSettings.split}, and {schema.key}.limit to read its first rows only"
         )
-    return _FILES[file.suffix](file, schema)
+    return _reader(file)(file, schema)
+
+
+def _reader(file: Path) -> type[JsonLines] | type[Parquet]:
+    if file.suffix == ".parquet":
+        from hflow.data.rows.parquet import Parquet
+
+        return Parquet
+    return JsonLines
 
 
 def _open_generator(settings: DataSettings, schema: RowSchema) -> RowSource:
@@ -266,10 +277,8 @@ class _FirstRows:
         return self.source.where(index)
 
 
-_FILES: Mapping[str, type[JsonLines] | type[Parquet]] = {
-    ".jsonl": JsonLines,
-    ".parquet": Parquet,
-}
+_FORMATS = (".jsonl", ".parquet")
+"""Suffixes of the files that hflow reads."""
 GENERATORS = Registry(
     "generator of rows",
     "hflow.generators",

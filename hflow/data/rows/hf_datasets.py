@@ -57,7 +57,7 @@ class HuggingFaceRows:
         Raises:
             DataError: if a value does not have its column's declared type.
         """
-        from hflow.data.rows.row_schema import json_value
+        from hflow.data.rows.parquet import json_value
 
         row = {name: json_value(x, self._types.field(name).type) for name, x in self._rows[index].items()}
         return self._schema.row(row, self.where(index))

@@ -131,6 +131,19 @@ def check_sandboxes(compiled: Compiled) -> None:
                 raise ConfigError(f"the sandbox of {tool.__name__} ({where}) cannot be made: {problem}")
 
 
+def check_ray(config: RunConfig) -> None:
+    """Check that Ray is installed, if workers are its actors.
+
+    Raises:
+        BackendError: if it is not.
+    """
+    if config.workers == "ray" and importlib.util.find_spec("ray") is None:
+        raise BackendError(
+            "workers=ray needs the package ray, which is not installed. Run pip install ray, or set "
+            "workers=inproc, which uses one process and one device"
+        )
+
+
 def check_variables(config: RunConfig) -> None:
     """Check that there are processes whose environment variables `env` sets.
 

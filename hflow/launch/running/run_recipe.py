@@ -33,6 +33,7 @@ from hflow.launch.running.preflight import (
     check_determinism,
     check_environments,
     check_faults,
+    check_ray,
     check_sandboxes,
     check_saving,
     check_variables,
@@ -157,6 +158,7 @@ def _run(
     compiled: Compiled, live: bool | None, environment: RunEnvironment, resumed: ResumedRun | None
 ) -> RunSummary:
     check_saving(compiled.config, compiled.graph)
+    check_ray(compiled.config)
     check_variables(compiled.config)
     check_faults(compiled.config)
     _check_keys(compiled)

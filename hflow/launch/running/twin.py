@@ -31,6 +31,7 @@ from hflow.graph.queries import saved_models
 from hflow.launch.planning.compile import AUTO, Compiled, compile_recipe, learn_from_run
 from hflow.launch.planning.read_recipe import read_recipe
 from hflow.launch.planning.request import cluster_hardware
+from hflow.launch.running.preflight import check_ray
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.launch.running.step_warnings import NO_GRADIENT_NORM
 from hflow.planner.checks.settings import without_unused_keys
@@ -174,6 +175,8 @@ def _run_and_compare(
     processes: RayActors | None,
 ) -> Iterator[TwinResult]:
     draws: dict[Any, Any] = {}
+    for _, twin in twins:
+        check_ray(twin.config)
     report_progress("one process")
     recording = RunEnvironment(_factories(_engine().recording_factory, draws), is_quiet=True)
     expected = run_compiled(reference, False, recording)

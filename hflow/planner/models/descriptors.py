@@ -118,6 +118,8 @@ class TrialRun:
     """Importable name of a package that it needs."""
     on_cpu: bool = True
     """Whether it can run on CPUs too."""
+    min_memory_gib: float = 0.0
+    """GPU memory that it needs."""
     fills_memory: bool = False
     """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
     replays_experts: bool = False

@@ -1,24 +1,20 @@
-"""Rows of files: JSON Lines and Parquet."""
+"""Rows of JSON Lines files."""
 
 from __future__ import annotations
 
 import mmap
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hflow.base.errors import DataError
 from hflow.base.json_text import parse_json
-from hflow.data.rows.row_schema import RowSchema, json_value
+from hflow.data.rows.row_schema import RowSchema
 
 MAX_ROW_BYTES = 1 << 26
 """The longest row that is read. A text of this length has more tokens than any model takes."""
@@ -26,8 +22,6 @@ _SPACES = b" \t\r"
 _ONE_PER_LINE = (
     "write one JSON object per line, as `jq -c` does (`jq -c '.[]'` where the file is a list of the objects)"
 )
-_BATCH_ROWS = (1 << 16, 1 << 10, 16, 1)
-"""Rows of Parquet that are read at once. Fewer are tried where pyarrow cannot read so many."""
 
 
 class JsonLines:
@@ -140,95 +134,3 @@ def _parsed(line: bytes, schema: RowSchema, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{where} is a {type(value).__name__}; {_ONE_PER_LINE}")
     return schema.row(value, where)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn what pyarrow raises for a file into a `DataError`."""
-    try:
-        yield
-    except pa.ArrowNotImplementedError as error:
-        raise DataError(
-            f"{path} has Parquet that pyarrow cannot read: {error}; write it otherwise"
-        ) from error
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path} cannot be read as Parquet: {reason}; restore the file") from error
-
-
-class Parquet:
-    """Rows of a Parquet file. The declared columns are kept in memory as Arrow arrays."""
-
-    def __init__(self, path: Path, schema: RowSchema) -> None:
-        """Read the declared columns.
-
-        Raises:
-            DataError: if the file is not a Parquet file or lacks a declared column.
-        """
-        self._path = path
-        self._schema = schema
-        schema.check(_column_names(path), str(path))
-        with _readable(path):
-            self._table = _read_columns(path, schema.source_columns)
-
-    @staticmethod
-    def check_columns(path: Path, schema: RowSchema) -> None:
-        """Check the first row of a file. Raises as the constructor, and as `row`."""
-        schema.check(_column_names(path), str(path))
-        with _readable(path), pq.ParquetFile(path, memory_map=True) as file:
-            batch = next(file.iter_batches(1, columns=schema.source_columns), None)
-        if batch is not None and batch.num_rows:
-            schema.row(_row(batch, 0), f"{path} row 0")
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The file."""
-        return (self._path,)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`.
-
-        Raises:
-            DataError: if a value does not have its column's declared type, or cannot be read.
-        """
-        try:
-            row = _row(self._table, index)
-        except (pa.ArrowException, ValueError) as error:
-            raise DataError(f"{self.where(index)} cannot be read: {error}; restore the file") from error
-        return self._schema.row(row, self.where(index))
-
-    def where(self, index: int) -> str:
-        """Return the name of a row in errors."""
-        return f"{self._path} row {index}"
-
-
-def _column_names(path: Path) -> list[str]:
-    with _readable(path):
-        return list(pq.read_schema(path).names)
-
-
-def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Return columns of a file. A row group with more than 2 GiB of nested text is read in smaller batches.
-
-    pyarrow cannot return such a row group at once, as it cannot split the array of a nested column.
-    """
-    with pq.ParquetFile(path, memory_map=True) as file:
-        for num_rows in _BATCH_ROWS:
-            try:
-                batches = list(file.iter_batches(num_rows, columns=columns))
-                table = pa.Table.from_batches(batches) if batches else file.schema_arrow.empty_table()
-                return table.select(columns)  # for a name with dots it also reads the fields of a column
-            except pa.ArrowNotImplementedError:
-                if num_rows == _BATCH_ROWS[-1]:
-                    raise
-    raise AssertionError("there is a last number of rows")
-
-
-def _row(rows: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
-    return {
-        field.name: json_value(column[index].as_py(), field.type)
-        for field, column in zip(rows.schema, rows.columns, strict=True)
-    }
