@@ -1,12 +1,75 @@
-"""The process groups of a rank. Each one that it uses is a communicator, with buffers on its device."""
+"""The process groups of a plan: those of each device. On GPUs each is an NCCL communicator, with buffers."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from hflow.planner.plan.traits import BackendTraits
+from hflow.planner.plan.channels import channel_traits
+from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.traits import BackendTraits, traits
+from hflow.planner.weights.weight_slices import streams
 from hflow.shapes.layout import Layout, RankOrder
 from hflow.shapes.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """Processes that issue collectives together, each with buffers on its device."""
+
+    use: str
+    """`collectives of REPLICA`, `tensor ranks of REPLICA`, or `weights for REPLICA`."""
+    workers: frozenset[int]
+    """The workers of its ranks. An engine's process is on the device of its worker."""
+
+
+def communicators(plan: Plan, workers: Iterable[int]) -> dict[int, tuple[Communicator, ...]]:
+    """Return the communicators that the devices of some workers have.
+
+    Replicas on the same workers share the group of all ranks; those with the same layout share all groups.
+    """
+    sends = list(_weight_communicators(plan))
+    return {
+        worker: (
+            *_of_replicas(plan, worker),
+            *_of_engines(plan, worker),
+            *(one for one in sends if worker in one.workers),
+        )
+        for worker in workers
+    }
+
+
+def _of_replicas(plan: Plan, worker: int) -> Iterator[Communicator]:
+    known: set[tuple[Layout | None, frozenset[int]]] = set()
+    for replica in plan.replicas:
+        if replica.role == "gen" or worker not in replica.workers:
+            continue
+        rank, shape = replica.workers.index(worker), dict(plan.shapes).get(replica.model)
+        for ranks in rank_groups(replica.layout, traits(replica.backend), shape, rank):
+            layout = None if len(ranks) == len(replica.workers) else replica.layout
+            workers = frozenset(replica.workers[other] for other in ranks)
+            if (layout, workers) not in known:
+                known.add((layout, workers))
+                yield Communicator(f"collectives of {replica.name}", workers)
+
+
+def _of_engines(plan: Plan, worker: int) -> Iterator[Communicator]:
+    for replica in plan.replicas:
+        size = replica.layout.world // replica.layout.data
+        if replica.role == "gen" and worker in replica.workers and size > 1:
+            start = replica.workers.index(worker) // size * size
+            ranks = replica.workers[start : start + size]
+            yield Communicator(f"tensor ranks of {replica.name}", frozenset(ranks))
+
+
+def _weight_communicators(plan: Plan) -> Iterator[Communicator]:
+    for route in plan.weights:
+        if channel_traits(route.transport).broadcasts:
+            src, dst = plan.replica(route.src), plan.replica(route.dst)
+            whole = {(src.workers[0], dst.workers)}  # without rows one worker sends everything
+            for sender, receivers in sorted(streams(route, plan.cluster) or whole):
+                yield Communicator(f"weights for {route.dst}", frozenset((sender, *receivers)))
 
 
 def rank_groups(

@@ -6,6 +6,7 @@ streams of all its senders while it holds only the front of each stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,6 +56,22 @@ def _apart(receivers: Receivers, worker: int) -> tuple[Receivers, Receivers]:
     """Return a worker, if it is among receivers, and the others."""
     others = tuple(receiver for receiver in receivers if receiver != worker)
     return receivers if receivers == (worker,) else (worker,) * (len(others) < len(receivers)), others
+
+
+def streams(route: WeightRoute, cluster: ClusterSpec) -> frozenset[tuple[int, Receivers]]:
+    """Return the sender and the receivers of all streams of a route, other than from a worker to itself."""
+    found: set[tuple[int, Receivers]] = set()
+    for index, row in enumerate(route.rows):
+        holders = route.worker_sets[row.holders]
+        repeats = math.lcm(len(holders), *cluster.machines(holders).values())
+        first, last = row.layers or (0, 1)
+        for layer in range(first, min(last, first + repeats)):
+            receivers_of: dict[int, list[int]] = {}
+            for receiver, sender in senders(route, index, cluster, layer).items():
+                if receiver != sender:
+                    receivers_of.setdefault(sender, []).append(receiver)
+            found.update((sender, tuple(sorted(several))) for sender, several in receivers_of.items())
+    return frozenset(found)
 
 
 def slices_to_keep(route: WeightRoute, worker: int) -> list[WeightSlice]:
