@@ -36,7 +36,7 @@ def peak(forecast: Forecast) -> float:
 def known_communicators(command: str) -> set[int]:
     """The numbers of NCCL communicators that devices have."""
     if command.startswith("grpo_async.py"):
-        return {2, 5}  # five trainers send to three engines
+        return {2, 3}  # each of five trainers sends to one of three engines, which pass it on
     if "8x80g" not in command and command != "grpo_7b.py":
         return {2} if "2x24g" in command else {0}
     return {2} if command.startswith("ppo.py") and "1.5b" not in command else {1}  # engines of two ranks
