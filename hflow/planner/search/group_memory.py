@@ -101,6 +101,7 @@ class GroupMemory:
         self._on_host_by_layout: dict[Hashable, tuple[int, int]] = {}
         self._returned_by_layout: dict[Hashable, int] = {}
         self._peaks: dict[Hashable, int] = {}
+        self._communicators_by_layouts: dict[Hashable, int] = {}
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
             used = [*placement.replicas, *(self._plan.replica(name).base_of for name in placement.replicas)]
@@ -131,7 +132,8 @@ class GroupMemory:
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
         profiles = [self._profile(option, _common_of(option, common)) for option in options]
         engines = [profile.engine for profile in profiles if profile.engine is not None]
-        used = self.runtime + sum(row.generating for row in rows)
+        runtime = self.runtime + self._communicators(tuple(options), common)
+        used = runtime + sum(row.generating for row in rows)
         sizes = size_caches(engines, capacity, used, {})
         caches = sum(sizes.values())
         used += sum(engine.step for engine in engines) + caches
@@ -141,8 +143,8 @@ class GroupMemory:
             batch = largest_batch(self._plan, engine.rank, sizes[name], self._problem.workloads)
             if batch is not None:
                 batches[name] = batch
-        largest, fullest = self.runtime, ""
-        base = self.runtime + (caches if on_cpu else 0)
+        largest, fullest = runtime, ""
+        base = runtime + (caches if on_cpu else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
         for (phase, _), num_bytes in zip(phases, sums, strict=True):
             total = used if phase == GENERATE else base + num_bytes
@@ -151,6 +153,22 @@ class GroupMemory:
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
+
+    def _communicators(self, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]) -> int:
+        """Return the bytes of the communicators of a device with one option of each replica of a group."""
+        keys = tuple((option.name, option.layout, _common_of(option, common)) for option in options)
+        if keys not in self._communicators_by_layouts:
+            known = [option for option in options if option.replica.model in self._problem.request.shapes]
+            contexts = [self._context(option, _common_of(option, common)) for option in known]
+            routes = {route.dst: route for context in contexts for route in context.plan.weights}
+            base = MemoryContext(replace(self._plan, weights=tuple(routes.values())), self._problem.request)
+            ranks = [self._ranks(option) for option in known]
+            stages = max(map(len, ranks), default=0)
+            rows = ([row[min(stage, len(row) - 1)] for row in ranks] for stage in range(stages))
+            self._communicators_by_layouts[keys] = max(
+                (base.communicators(row).total() for row in rows), default=0
+            )
+        return self._communicators_by_layouts[keys]
 
     @memo
     def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
