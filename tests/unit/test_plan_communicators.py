@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import plan_graphs as graphs
 import pytest
@@ -13,15 +16,20 @@ from test_plan_weight_routes import cases, route_of
 
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.communicators import communicators
+from hflow.planner.forecast.memory.nccl import MIB, NcclLinks, communicator_bytes
 from hflow.planner.plan.rows import Plan
 from hflow.planner.weights.weight_slices import slices_to_send, streams
+
+KIT = graphs.hardware_of(graphs.cluster_of("h100-1x8"))
+"""H100 whose links have no channels."""
 
 
 def plan_of(cluster: str, layout: str, engines: str, **changes: object) -> Plan:
     """GRPO with a small actor; groups follow from `changes`."""
+    asked = {"hardware": changes.pop("hardware")} if "hardware" in changes else {}
     models = {"actor": model_config(layout, engines, **changes), "ref": model_config(layout)}
     shapes = {"actor": SMALL, "ref": SMALL}
-    return compile_plan(graphs.grpo(), graphs.request(cluster, models=models, shapes=shapes))
+    return compile_plan(graphs.grpo(), graphs.request(cluster, models=models, shapes=shapes, **asked))
 
 
 APART = {"group": "train", "gen_group": "gen", "transport": "collective"}
@@ -29,6 +37,47 @@ APART = {"group": "train", "gen_group": "gen", "transport": "collective"}
 
 def uses(plan: Plan, worker: int) -> dict[str, int]:
     return dict(Counter(one.use for one in communicators(plan, [worker])[worker]))
+
+
+def test_no_collective_connects_ranks_that_no_other_does():
+    """To send to one rank, or from one, NCCL makes messages, with buffers for each pair."""
+    pattern = re.compile(r"\bdist\.(gather|gather_object|scatter|scatter_object_list|all_to_all\w*)\(")
+    package = Path(__file__).parents[2] / "hflow"
+    found = [path.name for path in package.rglob("*.py") if pattern.search(path.read_text())]
+    assert found == []
+
+
+A100 = NcclLinks(domain=8, channels=24, network_channels=2, switch_channels=0)
+H100 = A100._replace(switch_channels=16)
+
+
+def test_the_buffers_of_a_communicator():
+    # 688 MiB on four A100 (nccl#964): 112, and 24 channels of 12 MiB for a ring, and as many for a tree.
+    assert communicator_bytes(range(4), A100) == (112 + 2 * 24 * 12) * MIB
+    # A broadcast needs a ring alone. Reductions on H100 have 16 channels of 2 MiB a rank through switches.
+    assert communicator_bytes(range(4), H100, broadcasts=True) == (112 + 24 * 12) * MIB
+    assert communicator_bytes(range(8), H100) == (112 + 2 * 24 * 12 + 16 * 2 * 8) * MIB
+    # An all-to-all connects seven peers by 32 channels.
+    experts = communicator_bytes(range(8), H100, num_peers=7) - communicator_bytes(range(8), H100)
+    assert experts == 7 * 32 * 12 * MIB
+    # Between machines: two channels for each port, of which a rank sends by its own.
+    assert communicator_bytes(range(16), H100, broadcasts=True) == (112 + 16 * 12 + 2 * 8) * MIB
+    assert communicator_bytes(range(0, 64, 8), H100, broadcasts=True) == (112 + 2 * 20) * MIB
+
+
+def test_communicators_are_in_the_memory_of_a_device_and_leave_less_for_the_cache():
+    found = {}
+    for links in (KIT, replace(KIT, intra=replace(KIT.intra, channels=24))):
+        plan = plan_of("h100-1x8", "d4", "d4", hardware=links, engine="vllm", cache_gib=1.0, **APART)
+        for row in plan.forecast.memory:
+            if row.phase in ("generate", "actor_train"):
+                sizes = {entry.name: entry.num_bytes for entry in row.resident}
+                found[links.intra.channels, row.phase] = sizes.get("communicators", 0), row.total
+    ring, both = 24 * 12 * MIB, 2 * 24 * 12 * MIB
+    base = 112 * MIB
+    for phase, wanted in (("generate", 2 * (base + ring)), ("actor_train", base + both + base + ring)):
+        assert found[0, phase][0] == 0
+        assert found[24, phase] == (wanted, found[0, phase][1] + wanted)
 
 
 @given(cases())
