@@ -94,7 +94,7 @@ class CollectiveChannel(WeightChannel):
         self._groups_of_receivers: dict[Receivers, Any] = {}
         """Receivers -> their group, where one passes buckets on to the others."""
         self._generation = 0
-        """That of the receivers, at either end."""
+        """The generation of receivers, at either end."""
 
     @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
