@@ -116,17 +116,24 @@ class MemoryContext:
         links, total = self.nccl_links, 0
         if links is None:
             return Items()
-        shared: set[tuple[str, Layout, tuple[int, ...]]] = set()
+        known: set[tuple[str, Layout, tuple[int, ...]]] = set()
         for rank in ranks:
             replica, layout = rank.replica, rank.replica.layout
             total += self._bytes_of_broadcasts.get(replica.name, 0)
             if replica.role == "gen":
                 if (size := layout.world // layout.data) > 1:
                     total += communicator_bytes(range(size), links)
-            elif (key := (replica.backend, layout, replica.workers)) not in shared:
-                shared.add(key)
-                total += training_bytes(layout, rank.traits, rank.shape, rank.stage, links)
+            elif (key := (replica.backend, layout, replica.workers)) not in known:
+                known.add(key)
+                total += self.bytes_of_collectives(rank)
         return item(MemoryCategory.RUNTIME, total, "communicators")
+
+    def bytes_of_collectives(self, rank: Rank) -> int:
+        """Return the memory of the communicators of a training replica's rank."""
+        links = self.nccl_links
+        if links is None:
+            return 0
+        return training_bytes(rank.replica.layout, rank.traits, rank.shape, rank.stage, links)
 
     @cached_property
     def nodes_of_workers(self) -> dict[int, Items]:
@@ -220,7 +227,7 @@ def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, 
 
 
 def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
-    """Return the bytes of one rank on a device before a phase, without KV caches, runtime and communicators.
+    """Return the bytes of one rank on a device before a phase, without KV caches and the device's runtime.
 
     Args:
         context: the plan and its request.
@@ -228,7 +235,8 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
-    return _resident_of_rank(context, rank, phase, inferred, {rank.replica.name: 0}).total()
+    state = _resident_of_rank(context, rank, phase, inferred, {rank.replica.name: 0})
+    return (state + context.communicators((rank,))).total()
 
 
 def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
