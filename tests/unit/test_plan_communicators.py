@@ -19,6 +19,7 @@ from hflow.planner.forecast.communicators import communicators
 from hflow.planner.forecast.memory.nccl import MIB, NcclLinks, communicator_bytes
 from hflow.planner.plan.rows import Plan
 from hflow.planner.weights.weight_slices import slices_to_send, streams
+from hflow.report.text.plan.memory import communicator_lines, device_classes
 
 KIT = graphs.hardware_of(graphs.cluster_of("h100-1x8"))
 """H100 whose links have no channels."""
@@ -109,6 +110,14 @@ def test_engines_receive_from_all_ranks_of_fsdp_in_two_communicators():
 def test_tensor_ranks_have_a_communicator_of_their_own():
     plan = plan_of("h100-1x8", "d4", "d2t2", engine="vllm", **APART)
     assert uses(plan, 5)["tensor ranks of actor@gen"] == 1
+
+
+def test_the_plan_lists_the_communicators_of_each_kind_of_device():
+    plan = plan_of("h100-1x8", "d4", "d4", **APART)
+    assert list(communicator_lines(plan, device_classes(plan.forecast.memory))) == [
+        "devices 0-3 (4): 2 NCCL communicators: collectives of actor@train 1, weights for actor@gen 1",
+        "devices 4-7 (4): 2 NCCL communicators: weights for actor@gen 2",
+    ]
 
 
 def test_a_single_sender_broadcasts_itself():

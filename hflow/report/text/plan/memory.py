@@ -121,7 +121,7 @@ def memory_section(plan: Plan, width: int) -> Section:
     for shown in full:
         gap = [Text()] if body else []
         body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
-    joined = list(_communicator_lines(plan, full))
+    joined = list(communicator_lines(plan, full))
     if brief or plan.forecast.host or joined:
         body.append(Text())
     body += [dim(line) for line in _brief(brief, capacity)]
@@ -130,7 +130,7 @@ def memory_section(plan: Plan, width: int) -> Section:
     return Section("Memory", NOTE, (legend(used), Text(), *body))
 
 
-def _communicator_lines(plan: Plan, classes: Iterable[DeviceClass]) -> Iterator[str]:
+def communicator_lines(plan: Plan, classes: Iterable[DeviceClass]) -> Iterator[str]:
     """Yield the NCCL communicators of a device of each class that is shown, by their use."""
     if plan.cluster.device != "cuda":
         return
@@ -138,7 +138,7 @@ def _communicator_lines(plan: Plan, classes: Iterable[DeviceClass]) -> Iterator[
     for device, found in communicators(plan, shown).items():
         if found:
             number = pluralize(len(found), "NCCL communicator")
-            uses = ", ".join(f"{num} for {use}" for use, num in Counter(one.use for one in found).items())
+            uses = ", ".join(f"{use} {num}" for use, num in Counter(one.use for one in found).items())
             yield f"{_devices(shown[device].devices)}: {number}: {uses}"
 
 
