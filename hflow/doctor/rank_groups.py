@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from hflow.base.errors import ConfigError, RunError
 from hflow.models.settings import RankPosition
 from hflow.planner.forecast.cost import collectives as cost
+from hflow.planner.forecast.memory.nccl import communicator_bytes, nccl_links
 from hflow.planner.plan.hardware import GIB, Hardware
 from hflow.planner.plan.rows import Replica
 from hflow.profiling.calibrate import device_at_hand, machine_hardware
@@ -141,9 +142,18 @@ def measure_groups(kind: str, num: int) -> MeasuredGroups:
     rows = sorted(found["rows"], key=lambda row: (len(row["ranks"][0]), row["ranks"]))
     memory = None
     if found["runtime_bytes"] is not None:
-        planned = None if hardware is None else round(hardware.device.overhead_gib * GIB)
-        memory = RuntimeMemory(len(rows), found["runtime_bytes"], planned)
+        memory = RuntimeMemory(len(rows), found["runtime_bytes"], _planned_bytes(rows, num, hardware))
     return MeasuredGroups(tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows), memory)
+
+
+def _planned_bytes(rows: Sequence[Mapping[str, Any]], num: int, hardware: Hardware | None) -> int | None:
+    """Return the bytes that plans count for CUDA and one communicator of each row."""
+    if hardware is None:
+        return None
+    links, total = nccl_links(hardware, num), round(hardware.device.overhead_gib * GIB)
+    if links is not None:
+        total += sum(communicator_bytes(row["ranks"][0], links, num_peers=1) for row in rows)
+    return total
 
 
 def _times(row: Mapping[str, Any], num_bytes: int, hardware: Hardware | None) -> GroupTimes:

@@ -48,6 +48,9 @@ class EngineSetup:
     its checkpoint, except the base of adapters."""
     records: tuple[str, ...] = ()
     """The kinds that requests may ask it to record (`RecordedKind`). An engine that always can ignores it."""
+    log: str = ""
+    """The file for what an engine in a process of its own logs, such as how far it has compiled; empty: only
+    errors, which are gone with the process."""
 
 
 @dataclass(frozen=True)

@@ -32,19 +32,22 @@ class ChildProcess:
         name: what it is, for errors.
         module: the module that it runs. Its first argument is the file descriptor of the connection.
         advice: what to do when it ends without an error in its log.
+        log: the file to which what it prints is appended; None: one in `directory`.
 
     Attributes:
         directory: a temporary directory, removed by `close`.
         connection: the connection to the process, once it was started.
     """
 
-    def __init__(self, name: str, module: str, advice: str) -> None:
+    def __init__(self, name: str, module: str, advice: str, log: Path | None = None) -> None:
         self._name = name
         self._module = module
         self._advice = advice
         self._temporary = tempfile.TemporaryDirectory(prefix="hflow-engine-", ignore_cleanup_errors=True)
         self.directory = Path(self._temporary.name)
-        self._log = self.directory / "log"
+        self._log = log or self.directory / "log"
+        self._log_start = 0
+        """Bytes in the log before this process was started."""
         self._process: subprocess.Popen[bytes] | None = None
         self.connection: Connection
 
@@ -56,7 +59,9 @@ class ChildProcess:
             arguments: arguments of the module, after the file descriptor.
         """
         ours, theirs = socket.socketpair()
-        with theirs, self._log.open("wb") as log:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self._log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(theirs.fileno()), *arguments],
                 env={**os.environ, **import_path(), **self._temporary_files(), **environment},
@@ -89,7 +94,7 @@ class ChildProcess:
         """Return the error with which the process has ended, after it had time to."""
         assert self._process is not None
         self.wait(_END_SECONDS)
-        code, reason = self._process.returncode, _last_error(self._log)
+        code, reason = self._process.returncode, _last_error(self._log, self._log_start)
         if code is None:
             how = "closed its connection"
         else:
@@ -121,9 +126,10 @@ class ChildProcess:
         }
 
 
-def _last_error(log: Path) -> str | None:
-    """Return the message of the last traceback in a log, None if there is none."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+def _last_error(log: Path, start: int) -> str | None:
+    """Return the message of the last traceback in a log after some bytes, None if there is none."""
+    text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    lines = text.splitlines()
     errors = [match.group(1) for line in lines if (match := _LOG_ERROR.search(line.rstrip()))]
     causes = [error for error in errors if "See stack trace for root cause" not in error]
     return (causes or errors or [None])[-1]

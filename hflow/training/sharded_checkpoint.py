@@ -272,9 +272,11 @@ def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | N
     """Return the files of all ranks on rank 0, and None on the others; a collective."""
     if group is None:
         return boxes
-    by_rank: list[BoxesOfFiles] | None = [{}] * group.size() if group.rank() == 0 else None
-    dist.gather_object(boxes, by_rank, group=group, group_dst=0)
-    return None if by_rank is None else {name: rows for files in by_rank for name, rows in files.items()}
+    by_rank: list[BoxesOfFiles] = [{}] * group.size()
+    dist.all_gather_object(by_rank, boxes, group=group)  # for a gather NCCL would connect every pair of ranks
+    if group.rank() > 0:
+        return None
+    return {name: rows for files in by_rank for name, rows in files.items()}
 
 
 def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:

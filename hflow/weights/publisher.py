@@ -15,7 +15,7 @@ from hflow.planner.plan.channels import channel_in_one_process, channel_traits
 from hflow.planner.plan.routing import tensor_ranks
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.traits import traits
-from hflow.planner.weights.weight_slices import Receivers
+from hflow.planner.weights.weight_slices import Receivers, relays, streams
 from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
 from hflow.weights.channels.interface import ChannelSettings, NearHandle, WeightChannel
@@ -341,12 +341,15 @@ def channel_settings(
     for route in plan.weights:
         if route.how == "pull":
             name = route.transport
+            sent = streams(route, plan.cluster) if channel_traits(name).broadcasts else ()
+            passed = relays(sent, plan.cluster).items()
             if hosts_all:
                 own_process = _has_own_process(plan, route.dst)
                 name = channel_in_one_process(name, has_own_process=own_process)
             owner = f"{route.dst}-{hosted[0]}"
             near = "" if hosts_all else route.near
-            settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout, near)
+            mine = tuple((to, relay) for (sender, to), relay in passed if sender in hosted)
+            settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout, near, mine)
     return settings
 
 

@@ -323,6 +323,8 @@ class WorkerSetup:
     """
     pool_processes: int = 1
     """Processes for the bodies of samples and groups; 0: they run in the worker's own."""
+    engine_logs: str = ""
+    """Directory for the logs of engines in processes of their own; empty: none."""
     weights_directory: str = ""
     """Directory for weights that are sent through files; all machines must share it."""
     sample_log_directory: str = ""

@@ -18,6 +18,9 @@ from torch.distributed import ProcessGroup
 from hflow.planner.plan.rows import Replica
 from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
+START_TIMEOUT = datetime.timedelta(hours=6)
+"""Time in which all workers load their models. Those of hundreds of GB take an hour from a slow disk."""
+
 
 @dataclass(frozen=True)
 class ProcessRank:
@@ -76,10 +79,14 @@ class ProcessGroups:
                     self._groups[ranks] = group
 
     def wait_for_all(self) -> None:
-        """Wait until every member has called this. It needs no communicator, and so no device memory."""
+        """Wait until every member has called this. It needs no communicator, and so no device memory.
+
+        Members come when they have loaded their models, which may take longer than any collective. One that
+        fails ends the run.
+        """
         if self._store.add("hflow/num-waiting", 1) == self._num_members:
             self._store.set("hflow/all-wait", "")
-        self._store.wait(["hflow/all-wait"])
+        self._store.wait(["hflow/all-wait"], START_TIMEOUT)
 
     def group(self, replica: Replica) -> ProcessGroup | None:
         """Return the group over the workers of a replica that trains or infers; None for a single worker."""

@@ -683,6 +683,9 @@ def build_engines(
                 ),
                 receives_weights=replica.name in routed and module is None,
                 records=tuple(sorted(recorded[replica.model])),
+                log=str(Path(setup.engine_logs, f"{replica.name}-{dp_heads[0]}.log"))
+                if setup.engine_logs
+                else "",
             )
         )
         drivers[replica.name] = EngineDriver(engine)

@@ -688,6 +688,18 @@ def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published)
     assert named(publish_weights(route, one, one)) == pytest.approx(published)
 
 
+def test_what_several_trainers_broadcast_goes_to_an_engine_first():
+    # Two engines need 1 GiB each. Of one trainer they take it in one broadcast, of two by way of one engine.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**31, 0, 0, "collective")
+    engines = side(layout="d2")
+    for num_sources, ways in ((1, 1), (2, 2)):
+        weights, *_ = load_weights(route, engines, RankPlacement(2), TOY.inter, num_sources)
+        assert weights.seconds == pytest.approx(ways * (2**30 / 1e10 + 16 * 1e-6))
+    across = replace(route, node_bytes=2**31)
+    weights, *_ = load_weights(across, engines, RankPlacement(2), TOY.inter, 2)
+    assert weights.seconds > 2**30 / 1e9
+
+
 def test_what_a_device_holds_takes_no_road():
     # 1 GiB comes from other devices, and 3 GiB are in the memory of the same GPU.
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**30, 0, 3 * 2**30, "shared", near="ipc")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hflow.launch.planning.compile import Compiled, compile_recipe
+from hflow.planner.forecast.communicators import communicators
 from hflow.planner.plan.forecast import Forecast
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "gsm8k"
@@ -32,6 +33,15 @@ def peak(forecast: Forecast) -> float:
     return max(phase.total for phase in forecast.memory) / 2**30
 
 
+def known_communicators(command: str) -> set[int]:
+    """The numbers of NCCL communicators that devices have."""
+    if command.startswith("grpo_async.py"):
+        return {2, 3}  # each of five trainers sends to one of three engines, which pass it on
+    if "8x80g" not in command and command != "grpo_7b.py":
+        return {2} if "2x24g" in command else {0}
+    return {2} if command.startswith("ppo.py") and "1.5b" not in command else {1}  # engines of two ranks
+
+
 @pytest.mark.first(6)
 @pytest.mark.parametrize(("command", "seconds", "gib", "most"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str, gib: str, most: str) -> None:
@@ -43,6 +53,8 @@ def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str,
     assert forecast.period.seconds == pytest.approx(float(seconds), rel=0.1)
     assert peak(forecast) == pytest.approx(float(gib), rel=0.05)
     assert peak(forecast) <= 0.91 * float(most)
+    joined = communicators(compiled.plan, range(compiled.plan.cluster.num_devices))
+    assert set(map(len, joined.values())) == known_communicators(command)
 
 
 def test_the_table_has_every_recipe_and_every_setup() -> None:

@@ -14,6 +14,7 @@ from hflow.graph.build import build_graph
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.checks.settings import without_unused_keys
 from hflow.planner.compile import compile_plan
+from hflow.planner.forecast.communicators import communicators
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
 
@@ -42,6 +43,9 @@ def test_colocated_and_separate_engines(path):
         assert sorted(rule.consumer for rule in plan.rules) == sorted([*batch_nodes, *arriving])
         assert sorted(name for _, names in plan.schedule.orders for name in names) == sorted(batch_nodes)
         assert {p.node for p in plan.placements} >= {node.name for node in plan.graph.nodes}
+        joined = communicators(plan, range(plan.cluster.num_devices))
+        for worker, several in joined.items():
+            assert all(one in joined[other] for one in several for other in {worker, *one.workers})
 
 
 @pytest.mark.first(10)

@@ -145,6 +145,17 @@ def test_the_seconds_are_those_of_the_plan_and_its_memory_has_a_margin() -> None
     assert largest <= (1 - MEMORY_MARGIN) * plan.cluster.memory_bytes
 
 
+@pytest.mark.long
+def test_communicators_that_models_share_count_once() -> None:
+    """Actor, reference model and critic divide their layers over the same eight devices."""
+    setting = ("setup=qwen2.5-1.5b-8x80g", "placement=auto")
+    plan = compile_recipe(RECIPES / "gsm8k" / "ppo.py", setting).plan
+    fullest = max(plan.forecast.memory, key=lambda phase: phase.total)
+    (communicators,) = (item for item in fullest.resident if item.name == "communicators")
+    assert communicators.num_bytes == 944 << 20
+    assert plan.forecast.candidates[0].memory_bytes == fullest.total
+
+
 def test_what_the_user_has_set_is_kept() -> None:
     pins = ("placement='actor.gen=4-7'", "models.actor.tokens_per_microbatch=4096")
     compiled = compile_recipe(RECIPES / "ppo.py", (*PPO_ON_8, *pins))

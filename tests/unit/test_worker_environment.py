@@ -107,7 +107,7 @@ def test_members_wait_until_all_have_come() -> None:
     came: list[int] = []
 
     def member(number: int) -> None:
-        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(milliseconds=50))
         groups = SimpleNamespace(_store=client, _num_members=3)
         ProcessGroups.wait_for_all(groups)  # type: ignore[arg-type]
         came.append(number)

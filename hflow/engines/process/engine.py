@@ -73,7 +73,7 @@ class ProcessEngine(GenerationEngine):
         self._finished: list[tuple[int, GenerationResult]] = []
         """Received, but not returned yet."""
         name = f"the {launch.library} engine of {settings.name!r}"
-        self._process = EngineProcess(name)
+        self._process = EngineProcess(name, Path(setup.log) if setup.log else None)
         directory = settings.path or _write_config(settings, config, self._process.directory / "model")
         process_settings = ProcessSettings(
             name=name,

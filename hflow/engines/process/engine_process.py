@@ -83,14 +83,15 @@ class EngineProcess:
         directory: a temporary directory, removed by `close`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log: Path | None) -> None:
         """Prepare.
 
         Args:
             name: the engine's, for errors.
+            log: the file to which what it prints is appended; None: one in `directory`.
         """
         advice = "start the run again from its last checkpoint"
-        self._process = ChildProcess(name, _MODULE, advice)
+        self._process = ChildProcess(name, _MODULE, advice, log)
         self.directory = self._process.directory
         self._shared_memory: list[str] = []
 

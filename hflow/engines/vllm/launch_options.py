@@ -31,7 +31,7 @@ def environment(setup: EngineSetup) -> dict[str, str]:
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "INFO" if setup.log else "ERROR",
         # Otherwise it depends on whether triton is installed. The second one draws the tokens of all requests
         # at once, the first one those of each request with a seed by themselves. A CPU has only the first.
         "VLLM_USE_V2_MODEL_RUNNER": str(int(setup.settings.device != "cpu")),

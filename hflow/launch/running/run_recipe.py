@@ -253,7 +253,11 @@ async def _run_in_loop(
             with display.wait_for("checksums of data and models"):
                 inputs = await hashing
         directory, checkpoints, set_aside = stack.enter_context(_open_directory(compiled, resumed, inputs))
-        setup = replace(setup, weights_directory=str(resolved(directory.weights)))
+        setup = replace(
+            setup,
+            weights_directory=str(resolved(directory.weights)),
+            engine_logs=str(resolved(directory.engine_logs)),
+        )
         if services is not None:
             services.file = directory.services
             setup = replace(setup, services=(await stack.enter_async_context(services)).access)

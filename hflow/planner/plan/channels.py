@@ -55,6 +55,11 @@ class ChannelTraits:
     """The type of devices on which it is the channel to an engine on the sender's own device, whatever
     carries the rest; None: on neither."""
 
+    @property
+    def broadcasts(self) -> bool:
+        """Whether senders and receivers join process groups, in which buckets move from device to device."""
+        return self.buckets == "device" and self.needs_workers_apart
+
 
 @dataclass(frozen=True)
 class RouteFacts:
@@ -131,8 +136,7 @@ def near_channel(device: str) -> str:
 
 def broadcast_channel() -> str:
     """Return the first channel that leaves buckets on devices, for engines on other ones."""
-    kept = (name for name in CHANNELS if channel_traits(name).buckets == "device")
-    return next(name for name in kept if channel_traits(name).needs_workers_apart)
+    return next(name for name in CHANNELS if channel_traits(name).broadcasts)
 
 
 def channel_in_one_process(name: str, *, has_own_process: bool) -> str:

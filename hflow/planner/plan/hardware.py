@@ -15,6 +15,7 @@ LOW_DTYPES = ("fp8", "fp4")
 """Precisions that only some devices compute in."""
 
 Count = Annotated[StrictInt, Field(ge=1)]
+NumChannels = Annotated[StrictInt, Field(ge=0, le=64)]
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -47,7 +48,8 @@ class Device:
     network: str
     """The link between machines, unless the configuration names another one."""
     overhead_gib: NonNegative = 0.0
-    """Memory that the runtime itself takes (CUDA context, NCCL buffers, the Python process)."""
+    """Memory that the runtime of a process takes: the CUDA context with the code of kernels; on a `cpu`, that
+    of Python and its libraries. Communicators come on top (`forecast/memory/nccl.py`)."""
     host_link: str = "pcie-4"
     """The link between a device and the memory of its machine, as one device has it."""
     host_memory_gib: Positive | None = None
@@ -91,6 +93,11 @@ class Link:
     """Bandwidth of one device in one direction, in 1e9 bytes per second."""
     latency_us: NonNegative
     """Microseconds that the smallest message takes."""
+    channels: NumChannels = 0
+    """Channels of an NCCL communicator over it, which have buffers on the devices: within a machine those of
+    the communicator, between machines those of each of its devices on one. 0: hosts have the buffers."""
+    switch_channels: NumChannels = 0
+    """Channels of a communicator through switches that add and copy (NVLink SHARP); 0: they do not."""
 
 
 @dataclass(frozen=True)

@@ -535,7 +535,7 @@ class Evaluator:
 
         Where memory is tight these are nearly all, and they are the fastest.
         """
-        limit = self.problem.memory_limit - self.memory.runtime
+        limit = self.problem.memory_limit - self.memory.runtime + self.memory.most_shared(tables.values())
         sizes = {name: [self._sizes(blocks, option) for option in table] for name, table in tables.items()}
         smallest = {
             (name, i): [min(column) for column in zip(*(row[i] for row in sizes[name]), strict=True)]

@@ -7,7 +7,7 @@ here that does not fit; `check_memory` has the last word. Models of unknown size
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +33,7 @@ from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.weight_routes import near_transport
+from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 
@@ -131,7 +132,8 @@ class GroupMemory:
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
         profiles = [self._profile(option, _common_of(option, common)) for option in options]
         engines = [profile.engine for profile in profiles if profile.engine is not None]
-        used = self.runtime + sum(row.generating for row in rows)
+        runtime = self.runtime - self._shared(options)
+        used = runtime + sum(row.generating for row in rows)
         sizes = size_caches(engines, capacity, used, {})
         caches = sum(sizes.values())
         used += sum(engine.step for engine in engines) + caches
@@ -142,7 +144,7 @@ class GroupMemory:
             if batch is not None:
                 batches[name] = batch
         largest, fullest = self.runtime, ""
-        base = self.runtime + (caches if on_cpu else 0)
+        base = runtime + (caches if on_cpu else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
         for (phase, _), num_bytes in zip(phases, sums, strict=True):
             total = used if phase == GENERATE else base + num_bytes
@@ -151,6 +153,29 @@ class GroupMemory:
         sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
         host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
+
+    def _shared(self, options: Sequence[ReplicaOption]) -> int:
+        """Return the bytes of communicators that options of a group share, and that each of them counts."""
+        known: set[tuple[str, Layout]] = set()
+        total = 0
+        for option in options:
+            key = option.replica.backend, option.layout
+            total += self._smallest_collectives(option) if key in known else 0
+            known.add(key)
+        return total
+
+    def most_shared(self, options: Iterable[Sequence[ReplicaOption]]) -> int:
+        """Return a bound on `_shared`, for any of the options of each replica of a group."""
+        most = [max(map(self._smallest_collectives, several), default=0) for several in options]
+        return sum(most) - max(most, default=0)
+
+    @memo
+    def _smallest_collectives(self, option: ReplicaOption) -> int:
+        """Return the bytes of the communicators of a training replica on the rank with the fewest; else 0."""
+        if option.replica.role == "gen" or option.replica.model not in self._problem.request.shapes:
+            return 0
+        context = MemoryContext(self._plan, self._problem.request)
+        return min(context.bytes_of_collectives(rank) for rank in self._ranks(option))
 
     @memo
     def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:

@@ -6,7 +6,9 @@ streams of all its senders while it holds only the front of each stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hflow.planner.plan.cluster import ClusterSpec
@@ -55,6 +57,41 @@ def _apart(receivers: Receivers, worker: int) -> tuple[Receivers, Receivers]:
     """Return a worker, if it is among receivers, and the others."""
     others = tuple(receiver for receiver in receivers if receiver != worker)
     return receivers if receivers == (worker,) else (worker,) * (len(others) < len(receivers)), others
+
+
+def streams(route: WeightRoute, cluster: ClusterSpec) -> frozenset[tuple[int, Receivers]]:
+    """Return the sender and the receivers of all streams of a route, other than from a worker to itself."""
+    found: set[tuple[int, Receivers]] = set()
+    for index, row in enumerate(route.rows):
+        holders = route.worker_sets[row.holders]
+        repeats = math.lcm(len(holders), *cluster.machines(holders).values())
+        first, last = row.layers or (0, 1)
+        for layer in range(first, min(last, first + repeats)):
+            receivers_of: dict[int, list[int]] = {}
+            for receiver, sender in senders(route, index, cluster, layer).items():
+                if receiver != sender:
+                    receivers_of.setdefault(sender, []).append(receiver)
+            found.update((sender, tuple(sorted(several))) for sender, several in receivers_of.items())
+    return frozenset(found)
+
+
+def relays(
+    streams: Iterable[tuple[int, Receivers]], cluster: ClusterSpec
+) -> dict[tuple[int, Receivers], int]:
+    """Return the receiver that takes a stream from its sender and broadcasts it to the others.
+
+    Streams that are left out are broadcast by their sender: those with one receiver, and those whose
+    receivers have no other sender. It is a receiver on the sender's machine, if there is one, and another one
+    for each sender.
+    """
+    senders_of = Counter(receivers for _, receivers in streams)
+    found = {}
+    for sender, receivers in streams:
+        if len(receivers) > 1 and senders_of[receivers] > 1:
+            node = cluster.node_of(sender)
+            near = [receiver for receiver in receivers if cluster.node_of(receiver) == node] or receivers
+            found[sender, receivers] = near[sender % len(near)]
+    return found
 
 
 def slices_to_keep(route: WeightRoute, worker: int) -> list[WeightSlice]:

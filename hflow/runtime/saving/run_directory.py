@@ -3,6 +3,7 @@
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
     bodies.log (if a body printed something, or failed)  services.json (what requests to services have cost)
+    engines/REPLICA-WORKER.log (of engines in processes of their own)
     samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
@@ -189,6 +190,11 @@ class RunDirectory:
     def bodies(self) -> Path:
         """What bodies have printed and logged, and their tracebacks, see `records.body_log`."""
         return self.path / "bodies.log"
+
+    @property
+    def engine_logs(self) -> Path:
+        """Directory of what engines in processes of their own have logged, a file for each."""
+        return self.path / "engines"
 
     @property
     def services(self) -> Path:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -288,7 +287,7 @@ def collect_tensors(
 ) -> Iterator[Named]:
     """Yield tensors whole, in host memory and floats in `dtype`, each on one rank; a collective.
 
-    A tensor is sent in pieces, so that its receiver holds no more than `BUCKET_BYTES` beside the whole.
+    A tensor is gathered in pieces, so that a rank holds no more than `BUCKET_BYTES` beside the whole.
 
     Args:
         named: what this rank stores, the same tensors on all ranks.
@@ -318,12 +317,12 @@ def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int, host: HostCopi
     whole = host.empty(x.shape, dtype, local.device) if is_receiver else None
     for first in range(0, max(sizes), width):
         length = min(width, max(sizes) - first)
-        piece = local.new_zeros(length, dtype=dtype)
+        pieces = local.new_zeros(num_ranks, length, dtype=dtype)
         held = local[first : first + length]
-        piece[: len(held)] = held
-        pieces = [torch.empty_like(piece) for _ in range(num_ranks)] if is_receiver else None
-        dist.gather(piece, pieces, group=group, group_dst=receiver)
-        if whole is None or pieces is None:
+        pieces[group.rank(), : len(held)] = held
+        # On all ranks: for a gather on one of them NCCL would connect every pair of ranks.
+        gather_in_place(pieces.view(-1), group)
+        if whole is None:
             continue
         entries = whole.view(-1)
         for start, size, part in zip(starts, sizes, pieces, strict=True):

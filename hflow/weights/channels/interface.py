@@ -27,6 +27,9 @@ class ChannelSettings:
     """Seconds after which a transfer that needs several processes at once fails."""
     near: str = ""
     """The channel from a worker to the engine on its own device; empty: the same as for all others."""
+    relays: tuple[tuple[Receivers, int], ...] = ()
+    """Receivers to which this process sends -> the one of them that passes its buckets on to the others. Only
+    for channels that broadcast; other receivers take them from the sender."""
 
     @property
     def nearby(self) -> ChannelSettings:

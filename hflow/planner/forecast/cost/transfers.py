@@ -150,6 +150,11 @@ def _arrival(
         link_time = send(route.moved_bytes / num - received, hardware.intra, hardware)
         if between:
             link_time += send(between, network, hardware)
+        if (
+            channel.broadcasts and replica.layout.data > 1 and num_sources > 1
+        ):  # first to one that passes it on
+            link = network if route.node_bytes == route.moved_bytes else hardware.intra
+            link_time += send(route.moved_bytes / num, link, hardware)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
 
 

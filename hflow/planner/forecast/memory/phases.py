@@ -11,7 +11,9 @@ from functools import cached_property
 
 from hflow.graph.ir import Level
 from hflow.graph.queries import root_stream
+from hflow.planner.forecast.communicators import weight_communicators
 from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.nccl import NcclLinks, communicator_bytes, nccl_links, training_bytes
 from hflow.planner.forecast.memory.offload import Use, in_host_memory, on_device
 from hflow.planner.forecast.memory.parts import (
     EngineLoad,
@@ -31,6 +33,7 @@ from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
 from hflow.planner.plan.workload import Workload, expected_max
+from hflow.shapes.layout import Layout
 
 Ranks = tuple[Rank, ...]
 """The ranks on one device, in the plan's order of replicas."""
@@ -75,6 +78,62 @@ class MemoryContext:
     def verb(self, node: str) -> str:
         """Return the verb of a batch node; that of a node that saves a model is `save`."""
         return "save" if node.startswith(SAVE_PREFIX) else self.plan.graph.node(node).spec.verb
+
+    @cached_property
+    def nccl_links(self) -> NcclLinks | None:
+        """The links that the memory of communicators depends on; None on CPUs."""
+        return nccl_links(self.request.hardware, self.request.cluster.devices_per_node)
+
+    @cached_property
+    def _bytes_of_broadcasts(self) -> Mapping[str, int]:
+        """Replica -> bytes of the communicators for its weights, on its worker with the most.
+
+        A route without rows is one of a search, which does not know the other end: a trainer is taken to have
+        two communicators, and an engine three.
+        """
+        links, found = self.nccl_links, dict[str, int]()
+        if links is None:
+            return found
+        for route in self.plan.weights:
+            joined: dict[int, int] = {}
+            for one in weight_communicators(self.plan, route):
+                num_bytes = communicator_bytes(one.workers, links, broadcasts=True)
+                for worker in one.workers:
+                    joined[worker] = joined.get(worker, 0) + num_bytes
+            for name, num in ((route.src, 2), (route.dst, 3)) if joined else ():
+                if route.rows:
+                    most = max(joined.get(worker, 0) for worker in self.plan.replica(name).workers)
+                else:
+                    most = num * communicator_bytes(range(2), links, broadcasts=True)
+                found[name] = found.get(name, 0) + most
+        return found
+
+    def communicators(self, ranks: Iterable[Rank]) -> Items:
+        """Return the memory of the NCCL communicators on a device with some ranks.
+
+        Replicas with the same workers and layout share theirs.
+        """
+        links, total = self.nccl_links, 0
+        if links is None:
+            return Items()
+        known: set[tuple[str, Layout, tuple[int, ...]]] = set()
+        for rank in ranks:
+            replica, layout = rank.replica, rank.replica.layout
+            total += self._bytes_of_broadcasts.get(replica.name, 0)
+            if replica.role == "gen":
+                if (size := layout.world // layout.data) > 1:
+                    total += communicator_bytes(range(size), links)
+            elif (key := (replica.backend, layout, replica.workers)) not in known:
+                known.add(key)
+                total += self.bytes_of_collectives(rank)
+        return item(MemoryCategory.RUNTIME, total, "communicators")
+
+    def bytes_of_collectives(self, rank: Rank) -> int:
+        """Return the memory of the communicators of a training replica's rank."""
+        links = self.nccl_links
+        if links is None:
+            return 0
+        return training_bytes(rank.replica.layout, rank.traits, rank.shape, rank.stage, links)
 
     @cached_property
     def nodes_of_workers(self) -> dict[int, Items]:
@@ -176,8 +235,8 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
-    items = _resident(context, (rank,), phase, inferred, {rank.replica.name: 0})
-    return items.total() - _runtime(context)
+    state = _resident_of_rank(context, rank, phase, inferred, {rank.replica.name: 0})
+    return (state + context.communicators((rank,))).total()
 
 
 def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
@@ -329,26 +388,31 @@ def _resident(
         inferred: replicas that have inferred since they trained.
         caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
     """
-    overhead = _runtime(context)
     items = Items()
     for rank in ranks:
-        name = rank.replica.name
-        if rank.replica.role == "gen":
-            state = _engine_state(context, rank, phase, caches)
-            state += engine_kind(rank.replica.backend).memory.process_state(rank, overhead)
-            if (route := context.route_to(rank)) is not None:
-                state += transfer.received_weights(rank, route)
-        else:
-            memory, use = training_backend(rank.replica.backend).memory, _use(context, rank, phase)
-            state = on_device(rank, memory.model_state(rank), use)
-            if rank.on_cpu:
-                state += in_host_memory(rank)
-            if name in inferred and rank.config.offload != "all":
-                state += memory.kept_after_infer(rank)
-            routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
-            state += transfer.published_weights(rank, routes, is_loading=phase == WAKE)
-        items += Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
-    return items + item(MemoryCategory.RUNTIME, overhead)
+        items += _resident_of_rank(context, rank, phase, inferred, caches)
+    return items + item(MemoryCategory.RUNTIME, _runtime(context)) + context.communicators(ranks)
+
+
+def _resident_of_rank(
+    context: MemoryContext, rank: Rank, phase: str, inferred: Container[str], caches: Mapping[str, int]
+) -> Items:
+    name = rank.replica.name
+    if rank.replica.role == "gen":
+        state = _engine_state(context, rank, phase, caches)
+        state += engine_kind(rank.replica.backend).memory.process_state(rank, _runtime(context))
+        if (route := context.route_to(rank)) is not None:
+            state += transfer.received_weights(rank, route)
+    else:
+        memory, use = training_backend(rank.replica.backend).memory, _use(context, rank, phase)
+        state = on_device(rank, memory.model_state(rank), use)
+        if rank.on_cpu:
+            state += in_host_memory(rank)
+        if name in inferred and rank.config.offload != "all":
+            state += memory.kept_after_infer(rank)
+        routes = [(r, context.plan.replica(r.dst).layout.world) for r in context.routes_from(rank)]
+        state += transfer.published_weights(rank, routes, is_loading=phase == WAKE)
+    return Items({ItemKey(f"{name} {key.name}", key.category): size for key, size in state.items()})
 
 
 def _use(context: MemoryContext, rank: Rank, phase: str) -> Use:

@@ -210,13 +210,10 @@ def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
 
 
 def _collected_pieces(rank: Rank, width: int) -> Items:
-    """Return the pieces of a tensor that a rank receives from all ranks, and the one that it sends."""
+    """Return the pieces of a tensor that a rank gathers from all ranks."""
     largest, world = width * largest_tensor(rank.trained_shape), rank.replica.layout.world
-    if world == 1:
-        num_bytes = largest if width < FP32_BYTES else 0
-    else:
-        pieces = min(BUCKET_BYTES, largest)
-        num_bytes = pieces + pieces // world
+    pieces = min(BUCKET_BYTES, largest)
+    num_bytes = pieces if world > 1 else largest if width < FP32_BYTES else 0
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow.base.text import format_bytes, format_ranges_briefly, format_share, pluralize
-from hflow.planner.forecast.communicators import rank_groups
+from hflow.planner.forecast.communicators import communicators
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.rows import Plan
-from hflow.planner.plan.traits import traits
 from hflow.report.text.section import GAP, Section, dim, number, table, text
 
 
@@ -121,23 +121,25 @@ def memory_section(plan: Plan, width: int) -> Section:
     for shown in full:
         gap = [Text()] if body else []
         body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
-    communicators = list(_communicator_lines(plan))
-    if brief or plan.forecast.host or communicators:
+    joined = list(communicator_lines(plan, full))
+    if brief or plan.forecast.host or joined:
         body.append(Text())
     body += [dim(line) for line in _brief(brief, capacity)]
-    body += [dim(line) for line in (*_host_lines(plan.forecast.host), *communicators)]
+    body += [dim(line) for line in (*_host_lines(plan.forecast.host), *joined)]
     used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
     return Section("Memory", NOTE, (legend(used), Text(), *body))
 
 
-def _communicator_lines(plan: Plan) -> Iterator[str]:
-    """Yield how many communicators a rank of each replica has that divides a model in several ways."""
-    shapes = dict(plan.shapes)
-    for replica in plan.replicas:
-        if replica.role != "gen" and traits(replica.backend).is_model_parallel:
-            groups = rank_groups(replica.layout, traits(replica.backend), shapes.get(replica.model), 0)
-            if len(groups) > 1:
-                yield f"{len(groups)} communicators of a rank of {replica.name}, with buffers in the runtime"
+def communicator_lines(plan: Plan, classes: Iterable[DeviceClass]) -> Iterator[str]:
+    """Yield the NCCL communicators of a device of each class that is shown, by their use."""
+    if plan.cluster.device != "cuda":
+        return
+    shown = {one.devices[0]: one for one in classes}
+    for device, found in communicators(plan, shown).items():
+        if found:
+            number = pluralize(len(found), "NCCL communicator")
+            uses = ", ".join(f"{use} {num}" for use, num in Counter(one.use for one in found).items())
+            yield f"{_devices(shown[device].devices)}: {number}: {uses}"
 
 
 def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:

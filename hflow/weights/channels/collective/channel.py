@@ -1,18 +1,25 @@
 """Buckets as broadcasts of torch.distributed, from device to device: NCCL on CUDA, gloo on a CPU.
 
-A *stream* is all that one sender sends to one set of receivers. It has a process group of its own, with the
-sender as rank 0, which stays open for later versions. The sender keeps the packed buckets and broadcasts them
-on a thread when the receivers come, so training continues meanwhile.
+A *stream* is all that one sender sends to one set of receivers. The sender keeps the packed buckets and
+broadcasts them on a thread when the receivers come, so training continues meanwhile.
+
+On GPUs each process group takes hundreds of MiB of every member. Receivers of several senders therefore have
+one group among them: each sender sends to one of them, its *relay*, in a group of two, and the relay
+broadcasts to the others. Senders are in no group with each other, since a broadcast that waits for another
+trainer could wait for one that waits in a collective of training. A receiver of N senders joins about N / R
++ 1 groups in place of N, where R is the number of receivers. Groups stay open for later versions.
 
 **Why it cannot deadlock.** A broadcast needs all members of its group at the same time. A sender has a thread
-per stream, and enters a broadcast only when all receivers have said that they wait for exactly this bucket.
-So a sender never holds up another stream, and never waits in a collective for an engine that is busy.
+per stream, and enters a broadcast only when the relay, or all receivers if there is none, have said that they
+wait for exactly this bucket. So a sender never holds up another stream, and never waits in a collective for
+an engine that is busy.
 
 A receiver takes one bucket at a time. It takes bucket j of stream s when it has used the last slice of bucket
 j - 1. `assemble_tensors` merges streams by (position of the tensor, place of the stream), so a receiver takes
 buckets in the order of (position of that last slice, place of the stream). The position belongs to the
 stream, and the places of common streams have the same order at all receivers. So all receivers take the
-buckets that they share in one order, and the receiver that waits for the first of them can always proceed.
+buckets that they share in one order, which is that of the broadcasts among them. The receivers that wait for
+the first of all buckets can always proceed.
 """
 
 from __future__ import annotations
@@ -47,7 +54,11 @@ class CollectiveBucket(NamedTuple):
     address: str
     """`host:port` of the sender's store, where the stream's members meet."""
     receivers: Receivers
-    """Rank - 1 -> worker, in the stream's group."""
+    """The workers that take it, in the order of their ranks."""
+    relay: int | None
+    """The receiver that takes it from the sender and broadcasts it; None: the sender broadcasts to all."""
+    generation: int
+    """Counts the times that receivers were replaced. All senders have the same count."""
     number: int
     """Counts the buckets of the stream."""
     num_bytes: int
@@ -59,6 +70,11 @@ class CollectiveBucket(NamedTuple):
     def key(self) -> str:
         """Prefix of this bucket's keys in the store."""
         return f"{_stream_name(self.receivers)}/{self.number}"
+
+    @property
+    def first_receivers(self) -> Receivers:
+        """The receivers that are in a group with the sender."""
+        return self.receivers if self.relay is None else (self.relay,)
 
 
 class CollectiveChannel(WeightChannel):
@@ -74,7 +90,11 @@ class CollectiveChannel(WeightChannel):
         self._stores: dict[str, TCPStore] = {}
         """Address -> connection of the receiver."""
         self._groups: dict[tuple[str, Receivers], Any] = {}
-        """(address, receivers) -> the receiver's group of a stream."""
+        """(address, receivers) -> the receiver's group with the sender of a stream."""
+        self._groups_of_receivers: dict[Receivers, Any] = {}
+        """Receivers -> their group, where one passes buckets on to the others."""
+        self._generation = 0
+        """The generation of receivers, at either end."""
 
     @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
@@ -87,7 +107,8 @@ class CollectiveChannel(WeightChannel):
             self._server = open_store(self._settings.host, self._timeout)
         if receivers not in self._streams:
             address = f"{self._settings.host}:{self._server.port}"
-            self._streams[receivers] = _Stream(address, receivers, self._timeout)
+            relay = dict(self._settings.relays).get(receivers)
+            self._streams[receivers] = _Stream(address, receivers, relay, self._generation, self._timeout)
         return self._streams[receivers].add(bucket)
 
     @override
@@ -116,6 +137,7 @@ class CollectiveChannel(WeightChannel):
         Receivers that still wait for a member that has ended fail, as this ends the old address.
         """
         self.close()
+        self._generation += 1
 
     @override
     def close(self) -> None:
@@ -126,28 +148,60 @@ class CollectiveChannel(WeightChannel):
         self._server = None
         self._stores.clear()
         self._groups.clear()
+        self._groups_of_receivers.clear()
 
     def _broadcast(self, handle: CollectiveBucket, receiver: int) -> Tensor:
+        if handle.generation != self._generation:  # other receivers were replaced
+            self._groups.clear()
+            self._groups_of_receivers.clear()
+            self._generation = handle.generation
         if handle.address not in self._stores:
             self._stores[handle.address] = connect_store(handle.address, self._timeout)
         store = self._stores[handle.address]
-        if store.add(f"{handle.key}/ready", 1) == len(handle.receivers):
+        payload = torch.empty(handle.num_bytes, dtype=torch.uint8, device=handle.device)
+        if receiver in handle.first_receivers:
+            self._receive_first(store, handle, receiver, payload)
+        if handle.relay is not None:
+            if handle.receivers not in self._groups_of_receivers:
+                # All receivers take this bucket first of those that they share, so they meet in one store.
+                name, rank = f"among {_stream_name(handle.receivers)}", handle.receivers.index(receiver)
+                self._groups_of_receivers[handle.receivers] = _join(
+                    store, name, rank, len(handle.receivers), handle.device, self._timeout
+                )
+            root = handle.receivers.index(handle.relay)
+            _run_broadcast(self._groups_of_receivers[handle.receivers], payload, root)
+        return payload
+
+    def _receive_first(
+        self, store: TCPStore, handle: CollectiveBucket, receiver: int, payload: Tensor
+    ) -> None:
+        """Take a bucket from its sender."""
+        members = handle.first_receivers
+        if store.add(f"{handle.key}/ready", 1) == len(members):
             store.set(f"{handle.key}/all", "")
         key = handle.address, handle.receivers
         if key not in self._groups:
-            rank = 1 + handle.receivers.index(receiver)
-            self._groups[key] = _join(store, handle.receivers, rank, handle.device, self._timeout)
-        payload = torch.empty(handle.num_bytes, dtype=torch.uint8, device=handle.device)
+            rank = 1 + members.index(receiver)
+            name, size = _stream_name(handle.receivers), 1 + len(members)
+            self._groups[key] = _join(store, name, rank, size, handle.device, self._timeout)
         _run_broadcast(self._groups[key], payload)
-        return payload
 
 
 class _Stream:
     """The sending end of a stream: a queue of buckets, and the thread that broadcasts them."""
 
-    def __init__(self, address: str, receivers: Receivers, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self,
+        address: str,
+        receivers: Receivers,
+        relay: int | None,
+        generation: int,
+        timeout: datetime.timedelta,
+    ) -> None:
         self._address = address
         self._receivers = receivers
+        self._relay = relay
+        self._generation = generation
         self._timeout = timeout
         self._number = 0
         self._queue: SimpleQueue[tuple[CollectiveBucket, Tensor, torch.cuda.Event | None]] = SimpleQueue()
@@ -159,7 +213,14 @@ class _Stream:
         self.raise_if_failed()
         payload, device = bucket.payload, bucket.payload.device.type
         handle = CollectiveBucket(
-            self._address, self._receivers, self._number, payload.numel(), device, bucket.header
+            self._address,
+            self._receivers,
+            self._relay,
+            self._generation,
+            self._number,
+            payload.numel(),
+            device,
+            bucket.header,
         )
         self._number += 1
         packed = torch.cuda.Event() if device == "cuda" else None
@@ -193,7 +254,8 @@ class _Stream:
             if not self._all_wait(store, handle):
                 return
             if group is None:
-                group = _join(store, self._receivers, 0, handle.device, self._timeout)
+                name, size = _stream_name(self._receivers), 1 + len(handle.first_receivers)
+                group = _join(store, name, 0, size, handle.device, self._timeout)
             if packed is None:
                 _run_broadcast(group, payload)
                 continue
@@ -205,7 +267,7 @@ class _Stream:
                 stream.synchronize()
 
     def _all_wait(self, store: TCPStore, handle: CollectiveBucket) -> bool:
-        """Wait until all receivers wait for a bucket; returns False if the channel was closed."""
+        """Wait until all first receivers wait for a bucket; returns False if the channel was closed."""
         seconds = _SHORTEST_WAIT
         while not store.check([f"{handle.key}/all"]):
             if self._closed.wait(seconds):
@@ -218,12 +280,12 @@ def _stream_name(receivers: Receivers) -> str:
     return "to " + " ".join(map(str, receivers))
 
 
-def _join(store: TCPStore, receivers: Receivers, rank: int, device: str, timeout: datetime.timedelta) -> Any:
-    """Join the group of a stream; returns when all its members have joined.
+def _join(store: TCPStore, name: str, rank: int, size: int, device: str, timeout: datetime.timedelta) -> Any:
+    """Join a group that meets in a store under a name; returns when all its members have joined.
 
     The group is made without `init_process_group`, as an engine's process has a default group of its own.
     """
-    prefixed, size = PrefixStore(_stream_name(receivers), store), 1 + len(receivers)
+    prefixed = PrefixStore(name, store)
     if device == "cpu":
         return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -231,10 +293,10 @@ def _join(store: TCPStore, receivers: Receivers, rank: int, device: str, timeout
     return dist.ProcessGroupNCCL(prefixed, rank, size, options)
 
 
-def _run_broadcast(group: Any, payload: Tensor) -> None:
-    """Broadcast from rank 0; returns when it is done, or on CUDA when the current stream waits for it."""
+def _run_broadcast(group: Any, payload: Tensor, root: int = 0) -> None:
+    """Broadcast from a rank; returns when it is done, or on CUDA when the current stream waits for it."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank, options.rootTensor = root, 0
     group.broadcast([payload], options).wait()
 
 
