@@ -1,5 +1,7 @@
 """What every generation engine must do: the embedded engine, and vLLM with one and with two tensor ranks.
 
+vLLM's scheduling is synchronous on a CPU; `async` is vLLM as on GPUs, with asynchronous scheduling.
+
 Models have grouped queries and a vocabulary that vLLM pads. One ties its embeddings; the other does not, and
 has fewer key-value heads than tensor ranks.
 """
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +30,8 @@ from hflow.base.errors import BackendError, RunError
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
-from hflow.engines.vllm.engine import VllmEngine
+from hflow.engines.process.engine import EngineLaunch, ProcessEngine
+from hflow.engines.vllm.engine import vllm_launch
 from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS
 from hflow.models.expert_replay import routers_of
 from hflow.models.expert_tensors import stacked_views
@@ -183,9 +187,23 @@ def build(name: str, architecture: str, tensor: int, **of_cache: int) -> Generat
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
     records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
     setup = EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
-    engine = engine_kind(name).factory(setup)
+    engine = build_async(setup) if name == "async" else engine_kind(name).factory(setup)
     assert isinstance(engine, GenerationEngine)
     return engine
+
+
+def build_async(setup: EngineSetup) -> ProcessEngine:
+    """Return vLLM with asynchronous scheduling (`tests/kits/async_vllm.py`)."""
+    launch = vllm_launch(setup)
+
+    def arguments(directory: str, max_length: int) -> dict[str, Any]:
+        of_vllm = launch.arguments(directory, max_length)
+        worker = "AsyncRecordingWorker" if "worker_cls" in of_vllm else "AsyncWorker"
+        return {**of_vllm, "async_scheduling": True, "worker_cls": f"async_vllm.{worker}"}
+
+    kits = Path(__file__).parents[1] / "kits"
+    variables = {**launch.environment, "PYTHONPATH": os.pathsep.join([str(kits), *sys.path])}
+    return ProcessEngine(setup, EngineLaunch("vLLM", "async_vllm:AsyncStepper", variables, arguments))
 
 
 ENGINES = {
@@ -197,6 +215,9 @@ ENGINES = {
         ("vllm", "untied", 2),
         ("vllm", "experts", 1),
         ("vllm", "experts", 2),
+        ("async", "untied", 1),
+        ("async", "experts", 1),
+        ("async", "experts", 2),
     )
 }
 """vLLM with tied embeddings on two tensor ranks is in a process of its own: see `OWNER`."""
@@ -558,7 +579,7 @@ DEATHS = {
 
 def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     """The last test of each engine."""
-    if not isinstance(subject.engine, VllmEngine):
+    if not isinstance(subject.engine, ProcessEngine):
         pytest.skip("the embedded engine is in the worker's process")
     driver, directory = EngineDriver(subject.engine), subject.engine._process.directory
     engine = psutil.Process(subject.engine._process._process.pid)

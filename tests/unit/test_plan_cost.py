@@ -633,6 +633,20 @@ def test_host_time_between_steps_is_added():
     assert several.seconds - arithmetic.seconds == pytest.approx(2.5e-3 + 2e-3)
 
 
+def test_host_time_is_hidden_where_the_engine_schedules_ahead():
+    host = HostTimes(gap_us=100, step_us=2500, sequence_us=20)
+    one = side(backend="vllm", host=host)
+    ahead = replace(one, traits=replace(one.traits, schedules_ahead_on=(one.hardware.device.type,)))
+    device = decode_step(replace(one, host=HostTimes(gap_us=100)), 100, 0).seconds
+    assert device < 4.5e-3
+    assert decode_step(one, 100, 0).seconds == pytest.approx(device + 4.5e-3)
+    # The host takes longer than the device, and then, with long sequences, shorter.
+    assert decode_step(ahead, 100, 0) == Part("decode", pytest.approx(4.5e-3), LATENCY)
+    long = decode_step(replace(one, host=HostTimes(gap_us=100)), 100, 1e8)
+    assert long.seconds > 4.5e-3
+    assert decode_step(ahead, 100, 1e8) == long
+
+
 # -------------------------------------------------------------------------- what lies in between
 def test_inputs_take_as_long_as_the_busiest_worker():
     edge = EdgeTraffic("n", 4000, 0, 0, 1.0, (), 1, num_node_bytes=1000, busiest_bytes=2000)

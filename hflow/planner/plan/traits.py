@@ -81,6 +81,9 @@ class BackendTraits:
     merges_adapters: bool = False
     """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
     engine that does not has the adapters beside them."""
+    schedules_ahead_on: tuple[str, ...] = ()
+    """Types of devices on which an engine prepares a decode step while the device computes the one before
+    (asynchronous scheduling)."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 

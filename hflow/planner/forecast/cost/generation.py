@@ -233,12 +233,13 @@ class DecodeStep:
         attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
         largest = products if products.seconds >= attention.seconds else attention
         device = products.seconds + attention.seconds + self._other_seconds * num_sequences
-        added = host.step_us + host.sequence_us * num_sequences + host.gap_us * replica.shape.num_layers
-        added = added * 1e-6 + replica.layout.pipe * replica.expert_seconds
-        is_waiting = max(added, self._launching) > device
+        gaps = host.gap_us * 1e-6 * replica.shape.num_layers + replica.layout.pipe * replica.expert_seconds
+        scheduling = (host.step_us + host.sequence_us * num_sequences) * 1e-6
+        added, beside = (gaps, scheduling) if replica.schedules_ahead else (gaps + scheduling, 0.0)
+        is_waiting = max(added, beside, self._launching) > device
         limit = LATENCY if is_waiting else largest.limit
         seconds = max(device, self._launching) if replica.launches_ahead else device + self._launching
-        return Part("decode", seconds + added, limit)
+        return Part("decode", max(seconds + added, beside), limit)
 
 
 def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:

@@ -184,6 +184,11 @@ class ReplicaCosts:
         """Whether the host launches kernels while the device computes; a CPU device is its own host."""
         return self.hardware.device.type != "cpu"
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether the host prepares a decode step while the device computes the one before."""
+        return self.hardware.device.type in self.traits.schedules_ahead_on
+
     @cached_property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
