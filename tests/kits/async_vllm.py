@@ -1,8 +1,8 @@
 """vLLM with asynchronous scheduling on a CPU, as hflow has it on GPUs.
 
 vLLM turns it off on CPUs, as its model runner then copies tokens on a second CUDA stream. Here streams and
-events do nothing. Scheduler, executors, model runner and hflow's stepper are the real ones: a step is launched
-before the tokens of the one before are read. With two tensor ranks, it is also computed meanwhile.
+events do nothing. Scheduler, executors, model runner and hflow's stepper are the real ones: a step is
+launched before the tokens of the one before are read. With two tensor ranks, it is also computed meanwhile.
 
 The process of the engine and its ranks import this module.
 """

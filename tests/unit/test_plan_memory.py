@@ -342,7 +342,11 @@ def test_every_decode_step_has_a_graph():
     # Steps of 32 from 512, of 64 from 1,024, and of 96 from 1,536 sequences on.
     assert vllm_memory.graph_sizes(1_000)[-3:] == [960, 992, 1_000]
     assert vllm_memory.graph_sizes(1_700)[51:] == [
-        *range(544, 1_024, 32), *range(1_024, 1_536, 64), 1_536, 1_632, 1_700
+        *range(544, 1_024, 32),
+        *range(1_024, 1_536, 64),
+        1_536,
+        1_632,
+        1_700,
     ]
     found = named(vllm_memory.process_state(vllm_rank(max_running=1_024), 9))
     assert found["CUDA graphs"] == (51 + 16) * 32 * 2**18
