@@ -12,6 +12,7 @@ import importlib
 import pickle
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.interface import GenerationResult, SamplingParams
@@ -102,8 +103,7 @@ def joined(earlier: GenerationResult, later: GenerationResult) -> GenerationResu
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "rb") as file:
-        runner = Runner(*pickle.load(file))
+    source, target = map(Path, sys.argv[1:])
+    runner = Runner(*pickle.loads(source.read_bytes()))
     runner.run()
-    with open(sys.argv[2], "wb") as file:
-        pickle.dump(runner.results, file)
+    target.write_bytes(pickle.dumps(runner.results))
