@@ -13,6 +13,7 @@ from cost_kit import (
     NO_LOSS,
     SMALL,
     TOY,
+    in_turns,
     named,
     rollout,
     side,
@@ -620,11 +621,6 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
     assert parts["decode collectives"] == pytest.approx(9 * 8 * (256 / 1e10 + 2e-6))
     # The prompt's are of 10 tokens.
     assert parts["prefill collectives"] == pytest.approx(8 * (2560 / 1e10 + 2e-6))
-
-
-def in_turns(one):
-    """The engine, without asynchronous scheduling."""
-    return replace(one, traits=replace(one.traits, schedules_ahead_on=()))
 
 
 def test_host_time_between_steps_is_added():
