@@ -29,6 +29,7 @@ def test_a_cpu_has_neither() -> None:
     assert "cudagraph_capture_sizes" not in found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     argparse = pytest.importorskip("vllm.utils.argparse_utils")
