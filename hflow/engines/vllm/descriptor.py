@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hflow.engines.vllm import memory
-from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_size_problem
+from hflow.engines.vllm.checks import (
+    CUDA_INSTALL,
+    SCHEDULES_AHEAD_ON,
+    check,
+    find_conflict,
+    head_size_problem,
+)
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import FAMILIES
@@ -33,9 +39,7 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 def _remark(served: ServedModel) -> str | None:
     """Return that scheduling is asynchronous, where it is."""
-    if served.cluster.device in ENGINE.traits.schedules_ahead_on:
-        return "it schedules a step ahead"
-    return None
+    return "it schedules a step ahead" if served.cluster.device in SCHEDULES_AHEAD_ON else None
 
 
 def _find_variation(device: str) -> Variation | None:
@@ -111,7 +115,7 @@ ENGINE = EngineKind(
         has_own_process=True,
         has_own_attention=True,
         merges_adapters=True,
-        schedules_ahead_on=("cuda",),  # a CPU is its own host, and vLLM does not there
+        schedules_ahead_on=SCHEDULES_AHEAD_ON,
         records=(ROUTED_EXPERTS,),
     ),
     factory=_make_engine,

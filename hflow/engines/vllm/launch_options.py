@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hflow.engines.interface import EngineSetup
+from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
 from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan, graph_sizes
 from hflow.models.hf_config import read_config
-from hflow.planner.plan.traits import traits
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -69,7 +69,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "generation_config": "vllm",
         "max_model_len": max_length,
         "max_num_seqs": max_running,
-        "async_scheduling": setup.settings.device in traits("vllm").schedules_ahead_on,
+        "async_scheduling": setup.settings.device in SCHEDULES_AHEAD_ON,
         # A prompt that is not divided needs a step of its own.
         "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
         # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
