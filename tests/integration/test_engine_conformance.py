@@ -204,7 +204,7 @@ def build(name: str, architecture: str, tensor: int, **of_cache: int) -> Generat
 
 
 def launch_of(name: str, setup: EngineSetup) -> EngineLaunch:
-    """Return how vLLM is started, with asynchronous scheduling for `async` (`tests/kits/async_vllm.py`)."""
+    """Return the launch of vLLM, with asynchronous scheduling for `async` (`tests/kits/async_vllm.py`)."""
     launch = vllm_launch(setup)
 
     def arguments(directory: str, max_length: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class VllmEngine(ProcessEngine):
 
 
 def vllm_launch(setup: EngineSetup) -> EngineLaunch:
-    """Return how vLLM is started for a model."""
+    """Return the stepper, environment and arguments with which vLLM serves a model."""
     return EngineLaunch(
         library="vLLM",
         stepper="hflow.engines.vllm.stepper:VllmStepper",
