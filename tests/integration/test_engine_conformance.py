@@ -1,5 +1,7 @@
 """What every generation engine must do: the embedded engine, and vLLM with one and with two tensor ranks.
 
+vLLM's scheduling is synchronous on a CPU; `async` is vLLM as on GPUs, with asynchronous scheduling.
+
 Models have grouped queries and a vocabulary that vLLM pads. One ties its embeddings; the other does not, and
 has fewer key-value heads than tensor ranks.
 """
@@ -9,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import pickle
+import random
 import string
 import subprocess
 import sys
@@ -16,21 +20,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm_script import Script
 
 from hflow.base.errors import BackendError, RunError
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
-from hflow.engines.vllm.engine import VllmEngine
+from hflow.engines.process.engine import EngineLaunch, ProcessEngine, _write_config
+from hflow.engines.process.engine_process import ProcessSettings
+from hflow.engines.vllm.engine import vllm_launch
 from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS
 from hflow.models.expert_replay import routers_of
 from hflow.models.expert_tensors import stacked_views
+from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.descriptors import engine_kind
 from hflow.types.engine import SleepLevel
@@ -176,16 +186,37 @@ def assert_logprobs(
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def build(name: str, architecture: str, tensor: int, **of_cache: int) -> GenerationEngine:
+def setup_of(architecture: str, tensor: int, **of_cache: int) -> EngineSetup:
     settings = ModelSettings(name="actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
     records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
-    setup = EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
-    engine = engine_kind(name).factory(setup)
+    return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
+
+
+def build(name: str, architecture: str, tensor: int, **of_cache: int) -> GenerationEngine:
+    setup = setup_of(architecture, tensor, **of_cache)
+    is_async = name == "async"
+    engine = ProcessEngine(setup, launch_of(name, setup)) if is_async else engine_kind(name).factory(setup)
     assert isinstance(engine, GenerationEngine)
     return engine
+
+
+def launch_of(name: str, setup: EngineSetup) -> EngineLaunch:
+    """Return the launch of vLLM, with asynchronous scheduling for `async` (`tests/kits/async_vllm.py`)."""
+    launch = vllm_launch(setup)
+
+    def arguments(directory: str, max_length: int) -> dict[str, Any]:
+        of_vllm = launch.arguments(directory, max_length)
+        worker = "AsyncRecordingWorker" if "worker_cls" in of_vllm else "AsyncWorker"
+        return {**of_vllm, "async_scheduling": True, "worker_cls": f"async_vllm.{worker}"}
+
+    kits = Path(__file__).parents[1] / "kits"
+    variables = {**launch.environment, "PYTHONPATH": os.pathsep.join([str(kits), *sys.path])}
+    if name == "vllm":
+        return replace(launch, environment=variables)
+    return EngineLaunch("vLLM", "async_vllm:AsyncStepper", variables, arguments)
 
 
 ENGINES = {
@@ -197,6 +228,9 @@ ENGINES = {
         ("vllm", "untied", 2),
         ("vllm", "experts", 1),
         ("vllm", "experts", 2),
+        ("async", "untied", 1),
+        ("async", "experts", 1),
+        ("async", "experts", 2),
     )
 }
 """vLLM with tied embeddings on two tensor ranks is in a process of its own: see `OWNER`."""
@@ -438,11 +472,12 @@ def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recordi
 
 
 @pytest.mark.long
-def test_requests_that_a_full_cache_preempts_keep_their_experts() -> None:
+@pytest.mark.parametrize("name", ["vllm", "async"])
+def test_requests_that_a_full_cache_preempts_keep_their_experts(name: str) -> None:
     """Six blocks for each of four requests, in a cache of seventeen."""
     num_layers, num_heads, head_size = 3, 2, 32
     block = CPU_BLOCK_TOKENS * 2 * num_layers * num_heads * head_size * 4
-    subject = Subject("vllm", "experts", 1, build("vllm", "experts", 1, cache_bytes=18 * block))
+    subject = Subject(name, "experts", 1, build(name, "experts", 1, cache_bytes=18 * block))
     module = subject.load(3)
     params = [SamplingParams(max_tokens=700, seed=seed, record=(ROUTED_EXPERTS,)) for seed in range(4)]
     for prompt, result in zip(PROMPTS, subject.generate(PROMPTS[:4], params), strict=False):
@@ -549,6 +584,87 @@ def test_weights_of_another_model_are_refused(subject: Subject) -> None:
     assert_logprobs(result, module, PROMPTS[0])
 
 
+WEIGHTS = (3, 11, 12, 3)
+"""The seeds of the weights of each version in a script."""
+
+
+def script(seed: int, records: tuple[str, ...]) -> Script:
+    """Return a random script: six requests, as many as run at once, and three changes of weights."""
+    rng = random.Random(seed)
+    requests = [
+        (
+            list(prompt),
+            SamplingParams(
+                max_tokens=rng.randint(4, 40),
+                temperature=rng.choice([0.0, 0.7, 1.0]),
+                stop_ids=tuple(rng.sample(range(100), rng.choice([0, 4]))),
+                stop=rng.choice([(), ("a", "b")]),
+                seed=rng.randint(0, 9),
+                record=records,
+            ),
+        )
+        for prompt in PROMPTS
+    ]
+    calls = [
+        *(("add", number) for number in range(MAX_RUNNING)),
+        *[("load", 0)] * 3,
+        *[("interrupt", 0)] * 2,
+        *(("step", rng.randint(1, 8)) for _ in range(12)),
+    ]
+    rng.shuffle(calls)
+    return Script(requests, [*calls, ("cancel", rng.randrange(MAX_RUNNING))])
+
+
+def run_script(name: str, seed: int, directory: Path) -> dict[int, GenerationResult]:
+    """Return what a vLLM engine draws, by request."""
+    setup = setup_of("experts", 1)
+    launch = launch_of(name, setup)
+    model = _write_config(setup.settings, read_config(setup.settings), directory / "model")
+    settings = ProcessSettings(
+        name=name,
+        library=launch.library,
+        stepper=launch.stepper,
+        settings=setup.settings,
+        arguments=launch.arguments(model, MAX_LENGTH),
+        temporary=str(directory),
+        tokenizer=TOKENIZER.settings,
+        cores=(),
+        reads_checkpoint=False,
+        sleeps=False,
+        records=setup.records,
+    )
+    weights = [cloudpickle.dumps(weights_of("experts", of_version)) for of_version in WEIGHTS]
+    paths = (directory / "script", directory / "result")
+    paths[0].write_bytes(pickle.dumps((settings, weights, script(seed, setup.records))))
+    command = [sys.executable, "-m", "vllm_script", *map(str, paths)]
+    subprocess.run(command, env={**os.environ, **launch.environment}, check=True)
+    results: dict[int, GenerationResult] = pickle.loads(paths[1].read_bytes())
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_asynchronous_scheduling_changes_no_sample(seed: int, tmp_path: Path) -> None:
+    """Tokens, versions, reasons and experts are the same, with new weights and interruptions meanwhile."""
+    expected, found = (run_script(name, seed, tmp_path) for name in ("vllm", "async"))
+    assert found.keys() == expected.keys()
+    assert len({version for result in found.values() for version in result.versions}) > 2
+    for number, result in found.items():
+        other, prompt = expected[number], PROMPTS[number]
+        assert (result.ids, result.versions) == (other.ids, other.versions)
+        assert result.stop_reason == other.stop_reason
+        rows, other_rows = result.recorded[ROUTED_EXPERTS], other.recorded[ROUTED_EXPERTS]
+        assert len(rows) == len(other_rows)
+        assert same_experts(rows, other_rows) > 0.99
+        temperature = script(seed, ()).requests[number][1].temperature or 1.0
+        for version, of_version in enumerate(WEIGHTS, 1):
+            chosen = torch.tensor(result.versions) == version
+            drawn = logprobs(reference("experts", of_version), prompt, result.ids, temperature)
+            torch.testing.assert_close(
+                torch.tensor(result.logprobs)[chosen], drawn[chosen], atol=TOLERANCE, rtol=0
+            )
+
+
 DEATHS = {
     1: r"the generation engine stopped: the vLLM engine of 'actor' \(process \d+\) was killed by SIGKILL",
     2: r"the generation engine stopped: tensor rank \d of the vLLM engine of 'actor' \(process \d+\) died",
@@ -558,7 +674,7 @@ DEATHS = {
 
 def test_a_killed_engine_ends_its_requests(subject: Subject) -> None:
     """The last test of each engine."""
-    if not isinstance(subject.engine, VllmEngine):
+    if not isinstance(subject.engine, ProcessEngine):
         pytest.skip("the embedded engine is in the worker's process")
     driver, directory = EngineDriver(subject.engine), subject.engine._process.directory
     engine = psutil.Process(subject.engine._process._process.pid)

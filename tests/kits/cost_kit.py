@@ -81,6 +81,11 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
     return costs if host is None else replace(costs, host=host)
 
 
+def in_turns(one):
+    """The engine's costs without asynchronous scheduling."""
+    return replace(one, traits=replace(one.traits, schedules_ahead_on=()))
+
+
 def named(parts):
     """Return name -> seconds, without entries of zero."""
     return {part.name: part.seconds for part in parts if part.seconds}

@@ -13,6 +13,7 @@ from cost_kit import (
     NO_LOSS,
     SMALL,
     TOY,
+    in_turns,
     named,
     rollout,
     side,
@@ -623,7 +624,7 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
 
 
 def test_host_time_between_steps_is_added():
-    one = side(backend="vllm", host=HostTimes(step_us=2500, sequence_us=20))
+    one = in_turns(side(backend="vllm", host=HostTimes(step_us=2500, sequence_us=20)))
     step = decode_step(one, 1, 0)
     assert (step.name, step.limit) == ("decode", LATENCY)
     assert step.seconds == pytest.approx(4 * 153_856 / 1e11 + 2.5e-3 + 20e-6)
@@ -631,6 +632,17 @@ def test_host_time_between_steps_is_added():
     several = decode_step(one, 100, 0)
     arithmetic = decode_step(side(backend="vllm"), 100, 0)
     assert several.seconds - arithmetic.seconds == pytest.approx(2.5e-3 + 2e-3)
+
+
+def test_host_time_is_hidden_where_the_engine_schedules_ahead():
+    ahead = side(backend="vllm", host=HostTimes(gap_us=100, step_us=2500, sequence_us=20))
+    device = replace(ahead, host=HostTimes(gap_us=100))
+    # The host takes 4.5 ms. The device takes less with short sequences, and more with long ones.
+    assert decode_step(device, 100, 0).seconds < 4.5e-3 < decode_step(device, 100, 1e8).seconds
+    assert decode_step(ahead, 100, 0) == Part("decode", pytest.approx(4.5e-3), LATENCY)
+    assert decode_step(ahead, 100, 1e8) == decode_step(device, 100, 1e8)
+    added = decode_step(in_turns(ahead), 100, 1e8).seconds - decode_step(device, 100, 1e8).seconds
+    assert added == pytest.approx(4.5e-3)
 
 
 # -------------------------------------------------------------------------- what lies in between

@@ -65,8 +65,9 @@ def test_the_plan_says_when_the_embedded_engine_has_no_forward_of_its_own_for_a_
 @pytest.mark.usefixtures("installed_vllm")
 def test_vllm_is_the_default_on_cuda_where_it_can_serve_the_model():
     assert engine() == "embedded: the cluster is cpu"
-    assert engine(*H100) == "vllm: installed, CUDA"
-    assert engine(*H100, "models.actor.gen.layout=d4t2") == "vllm: installed, CUDA"
+    on_cuda = "vllm: installed, CUDA; it schedules a step ahead"
+    assert engine(*H100) == on_cuda
+    assert engine(*H100, "models.actor.gen.layout=d4t2") == on_cuda
     unknown = (*H100, "models.actor.architecture.model_type=gpt2")
     assert engine(*unknown).startswith("embedded: actor@gen: vllm needs to know the tensors of the model")
     apart = ("cluster=h100-2x1", *QWEN, "models.actor.gen.layout=d1t2")

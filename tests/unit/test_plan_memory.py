@@ -333,8 +333,23 @@ def test_what_vllm_keeps_in_processes_of_its_own():
     found = named(vllm_memory.process_state(vllm_rank(max_running=64), 9))
     assert found == {"process": 9, "CUDA graphs": 2 * 19 * 32 * 2**18}
     assert vllm_memory.graph_sizes(8) == [1, 2, 4, 8, 16]
-    assert vllm_memory.graph_sizes(1_000)[-2:] == [496, 512]
+    # At least up to vLLM's 512, in steps of 16 from 256 on.
     assert len(vllm_memory.graph_sizes(256)) == 3 + 31 + 17
+    assert vllm_memory.graph_sizes(512)[-2:] == [496, 512]
+
+
+def test_every_decode_step_has_a_graph():
+    # Steps of 32 from 512, of 64 from 1,024, and of 96 from 1,536 sequences on.
+    assert vllm_memory.graph_sizes(1_000)[-3:] == [960, 992, 1_000]
+    assert vllm_memory.graph_sizes(1_700)[51:] == [
+        *range(544, 1_024, 32),
+        *range(1_024, 1_536, 64),
+        1_536,
+        1_632,
+        1_700,
+    ]
+    found = named(vllm_memory.process_state(vllm_rank(max_running=1_024), 9))
+    assert found["CUDA graphs"] == (51 + 16) * 32 * 2**18
 
 
 def test_a_step_of_vllm_prefills_or_samples():

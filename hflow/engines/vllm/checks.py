@@ -71,6 +71,8 @@ def _needed_torch(vllm: metadata.Distribution) -> SpecifierSet | None:
     return None
 
 
+SCHEDULES_AHEAD_ON = ("cuda",)
+"""Types of devices on which vLLM's scheduling is asynchronous. It turns that off on CPUs."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPUs: `CPUAttentionBackend.get_supported_head_sizes` in
 `vllm/v1/attention/backends/cpu_attn.py`, vLLM 0.32."""

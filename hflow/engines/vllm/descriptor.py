@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hflow.engines.vllm import memory
-from hflow.engines.vllm.checks import CUDA_INSTALL, check, find_conflict, head_size_problem
-from hflow.planner.models.descriptors import EngineKind, TrialRun, Variation
+from hflow.engines.vllm.checks import (
+    CUDA_INSTALL,
+    SCHEDULES_AHEAD_ON,
+    check,
+    find_conflict,
+    head_size_problem,
+)
+from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import FAMILIES
 from hflow.types.routed_experts import ROUTED_EXPERTS
@@ -29,6 +35,11 @@ def _make_server(setup: EngineSetup, host: str, port: int, api_key: str | None) 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Lets vLLM use kernels whose result for a sequence does not depend on the others of its batch, on CUDA."""
+
+
+def _remark(served: ServedModel) -> str | None:
+    """Return that scheduling is asynchronous, where it is."""
+    return "it schedules a step ahead" if served.cluster.device in SCHEDULES_AHEAD_ON else None
 
 
 def _find_variation(device: str) -> Variation | None:
@@ -104,6 +115,7 @@ ENGINE = EngineKind(
         has_own_process=True,
         has_own_attention=True,
         merges_adapters=True,
+        schedules_ahead_on=SCHEDULES_AHEAD_ON,
         records=(ROUTED_EXPERTS,),
     ),
     factory=_make_engine,
@@ -118,6 +130,7 @@ ENGINE = EngineKind(
     find_variation=_find_variation,
     preferred_on=("cuda",),
     check=check,
+    remark=_remark,
     find_unservable=head_size_problem,
     server=_make_server,
 )

@@ -21,10 +21,14 @@ class VllmEngine(ProcessEngine):
         Raises:
             BackendError: if vLLM cannot build the model.
         """
-        launch = EngineLaunch(
-            library="vLLM",
-            stepper="hflow.engines.vllm.stepper:VllmStepper",
-            environment=environment(setup) | _IN_PROCESS,
-            arguments=partial(engine_arguments, setup),
-        )
-        super().__init__(setup, launch)
+        super().__init__(setup, vllm_launch(setup))
+
+
+def vllm_launch(setup: EngineSetup) -> EngineLaunch:
+    """Return the stepper, environment and arguments with which vLLM serves a model."""
+    return EngineLaunch(
+        library="vLLM",
+        stepper="hflow.engines.vllm.stepper:VllmStepper",
+        environment=environment(setup) | _IN_PROCESS,
+        arguments=partial(engine_arguments, setup),
+    )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hflow.engines.interface import EngineSetup
-from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan
+from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
+from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan, graph_sizes
 from hflow.models.hf_config import read_config
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
@@ -68,6 +69,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "generation_config": "vllm",
         "max_model_len": max_length,
         "max_num_seqs": max_running,
+        "async_scheduling": setup.settings.device in SCHEDULES_AHEAD_ON,
         # A prompt that is not divided needs a step of its own.
         "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
         # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
@@ -78,9 +80,17 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
-        **({} if on_cpu else {"moe_backend": "triton"}),  # others reorder the weights of experts
+        **({} if on_cpu else _cuda_options(max_running)),
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_memory(setup, max_length),
+    }
+
+
+def _cuda_options(max_running: int) -> dict[str, Any]:
+    return {
+        "moe_backend": "triton",  # others reorder the weights of experts
+        # vLLM's own sizes end at 512, and larger batches would be decoded without a graph.
+        "cudagraph_capture_sizes": graph_sizes(max_running),
     }
 
 
@@ -98,6 +108,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}", *map(str, value)]
         else:
             words += [f"--{option}", str(value)]
     return words

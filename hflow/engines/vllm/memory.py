@@ -38,8 +38,8 @@ GRAPH_BYTES = 256 << 10
 32 layers."""
 GRAPH_SETS = 2
 """Graphs of a batch size, of whole steps and of the pieces between attention: vLLM's `FULL_AND_PIECEWISE`."""
-LARGEST_GRAPH = 512
-"""Most sequences for which a graph is captured."""
+LARGEST_DEFAULT_GRAPH = 512
+"""Largest batch for which vLLM captures a graph, unless it is started with sizes."""
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
@@ -128,10 +128,16 @@ def process_state(rank: Rank, overhead: int) -> Items:
 
 
 def graph_sizes(max_running: int) -> list[int]:
-    """Return the batch sizes for which vLLM captures a graph (`vllm/config/vllm.py`)."""
-    limit = min(2 * max_running, LARGEST_GRAPH)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
-    return [size for size in sizes if size <= limit]
+    """Return the batch sizes for which vLLM captures a graph; a step is padded to the next one.
+
+    Up to 512 they are vLLM's own (`vllm/config/vllm.py`). Each of the others is 6 % larger at most, and the
+    last is `max_running`.
+    """
+    largest = max(max_running, min(2 * max_running, LARGEST_DEFAULT_GRAPH))
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_DEFAULT_GRAPH + 1, 16)]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + sizes[-1] // LARGEST_DEFAULT_GRAPH * 32)
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def block_bytes(rank: Rank) -> int:

@@ -19,6 +19,8 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.base.errors import BackendError
@@ -65,8 +67,9 @@ class SeededWeights:
 class VllmStepper(Stepper):
     """Serves the methods of `GenerationEngine` that need vLLM, in its process.
 
-    vLLM schedules and samples. Scheduling is not asynchronous, so the tokens of a step have the version that
-    the weights have during the step.
+    vLLM schedules and samples. With asynchronous scheduling, a step is in flight while this process handles
+    the tokens of the one before. It ends before weights change or requests are removed, so a token has the
+    version of the weights that its step started with.
     """
 
     def __init__(self, settings: ProcessSettings, decode: Decode | None) -> None:
@@ -85,6 +88,8 @@ class VllmStepper(Stepper):
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
         are dropped."""
         self._requests: dict[str, GenerationRequest] = {}
+        self._finished: Results = []
+        """What steps finished that a change of weights waited for, until the next `step` returns it."""
         self._names: dict[int, str] = {}
         """Request id -> the name that vLLM knows it by, which it must not see twice."""
         self._counter = itertools.count()
@@ -92,7 +97,7 @@ class VllmStepper(Stepper):
     @property
     @override
     def num_unfinished(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._finished)
 
     @override
     def add(self, requests: Sequence[GenerationRequest]) -> None:
@@ -116,6 +121,8 @@ class VllmStepper(Stepper):
     def step(self) -> Results:
         """Draw one token for each request that vLLM schedules; return the finished requests.
 
+        With asynchronous scheduling, these are the tokens of the step before, and the first step has none.
+
         Raises:
             BackendError: if log-probs are NaN, or vLLM gives a request up.
         """
@@ -124,22 +131,9 @@ class VllmStepper(Stepper):
                 "the engine has no weights: it dropped them when it slept, or has loaded none; resume the "
                 "run from its last checkpoint"
             )
-        outputs = self._core.get_output()
-        finished: Results = []
-        surplus: list[str] = []
-        for output in outputs.outputs:
-            request = self._requests.get(output.request_id)
-            if request is None:
-                continue
-            reason = self._append(request, output)
-            if output.finish_reason is not None and reason is None:
-                raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
-            if reason is not None:
-                finished.append((request.request_id, request.result(reason)))
-                del self._requests[output.request_id], self._names[request.request_id]
-                if output.finish_reason is None:
-                    surplus.append(output.request_id)
-        self._core.abort_requests(surplus)
+        if self._requests:
+            self._take_step()
+        finished, self._finished = self._finished, []
         return finished
 
     @override
@@ -149,14 +143,17 @@ class VllmStepper(Stepper):
 
     @override
     def interrupt(self) -> Results:
+        self._end_steps()
         self._core.abort_requests(list(self._requests))
-        results = [(request.request_id, request.result("abort")) for request in self._requests.values()]
+        results, self._finished = self._finished, []
+        results += [(request.request_id, request.result("abort")) for request in self._requests.values()]
         self._requests.clear()
         self._names.clear()
         return results
 
     @override
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
+        self._end_steps()
         self._has_weights = False
         self._engine.collective_rpc("start_weight_update")
         lora = self._settings.settings.lora
@@ -174,6 +171,7 @@ class VllmStepper(Stepper):
 
     @override
     def set_version(self, version: int) -> None:
+        self._end_steps()
         if not self._has_weights and self._settings.settings.path is None:
             seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
             self.load_weights([seeded] * self._num_ranks, version)
@@ -208,29 +206,53 @@ class VllmStepper(Stepper):
         per_token, num_experts = config.get_num_experts_per_tok(), config.get_num_experts()
         return ExpertRows(layers[0], per_token, routing_format(len(layers[0]), per_token, num_experts))
 
-    def _append(self, request: GenerationRequest, output: Any) -> str | None:
-        """Append the tokens of a step to a request; return the reason why it ends, None if it does not."""
-        if not output.new_token_ids:
-            return None
-        if ROUTED_EXPERTS in request.params.record:
-            assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
-            recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
-            # All tokens have been computed but the last one, which has just been drawn.
-            num_computed = len(request.ids) + len(output.new_token_ids) - 1
-            recorded += self._expert_rows.pack(output.routed_experts, num_computed - len(recorded))
-        logprobs = output.new_logprobs.logprobs
-        for row, token in enumerate(output.new_token_ids):
-            request.append(token, float(logprobs[row, 0]), self._version)
-            if (reason := stop_reason(request, self._decode)) is not None:
-                return reason
-        return None
+    def _take_step(self) -> None:
+        """Append the tokens of a step to their requests, and keep the requests that end with it.
+
+        With asynchronous scheduling, it starts a step, and takes the tokens of the one before.
+        """
+        version, surplus = self._version, list[str]()
+        for output in self._core.get_output().outputs:  # each token of a run passes here
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            if output.new_token_ids:
+                (token,) = output.new_token_ids
+                request.append(token, output.new_logprobs.logprobs.item(0), version)
+                if ROUTED_EXPERTS in request.params.record:
+                    self._record_experts(request, output.routed_experts)
+            if output.finish_reason is None and not request.params.stop:
+                continue
+            reason = stop_reason(request, self._decode) if output.new_token_ids else None
+            if output.finish_reason is not None and reason is None:
+                raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
+            if reason is not None:
+                self._finished.append((request.request_id, request.result(reason)))
+                del self._requests[output.request_id], self._names[request.request_id]
+                if output.finish_reason is None:
+                    surplus.append(output.request_id)
+        self._core.abort_requests(surplus)
+
+    def _end_steps(self) -> None:
+        """Wait for steps in flight, and take their tokens. No other step starts meanwhile."""
+        core: EngineCore = self._core.engine_core
+        if core.batch_queue:
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while core.batch_queue:
+                self._take_step()
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _record_experts(self, request: GenerationRequest, experts: Any) -> None:
+        """Append the experts of the tokens that a step computed; the one that it drew is not computed yet."""
+        assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
+        recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
+        recorded += self._expert_rows.pack(experts, len(request.ids) - 1 - len(recorded))
 
 
 def _vllm_config(settings: ProcessSettings) -> VllmConfig:
     arguments = EngineArgs(
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
-        async_scheduling=False,
         enable_sleep_mode=settings.sleeps,
         weight_transfer_config=WeightTransferConfig(
             backend=rank.TRANSFER_BACKEND if settings.settings.lora is None else rank.ADAPTER_BACKEND

@@ -102,10 +102,11 @@ class HostTimes:
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves. Where the host
     launches the kernels, these are part of that time."""
     step_us: NonNegative = 0.0
-    """Per decode step, added: scheduling, preparing inputs, sampling. Per training step of a model that is
-    sharded over ranks of a CPU: what does not grow with the bytes, such as waiting for the slower rank."""
+    """Per decode step: scheduling, preparing inputs, sampling. It is added, or a minimum where the engine
+    schedules ahead (`BackendTraits.schedules_ahead_on`). Per training step of a model that is sharded over
+    ranks of a CPU: what does not grow with the bytes, such as waiting for the slower rank."""
     sequence_us: NonNegative = 0.0
-    """Per running sequence of a decode step, added."""
+    """Per running sequence of a decode step, added to `step_us`."""
     expert_us: NonNegative = 0.0
     """Per layer with experts in one pass or decode step, added: the device waits while the host reads how
     many tokens each expert has, and launches the kernels that sort and compute them."""

@@ -83,6 +83,9 @@ class BackendTraits:
     engine that does not has the adapters beside them."""
     captured_families: tuple[str, ...] = ()
     """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters."""
+    schedules_ahead_on: tuple[str, ...] = ()
+    """Types of devices on which an engine prepares a decode step while the device computes the one before
+    (asynchronous scheduling)."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 

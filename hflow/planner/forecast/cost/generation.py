@@ -234,13 +234,14 @@ class DecodeStep:
         attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
         largest = products if products.seconds >= attention.seconds else attention
         device = products.seconds + attention.seconds + self._other_seconds * num_sequences
-        added = (host.step_us + host.sequence_us * num_sequences) * 1e-6
-        added += replica.layout.pipe * replica.expert_seconds
-        is_waiting = max(added + self._gaps, self._launching) > device
-        limit = LATENCY if is_waiting else largest.limit
+        scheduling = (host.step_us + host.sequence_us * num_sequences) * 1e-6
+        experts = replica.layout.pipe * replica.expert_seconds
         launched = device + self._gaps
         seconds = max(launched, self._launching) if replica.launches_ahead else launched + self._launching
-        return Part("decode", seconds + added, limit)
+        added, beside = (0.0, scheduling) if replica.schedules_ahead else (scheduling, 0.0)
+        is_waiting = max(self._gaps + experts + added, beside, self._launching) > device
+        limit = LATENCY if is_waiting else largest.limit
+        return Part("decode", max(seconds + experts + added, beside), limit)
 
 
 def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:

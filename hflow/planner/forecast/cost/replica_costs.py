@@ -190,6 +190,11 @@ class ReplicaCosts:
         is_captured = self.shape.family in self.traits.captured_families and self.config.lora is None
         return self.launches_ahead and is_captured
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether the host prepares a decode step while the device computes the one before."""
+        return self.hardware.device.type in self.traits.schedules_ahead_on
+
     @cached_property
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
