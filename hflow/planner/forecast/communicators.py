@@ -14,7 +14,8 @@ def rank_groups(
 ) -> frozenset[frozenset[int]]:
     """Return the sets of ranks of a training replica that have a group with a rank, without sets of one.
 
-    Groups with the same ranks are one. Without model parallelism there is one, of all ranks.
+    Groups with the same ranks are one. Without model parallelism there is one, of all ranks, and with a
+    replicate axis also those that FSDP shards weights over and that hold the same ones.
 
     Args:
         layout: the replica's layout.
@@ -23,7 +24,7 @@ def rank_groups(
         rank: the rank's index in the replica.
     """
     if not traits.is_model_parallel:
-        return _several([range(layout.world)])
+        return _several([range(layout.world), layout.fsdp_ranks(rank), layout.replicate_ranks(rank)])
     d, t, p, c = layout.coords(RankOrder.TRAIN, rank)
     copy = layout.copy_index(d, c)
     copies, tensor, stages = range(layout.num_copies), range(layout.tensor), range(layout.pipe)

@@ -22,7 +22,11 @@ class TorchOptimizer(StepOptimizer):
     """Updates this rank's shards as plain tensors."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], model: ModelSettings, group: ProcessGroup | None
+        self,
+        parameters: Iterable[nn.Parameter],
+        model: ModelSettings,
+        group: ProcessGroup | None,
+        replicate: int = 1,
     ) -> None:
         """Prepare the optimizer, and allocate its state.
 
@@ -33,9 +37,10 @@ class TorchOptimizer(StepOptimizer):
             parameters: the model's weights.
             model: the model's settings, with those of the optimizer and its schedule.
             group: the ranks that the weights are sharded over; None for one.
+            replicate: number of these ranks that hold the same shard.
         """
         super().__init__(model)
-        self._group = group
+        self._group, self._replicate = group, replicate
         self._weights = list(parameters)
         self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
         self._shard_of = dict(zip(self._weights, self._shards, strict=True))
@@ -53,8 +58,8 @@ class TorchOptimizer(StepOptimizer):
             return norm.item()  # waits: once per update
         # Without any gradient the norm is on the CPU, which NCCL cannot reduce.
         square = to_device(norm, self._shards[0].device).square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt().item()  # waits: once per update
+        dist.all_reduce(square, group=self._group)  # over all ranks, so that all step by the same number
+        return (square / self._replicate).sqrt().item()  # waits: once per update
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
