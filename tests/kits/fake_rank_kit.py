@@ -224,7 +224,6 @@ def replace_in_torch() -> None:
 def replace_in_megatron() -> None:
     """Do the same for the megatron backend."""
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import token_dispatcher
 
     from hflow.training.megatron import context_parallel
@@ -238,7 +237,6 @@ def replace_in_megatron() -> None:
         def wait(self) -> None: ...
 
     param_and_grad_buffer._coalescing_manager = one_by_one
-    clip_grads.multi_tensor_applier = lambda *_: (torch.ones(1), None)  # the norm of one rank's gradients
     # A mask needs values, and takes no memory of its own: it is a flag of the kernel.
     context_parallel.causal_lower_right = lambda num_queries, num_keys: None  # type: ignore[assignment]
 
