@@ -70,6 +70,7 @@ REPLICAS_NOTE = (
 OTHER_AXES_NOTE = (
     "c ranks divide the tokens of each sequence, and e of the data and c ranks the experts of each layer."
 )
+REPLICATE_NOTE = "With r, FSDP shards weights over d / r neighbours, and r sets of them hold the same (HSDP)."
 BF16_NOTE = "bf16 is the precision of forward and backward passes; an optimizer changes weights in fp32."
 REPLICA_COLUMNS = ("replica", "parameters", "backend", "layout", "group", "devices", "dp-heads")
 
@@ -78,12 +79,20 @@ def replicas_table(plan: Plan) -> TableView:
     """Return a row for each replica, and the reasons of the layouts that the planner chose."""
     layouts = [replica.layout for replica in plan.replicas]
     others = max(layout.context for layout in layouts) > 1 or max(layout.expert for layout in layouts) > 1
+    replicates = max(layout.replicate for layout in layouts) > 1
     is_bf16 = any(replica.dtype == "bf16" and replica.role == "train" for replica in plan.replicas)
     return TableView(
         "Replicas",
         REPLICA_COLUMNS,
         tuple((strong(replica.name), *replica_cells(plan, replica)) for replica in plan.replicas),
-        note=" ".join((REPLICAS_NOTE, *[OTHER_AXES_NOTE] * others, *[BF16_NOTE] * is_bf16)),
+        note=" ".join(
+            (
+                REPLICAS_NOTE,
+                *[OTHER_AXES_NOTE] * others,
+                *[REPLICATE_NOTE] * replicates,
+                *[BF16_NOTE] * is_bf16,
+            )
+        ),
         after=tuple(f"{name} is {plan.replica(name).layout}: {why}." for name, why in plan.forecast.layouts),
     )
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from hflow.base.errors import PlanError, shorten
 
 _PATTERN = re.compile(
-    r"(?:d(\d{1,9}))?(?:t(\d{1,9}))?(?:p(\d{1,9}))?(?:c(\d{1,9}))?(?:e(\d{1,9}))?", re.ASCII
+    r"(?:d(\d{1,9}))?(?:t(\d{1,9}))?(?:p(\d{1,9}))?(?:c(\d{1,9}))?(?:e(\d{1,9}))?(?:r(\d{1,9}))?", re.ASCII
 )
 
 Coords = tuple[int, int, int, int]
@@ -33,10 +33,12 @@ class RankOrder(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the data (D), tensor (T), pipeline (P), context (C) and expert (E) axes of one replica.
+    """Sizes of one replica's axes: data (D), tensor (T), pipeline (P), context (C), expert (E), HSDP (R).
 
     Context ranks divide the tokens of each sequence. The expert axis has no ranks of its own: it divides the
-    experts of a layer over E neighbours among the D * C ranks of a stage that have the same tensor index.
+    experts of a layer over E neighbours among the D * C ranks of a stage that have the same tensor index. Nor
+    has the replicate axis: FSDP shards weights over D * C / R neighbours, and R sets of them hold the same
+    (HSDP).
 
     `str(layout)` always names the first three axes (`d2t1p1`), and others where they are larger than 1, so
     that a layout has one spelling in plans and digests; `parse` accepts shorter ones.
@@ -47,19 +49,27 @@ class Layout:
     pipe: int = 1
     context: int = 1
     expert: int = 1
+    replicate: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipe, self.context, self.expert) < 1:
+        if min(*self.sizes, self.expert, self.replicate) < 1:
             raise PlanError(f"layout {self} has an axis of size 0; sizes must be at least 1, as in d1t1p1")
         if self.data * self.context % self.expert:
             raise PlanError(
                 f"layout {self} divides experts over {self.expert} of {self.data * self.context} data and "
                 f"context ranks, which is not a whole number of times; e must divide d times c"
             )
+        if self.replicate > 1 and (self.num_copies % self.replicate or self.fsdp_size < 2):
+            raise PlanError(
+                f"layout {self} has {self.replicate} sets of weights on {self.num_copies} data ranks; r must "
+                "divide d and be less than d, as in d16r2"
+            )
+        if self.replicate > 1 and self.expert > 1:
+            raise PlanError(f"layout {self} has both e and r, which no backend has; remove one of them")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Parse `d2t2p1`. Axes are in the order d, t, p, c, e; a missing one has size 1.
+        """Parse `d2t2p1`. Axes are in the order d, t, p, c, e, r; a missing one has size 1.
 
         Raises:
             PlanError: for text that is not a layout.
@@ -67,13 +77,13 @@ class Layout:
         match = _PATTERN.fullmatch(text)
         if not text or match is None:
             raise PlanError(
-                f"layout {shorten(text, 80)!r} is not understood; write data, tensor, pipeline, context and "
-                "expert sizes in that order, as in d2t2p1, d4 or d8t2e8"
+                f"layout {shorten(text, 80)!r} is not understood; write data, tensor, pipeline, context, "
+                "expert and replicate sizes in that order, as in d2t2p1, d4, d8t2e8 or d16r2"
             )
         return cls(*(int(size) if size is not None else 1 for size in match.groups()))
 
     def __str__(self) -> str:
-        others = (("c", self.context), ("e", self.expert))
+        others = (("c", self.context), ("e", self.expert), ("r", self.replicate))
         named = "".join(f"{axis}{size}" for axis, size in others if size != 1)
         return f"d{self.data}t{self.tensor}p{self.pipe}{named}"
 
@@ -96,9 +106,14 @@ class Layout:
     def num_copies(self) -> int:
         """Number of ranks that compute with the same tensor shard of a stage, on different tokens.
 
-        The data axis of FSDP or of a sharded optimizer divides weights, or their state, over all of them.
+        A sharded optimizer divides the state of weights over all of them.
         """
         return self.data * self.context
+
+    @property
+    def fsdp_size(self) -> int:
+        """Number of neighbours among those ranks over which FSDP divides weights and their state."""
+        return self.num_copies // self.replicate
 
     @property
     def num_shards(self) -> int:
@@ -155,6 +170,15 @@ class Layout:
     def copy_index(self, d: int, c: int) -> int:
         """Return the index of a rank among those with the same tensor shard of a stage."""
         return d * self.context + c
+
+    def fsdp_ranks(self, rank: int) -> range:
+        """Return the ranks over which FSDP shards weights together with a rank, with data ranks alone."""
+        first = rank - rank % self.fsdp_size
+        return range(first, first + self.fsdp_size)
+
+    def replicate_ranks(self, rank: int) -> range:
+        """Return the ranks that hold the same shard of the weights as a rank, with data ranks alone."""
+        return range(rank % self.fsdp_size, self.data, self.fsdp_size)
 
     def expert_index(self, d: int, c: int) -> int:
         """Return a rank's part of each layer's experts."""

@@ -167,10 +167,12 @@ def _model(part: str, model: str, *, is_actor: bool) -> list[Row]:
     ]
 
 
-def _engine(part: str) -> list[Row]:
+def _engine(part: str, model: str) -> list[Row]:
     """Return the rows of `fsdp_config` of a model, but for its precision and offloading."""
     return [
-        automatic(f"{part}.fsdp_size", "the plan decides: `hflow plan`, layouts"),
+        same(
+            f"{part}.fsdp_size", f"models.{model}.layout", "8 is `d16r2` on 16 devices; -1: the plan decides"
+        ),
         automatic(f"{part}.wrap_policy.*", "each decoder layer is a unit"),
         automatic(f"{part}.reshard_after_forward", _MEMORY),
         automatic(f"{part}.forward_prefetch", _LAYERS),
@@ -341,7 +343,7 @@ TABLES: dict[str, Sequence[Row]] = {
         missing(f"{ACTOR}.use_fused_kernels"),
         missing(f"{ACTOR}.use_prefix_grouper"),
         missing(f"{ACTOR}.qat.*", note="no quantized training"),
-        *_engine(f"{ACTOR}.fsdp_config"),
+        *_engine(f"{ACTOR}.fsdp_config", "actor"),
         *_optimizer(ACTOR, "actor"),
     ],
     "The reference": [
@@ -355,7 +357,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("actor_rollout_ref.ref.strategy", "the backend of the actor"),
         manual("actor_rollout_ref.ref.use_torch_compile", "`models.ref.compile` compiles the decoder layers"),
         missing("actor_rollout_ref.ref.ulysses_sequence_parallel_size", "see that of the actor"),
-        *_engine("actor_rollout_ref.ref.fsdp_config"),
+        *_engine("actor_rollout_ref.ref.fsdp_config", "ref"),
     ],
     "Generation": [
         same(f"{ROLLOUT}.name", "models.actor.gen.engine", values=ENGINES),
@@ -452,7 +454,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("critic.checkpoint.async_save", "written aside: `time/checkpoint`"),
         missing("critic.grad_clip", "verl uses `optim.clip_grad`"),
         missing("critic.ulysses_sequence_parallel_size", "see that of the actor"),
-        *_engine("critic.fsdp"),
+        *_engine("critic.fsdp", "critic"),
         *_optimizer("critic", "critic"),
         *_model("critic.model", "critic", is_actor=False),
     ],
@@ -555,6 +557,7 @@ def translate(given: Given, cluster: str | None) -> RecipeDraft:
         if not given.value(f"{part}.{switch}"):
             given.ignore(f"{part}.", f"{part}.{switch}")
     if draft.has_reference:
+        _set_fsdp_size(given, draft, "ref", "actor_rollout_ref.ref.fsdp_config.fsdp_size")
         _set_dtype(given, draft, "ref", "actor_rollout_ref.ref.fsdp_config.dtype")
         if given.flag("actor_rollout_ref.ref.fsdp_config.param_offload"):
             draft.set("models.ref.offload", "all")
@@ -988,6 +991,17 @@ def _set_dtype(given: Given, draft: RecipeDraft, model: str, key: str) -> None:
     draft.set(f"models.{model}.dtype", _DTYPES[given.choice(key, _DTYPES, "models compute in bf16 or fp32")])
 
 
+def _set_fsdp_size(given: Given, draft: RecipeDraft, model: str, key: str) -> None:
+    """Set the layout of a model whose weights are sharded over some of the devices only."""
+    size, devices = given.whole(key), num_devices(draft.settings["cluster"])
+    if size is None or size == -1 or size == devices:
+        return
+    if 1 < size < devices and devices % size == 0:
+        draft.set(f"models.{model}.layout", f"d{devices}r{devices // size}")
+    else:
+        given.leave(key, f"{devices} devices cannot be divided into sets of {size} ranks; the plan decides")
+
+
 def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, updates: int) -> None:
     """Set a trained model: its checkpoint, memory and optimizer.
 
@@ -1013,6 +1027,7 @@ def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, upd
     if given.flag(f"{part}.use_dynamic_bsz"):
         tokens = given.whole(f"{part}.ppo_max_token_len_per_gpu")
         draft.set(f"{ours}.tokens_per_microbatch", tokens)
+    _set_fsdp_size(given, draft, model, f"{engine}.fsdp_size")
     _set_dtype(given, draft, model, f"{engine}.dtype")
     moves_optimizer = given.flag(f"{engine}.optimizer_offload")
     if given.flag(f"{engine}.param_offload"):

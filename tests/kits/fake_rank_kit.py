@@ -37,6 +37,7 @@ from hflow.planner.models.descriptors import training_backend
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout, RankOrder
 from hflow.shapes.model_shape import ModelShape
+from hflow.training import rank_groups as training_groups
 from hflow.training.interface import TrainShard
 from hflow.training.loop.train import StepRecord
 from hflow.training.megatron.device import prepare
@@ -213,6 +214,8 @@ def replace_in_torch() -> None:
         with unset_fake_temporarily():
             return from_group(*args, **options)
 
+    training_groups._timeout_of = lambda group: timedelta(seconds=1)
+    training_groups.RankGroups._equalize_counts = lambda self: None  # type: ignore[method-assign]
     DeviceMesh.from_group = staticmethod(real_mesh)  # type: ignore[method-assign]
     StepRecord.finish = lambda self, group: {}  # type: ignore[method-assign]  # metrics have no values
 
@@ -221,10 +224,9 @@ def replace_in_torch() -> None:
 def replace_in_megatron() -> None:
     """Do the same for the megatron backend."""
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import token_dispatcher
 
-    from hflow.training.megatron import context_parallel, parallel_state
+    from hflow.training.megatron import context_parallel
 
     @contextmanager
     def one_by_one(group: object, **options: object) -> Iterator[Any]:
@@ -235,11 +237,8 @@ def replace_in_megatron() -> None:
         def wait(self) -> None: ...
 
     param_and_grad_buffer._coalescing_manager = one_by_one
-    clip_grads.multi_tensor_applier = lambda *_: (torch.ones(1), None)  # the norm of one rank's gradients
     # A mask needs values, and takes no memory of its own: it is a flag of the kernel.
     context_parallel.causal_lower_right = lambda num_queries, num_keys: None  # type: ignore[assignment]
-    parallel_state._Groups._equalize_counts = lambda self: None  # type: ignore[method-assign]
-    parallel_state._timeout_of = lambda group: timedelta(seconds=1)
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess = dispatcher.preprocess

@@ -75,6 +75,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/fsdp/sharding.py": ("_run_cast",),
     "models/heads.py": ("forward",),
     "training/fsdp/optimizer.py": EVERYTHING,
+    "training/gradient_norm.py": EVERYTHING,
     "training/fsdp/packed_model.py": EVERYTHING,
     "training/fsdp/runner.py": EVERYTHING,
     "training/fsdp/shard_collectives.py": EVERYTHING,

@@ -25,6 +25,8 @@ LENGTHS = [10, 14, 8, 8, 16, 9, 12, 7, 11, 6, 13, 5]
 MINIBATCHES = [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]
 HALVES = (([0, 1], [4, 5, 6, 7]), ([2, 3, 8, 9, 10, 11], []))
 """Rows of each minibatch on two data ranks, the second of which has nothing of the second."""
+QUARTERS = (([0, 1, 4, 5], [], [6], [7]), ([2], [3, 10], [8, 9, 11], []))
+"""Rows of each minibatch on four data ranks."""
 
 
 def sft(out: Any) -> torch.Tensor:
@@ -80,14 +82,15 @@ class Twin:
     """Tokens of a micro-batch."""
     context: int = 1
     expert: int = 1
+    replicate: int = 1
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.data, self.tensor, self.pipe, self.context, self.expert)
+        return Layout(self.data, self.tensor, self.pipe, self.context, self.expert, self.replicate)
 
     @property
     def name(self) -> str:
-        sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}"
+        sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}r{self.replicate}"
         layout = f"{self.node} {sizes} of {self.budget} tokens"
         return " ".join([layout, *(f"{key}={value}" for key, value in self.settings.items())])
 
@@ -190,7 +193,7 @@ def shards(data: int, d: int) -> list[TrainShard]:
     """Return the shards of the head of data index `d`."""
     if data == 1:
         return [TrainShard(tuple(batch().take(rows) for rows in MINIBATCHES))]
-    return [TrainShard(tuple(batch().take(parts[d]) for parts in HALVES))]
+    return [TrainShard(tuple(batch().take(parts[d]) for parts in (HALVES if data == 2 else QUARTERS)))]
 
 
 def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
     return {
         "torch d1": Side("torch", twins.Twin(node, settings=plain), (0,)),
         "torch d2": Side("torch", twins.Twin(node, data=2, settings=plain), twins.FIRST),
+        "torch d4r2": Side("torch", twins.Twin(node, data=4, replicate=2, settings=plain), twins.ALL),
         "megatron d2": Side("megatron", twins.Twin(node, data=2, settings=plain), twins.SECOND),
         "megatron t2": Side("megatron", twins.Twin(node, tensor=2, settings=sp), twins.FIRST),
         "megatron p2": Side("megatron", twins.Twin(node, pipe=2, settings=plain), twins.SECOND),
@@ -40,6 +41,7 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
 
 EXPERTS = {
     "torch d2": Side("torch", twins.Twin("experts", data=2), twins.FIRST),
+    "torch d4r2": Side("torch", twins.Twin("experts", data=4, replicate=2), twins.ALL),
     "megatron d2e2": Side("megatron", twins.Twin("experts", data=2, expert=2), twins.FIRST),
     "megatron t2": Side("megatron", twins.Twin("experts", tensor=2), twins.SECOND),
     "megatron d2c2e2": Side("megatron", twins.Twin("experts", data=2, context=2, expert=2), twins.ALL),
@@ -49,11 +51,15 @@ PAIRS = [
     ("torch d1", "torch d2"),
     ("torch d1", "megatron p2"),
     ("torch d2", "torch d1"),
+    ("torch d2", "torch d4r2"),
     ("torch d2", "megatron t2"),
     ("torch d2", "megatron d2t2"),
+    ("torch d4r2", "torch d1"),
+    ("torch d4r2", "megatron p2"),
     ("megatron d2", "torch d1"),
     ("megatron d2", "megatron t2"),
     ("megatron t2", "torch d2"),
+    ("megatron t2", "torch d4r2"),
     ("megatron t2", "megatron p2"),
     ("megatron p2", "torch d1"),
     ("megatron p2", "megatron d2"),
@@ -64,9 +70,17 @@ PAIRS = [
 ]
 """Who writes, and who reads it."""
 CRITIC_PAIRS = [("megatron p2", "torch d1"), ("torch d2", "megatron t2"), ("megatron d2", "megatron p2")]
-HALF_PAIRS = [("megatron d2", "torch d2"), ("torch d2", "megatron t2"), ("megatron t2", "megatron d2")]
+CRITIC_PAIRS.append(("torch d4r2", "megatron t2"))
+HALF_PAIRS = [
+    ("megatron d2", "torch d2"),
+    ("torch d2", "megatron t2"),
+    ("megatron t2", "megatron d2"),
+    ("torch d4r2", "torch d2"),
+    ("torch d2", "torch d4r2"),
+]
 EXPERT_PAIRS = [
     ("torch d2", "megatron d2e2"),
+    ("torch d4r2", "torch d2"),
     ("megatron d2e2", "megatron t2"),
     ("megatron t2", "megatron d2c2e2"),
     ("megatron d2c2e2", "torch d2"),

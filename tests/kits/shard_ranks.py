@@ -35,7 +35,7 @@ def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBacke
         return twin_ranks.model(side.twin, path, group)
     changes = twins.settings(dataclasses.replace(side.twin, settings={}), path / "checkpoint")
     half = {"dtype": side.twin.dtype}
-    return kit.model(side.twin.data, group, **changes | half)
+    return kit.model(side.twin.data, group, replicate=side.twin.replicate, **changes | half)
 
 
 def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, steps: range) -> list[Any]:

@@ -56,8 +56,9 @@ SETTINGS = ModelSettings(
 )
 
 
-def model(num_shards: int = 1, group: Any = None, **changes: Any) -> TorchModel:
-    return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, Layout(num_shards)))
+def model(data: int = 1, group: Any = None, *, replicate: int = 1, **changes: Any) -> TorchModel:
+    layout = Layout(data, replicate=replicate)
+    return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, layout))
 
 
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from hflow.training import hf_files
 from hflow.training.fsdp import build, weight_export
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import TrainShard
 
 
 def run(rank: int, directory: str) -> None:
@@ -46,6 +47,51 @@ def run_compiled(rank: int, directory: str) -> None:
         torch.save(results, f"{directory}/compiled.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_replicated(rank: int, directory: str) -> None:
+    """Run one of four spawned ranks, of which two shard the weights and two hold the same shard."""
+    torch.set_num_threads(1)
+    fsdp.MIN_UNIT_BYTES = 0
+    hf_files.MIN_FILE_BYTES = 4096
+    weight_export.BUCKET_BYTES = 4096
+    store = dist.FileStore(f"{directory}/store", 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
+    results = replicated(rank, dist.group.WORLD, Path(directory))
+    if rank == 0:
+        torch.save(results, f"{directory}/replicated.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+QUARTERS = (([0, 1], [4], [5, 6], [7]), ([], [2], [3], []), ([8, 9], [], [10], [11]))
+"""Rows of each minibatch on four ranks."""
+REPLICATED = ("lora", "bf16", "untied")
+
+
+def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
+    """Train variants with a replicate axis; return metrics and weights, and what every rank holds."""
+    batch = kit.make_batch(kit.LENGTHS)
+    shard = [TrainShard(tuple(batch.take(rows[rank]) for rows in QUARTERS))]
+    results: dict[str, Any] = {}
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    for name in REPLICATED:
+        if name == "lora" and find_spec("peft") is None:
+            continue
+        backend = kit.model(4, group, replicate=2, tokens_per_microbatch=13, **VARIANTS[name])
+        results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
+        written = backend.save(str(directory / name))()
+        results[f"{name} files"] = everywhere({path.name for path in written}, group)
+        with backend.on_device():
+            held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
+        results[f"{name} blocks"] = everywhere(held, group)
+    backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
+    backend.save_shards(str(directory / "shards"))()
+    results["groups"] = len(dist.distributed_c10d._world.pg_map) - num_groups
+    share = [batch.take([row for row in range(12) if row % 4 == rank and row < 9])]
+    inferred = kit.model(4, group, replicate=2, tokens_per_microbatch=13, trainable=False)
+    results["infer"] = everywhere(inferred.infer(kit.LOGPROBS, share)[0].columns["result"].values, group)
+    return results
 
 
 def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
@@ -156,7 +202,7 @@ def infer(rank: int, group: Any, batch: Batch) -> Any:
 
 
 def everywhere(mine: Any, group: Any) -> list[Any]:
-    """Return the values of both ranks."""
-    parts: list[Any] = [None, None]
+    """Return the values of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, mine, group=group)
     return parts

@@ -243,7 +243,7 @@ def test_a_run_waits_once_per_decode_step_and_update(device, tmp_path, monkeypat
     num_updates = 2 * 2
     assert in_hot_loops == {
         ("hflow/engines/embedded/sampling.py", "copy to the host"): num_steps,
-        ("hflow/training/fsdp/optimizer.py", "item"): num_updates,
+        ("hflow/training/gradient_norm.py", "item"): num_updates,
         ("hflow/training/loop/metrics.py", "copy to the host"): 2,  # once per step
         ("hflow/data/batches/unpack_returns.py", "copy to the host"): 2,  # log-probs, once per micro-batch
     }

@@ -41,6 +41,7 @@ CASES = [
     kit.Case("megatron", "d4t2p2c2", 31, TIED),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
+    kit.Case("torch", "d64r4", 21, TIED),
 ]
 IDS = [f"{case.backend} {case.layout} {case.architecture['model_type']}" for case in CASES]
 
@@ -96,3 +97,5 @@ def test_the_groups_of_a_rank():
     # Neighbours divide the experts, and every second rank has the same ones.
     assert of("d4e2") == {(0, 1, 2, 3), (0, 1), (0, 2)}
     assert rank_groups(Layout.parse("d4"), traits("torch"), None, 2) == {frozenset(range(4))}
+    replicated = rank_groups(Layout.parse("d4r2"), traits("torch"), None, 2)
+    assert replicated == {frozenset(range(4)), frozenset((2, 3)), frozenset((0, 2))}

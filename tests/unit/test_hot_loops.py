@@ -10,7 +10,7 @@ COLD = {
     "algo": "__init__",
     "engines/embedded": "__init__ descriptor families memory module",
     "models": "__init__ adapter device dtypes expert_tensors hf_config hub settings smollm2 weight_files",
-    "training": "__init__ fsdp hf_files interface loop megatron optimizers sharded_checkpoint",
+    "training": "__init__ fsdp hf_files interface loop megatron optimizers sharded_checkpoint rank_groups",
     "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",
     "training/loop": "__init__",
     "training/megatron": "__init__ backend checkpoint_reader config cpu_shim descriptor device hf_export "

@@ -281,8 +281,8 @@ NAMES = "(known: actor, actor.gen, critic, ref, rm)"
         ),
         (
             "actor=0-3:2d",
-            "layout '2d' is not understood; write data, tensor, pipeline, context and expert sizes in that "
-            "order, as in d2t2p1, d4 or d8t2e8",
+            "layout '2d' is not understood; write data, tensor, pipeline, context, expert and replicate "
+            "sizes in that order, as in d2t2p1, d4, d8t2e8 or d16r2",
         ),
     ],
 )

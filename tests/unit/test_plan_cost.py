@@ -47,7 +47,13 @@ from hflow.planner.forecast.cost.flops import (
 )
 from hflow.planner.forecast.cost.generation import DecodePhase, continuous_batching, decode_step, generate
 from hflow.planner.forecast.cost.kernels import layer_products
-from hflow.planner.forecast.cost.rank_collectives import MIN_UNIT_BYTES, bucket_collectives
+from hflow.planner.forecast.cost.rank_collectives import (
+    MIN_UNIT_BYTES,
+    Passes,
+    bucket_collectives,
+    fsdp_gathers,
+    replicated_gradients,
+)
 from hflow.planner.forecast.cost.roofline import (
     COMPUTE,
     LATENCY,
@@ -227,6 +233,25 @@ def test_collectives_that_run_beside_computation_still_slow_it_down():
     costly, hidden = (named(train(each, work(16_000.0), 1))["all-gather"] for each in (one, free))
     # One of 33 units is seen whole, and half of the others.
     assert costly == pytest.approx(hidden * (1 + 0.5 * 32))
+
+
+def test_a_replicate_axis_gathers_within_machines_and_sums_between_them_once():
+    whole, sets = (side(LLAMA_7B, layout, TOY, per_machine=4) for layout in ("d8", "d8r2"))
+    amount = Passes.of(3, 2)
+    for one, other in zip(fsdp_gathers(whole, amount), fsdp_gathers(sets, amount), strict=True):
+        assert (one.num_bytes, one.times) == (other.num_bytes, other.times)
+    assert (whole.data, sets.shard, sets.replicate) == (
+        RankPlacement(4, 2),
+        RankPlacement(4, 1),
+        RankPlacement(1, 2),
+    )
+    (sums,) = replicated_gradients(sets, amount)
+    assert (sums.ranks, sums.times) == ("replicate", 33)
+    assert sums.num_bytes * sums.times == pytest.approx(4 * whole.stage_weights / 4)
+    assert not list(replicated_gradients(whole, amount))
+    few, many = (named(train(each, work(100.0), 1)) for each in (whole, sets))
+    assert many["all-gather"] < few["all-gather"]
+    assert many["optimizer"] == pytest.approx(2 * few["optimizer"])
 
 
 def test_a_distributed_optimizer_that_overlaps_hides_all_but_a_layer():

@@ -118,7 +118,7 @@ def test_a_group_that_no_model_names_is_refused():
 
 
 def test_a_malformed_layout_is_refused():
-    refused(grpo(), "d2t2p1, d4 or d8t2e8", models=actor(layout="two"))
+    refused(grpo(), "d2t2p1, d4, d8t2e8 or d16r2", models=actor(layout="two"))
 
 
 def test_an_unknown_model_or_group_is_refused():

@@ -50,6 +50,7 @@ def table(*replicas: Replica) -> dict[str, int]:
         ("d8p2", Layout(8, 1, 2)),
         ("d16t4p2", Layout(16, 4, 2)),
         ("d4t2c2e8", Layout(4, 2, 1, 2, 8)),
+        ("d16r2", Layout(16, replicate=2)),
         ("d4e2", Layout(4, expert=2)),
     ],
 )
@@ -181,3 +182,12 @@ def test_unknown_devices_are_answered_with_the_nearest():
 def test_malformed_clusters_are_refused(name):
     with pytest.raises(PlanError, match="cpu-1x2"):
         cluster_of(name)
+
+
+def test_a_replicate_axis_divides_data_ranks_into_sets():
+    layout = Layout.parse("d12r3")
+    assert (str(layout), layout.world, layout.fsdp_size) == ("d12t1p1r3", 12, 4)
+    assert (list(layout.fsdp_ranks(6)), list(layout.replicate_ranks(6))) == ([4, 5, 6, 7], [2, 6, 10])
+    for text in ("d4r3", "d4r4", "t2r2", "d4e2r2"):
+        with pytest.raises(PlanError, match=r"r must divide d and be less than d|has both e and r"):
+            Layout.parse(text)

@@ -88,6 +88,12 @@ def test_fsdp_shards_by_rows_rounded_up():
     assert sizes.layer == 36_992
 
 
+def test_a_replicate_axis_leaves_each_rank_the_shard_of_its_set():
+    assert stage_sizes(SMALL, traits("torch"), Layout(6, replicate=2), 0) == stage_sizes(
+        SMALL, traits("torch"), Layout(3), 0
+    )
+
+
 def test_tensor_ranks_share_matrices_but_no_norms_and_stages_share_layers():
     # Half of 36,864 and both norms. The vocabulary of 100 is padded to 256: the first rank's part of 128 rows
     # has all the real ones.

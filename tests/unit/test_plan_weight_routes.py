@@ -133,6 +133,17 @@ def test_gathering_fsdp_shards_moves_three_quarters_to_each_of_four():
     assert sorted(route.worker_sets) == [(0,), (0, 1, 2, 3), (1,), (2,), (3,)]
 
 
+def test_replicated_shards_are_taken_from_the_own_machine():
+    # Two machines of four, each of which holds all 2220 entries in two sets of shards.
+    src = replica("train", "torch", "d8r2", range(8))
+    dst = replica("gen", "embedded", "d8", range(8))
+    route = route_of(src, dst, shape_of(), 4, cluster(2, 4))
+    assert route.moved_bytes == 8 * 3 / 4 * 2220 * 4
+    assert route.held_bytes == 8 / 4 * 2220 * 4
+    assert route.node_bytes == 0
+    assert len(route.rows) == 4 * 12
+
+
 def test_four_tensor_ranks_share_two_key_value_heads():
     shape = shape_of(num_heads=4, head_dim=1)
     src = replica("train", "megatron", "t4", range(4))
@@ -237,6 +248,8 @@ def layouts_of(draw, num_layers):
     t, p = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, min(num_layers, 4)))
     c = draw(st.integers(1, min(3, 16 // (t * p))))
     d = draw(st.integers(1, 16 // (t * p * c)))
+    if draw(st.booleans()):
+        return Layout(d, t, p, c, replicate=draw(st.sampled_from([1, *divisors(d * c)[:-1]])))
     return Layout(d, t, p, c, draw(st.sampled_from(divisors(d * c))))
 
 
@@ -318,6 +331,8 @@ def direct_cut(shape, end, coords):
             part = np.split(part, layout.expert)[copy % layout.expert]
             copy, num_copies = copy // layout.expert, num_copies // layout.expert
         if end.backend == "torch":
+            num_copies //= layout.replicate
+            copy %= num_copies
             block = -(-len(part) // num_copies)
             part = part[copy * block : (copy + 1) * block]
         if part.size:

@@ -760,6 +760,7 @@ def test_devices_around_a_part_of_a_machine() -> None:
         ("megatron", "t8", "d2t4"),
         ("megatron", "d4t2p2", "d4t4"),
         ("torch", "d16", "d4t4"),
+        ("torch", "d16r2", "d4t4"),
         ("torch", "d64", "d8t8"),
         ("megatron", "d4t2c2", "d2t8"),
         ("megatron", "d8e8", "d4t2e4"),

@@ -169,3 +169,73 @@ def test_a_model_without_the_worlds_first_rank_is_saved(directory, ranks):
     loaded = AutoModelForCausalLM.from_pretrained(directory / "on the second rank alone").state_dict()
     for key, tensor in kit.weights(kit.model()).items():
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
+
+
+# ----------------------------------------------------------------------------- a replicate axis
+@pytest.fixture(scope="module")
+def replicated_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replicated")
+    start(torch_ranks.run_replicated, (str(path),), 4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def replicated(replicated_files: Path) -> dict:
+    return torch.load(replicated_files / "replicated.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("name", ["untied", "lora"])
+def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
+    """Gradients of several micro-batches are summed once, and each weight counts once in their norm."""
+    if name == "lora":
+        pytest.importorskip("peft")
+    assert_same(replicated[name], train_here(kit.CALLS["token-mean"], **torch_ranks.VARIANTS[name]))
+
+
+def test_replicated_bf16_is_the_same_up_to_its_precision(replicated):
+    metrics, weights = train_here(kit.CALLS["token-mean"], dtype="bf16")
+    assert replicated["bf16"][0]["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(replicated["bf16"][1][name], tensor, atol=2e-2, rtol=0)
+
+
+def test_replicated_weights_stay_equal_to_the_bit(replicated):
+    for name in torch_ranks.REPLICATED:
+        first, second, third, last = replicated.get(f"{name} blocks", ([], [], [], []))
+        for one, other in ((first, third), (second, last)):
+            assert [row[:2] for row in one] == [row[:2] for row in other]
+            assert all(torch.equal(mine[2], theirs[2]) for mine, theirs in zip(one, other, strict=True))
+    first, second, *_ = replicated["untied blocks"]
+    for tensor, whole in replicated["untied"][1].items():
+        assert torch.equal(
+            torch.cat([x for rows in (first, second) for n, _, x in rows if n == tensor]), whole
+        )
+
+
+def test_all_replicated_ranks_write_files(replicated_files, replicated):
+    files = [{file for file in found if "model-" in file} for found in replicated["untied files"]]
+    path = replicated_files / "untied"
+    assert all(files)
+    assert sum(map(len, files)) == len(set.union(*files)) == len(list(path.glob("model-*")))
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    for key, tensor in replicated["untied"][1].items():
+        torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
+
+
+def test_each_entry_of_replicated_weights_is_saved_once(replicated_files, replicated):
+    backend = kit.model(**torch_ranks.VARIANTS["untied"])
+    backend.load_shards(str(replicated_files / "shards"))
+    for name, tensor in kit.weights(backend).items():
+        assert torch.equal(tensor, replicated["untied"][1][name])
+
+
+def test_replicated_models_share_their_groups(replicated):
+    assert replicated["groups"] == 2
+
+
+def test_replicated_infer(replicated):
+    batch = kit.make_batch(kit.LENGTHS)
+    for rank, values in enumerate(replicated["infer"]):
+        rows = [row for row in range(12) if row % 4 == rank and row < 9]
+        (wanted,) = kit.model().infer(kit.LOGPROBS, [batch.take(rows)])
+        np.testing.assert_allclose(values, wanted.columns["result"].values, atol=1e-5)

@@ -236,6 +236,7 @@ SMALL = (
     "batch=8",
     "models.actor.gen.engine=embedded",
     "models.actor.gen.layout=null",
+    "models.actor.layout=null",
 )
 VERL_GRPO = """
 algorithm: {adv_estimator: grpo}
@@ -254,6 +255,7 @@ actor_rollout_ref:
     use_kl_loss: true
     kl_loss_coef: 0.001
     loss_agg_mode: seq-mean-token-mean
+    fsdp_config: {fsdp_size: 4}
   rollout:
     name: vllm
     tensor_model_parallel_size: 2
@@ -352,7 +354,7 @@ def test_grpo_of_verl(tmp_path: Path, hflow: CommandLine) -> None:
     assert (settings["batch"], settings["cluster"], settings["save_every"]) == (1024, "h100-1x8", 20)
     assert settings["report"] == {"wandb": "p"}
     actor = settings["models"]["actor"]
-    assert actor["gen"]["layout"] == "d4t2"
+    assert (actor["layout"], actor["gen"]["layout"]) == ("d8r2", "d4t2")
     assert actor["gen"]["max_model_len"] == 1536
     assert actor["optim"]["weight_decay"] == 0.01
     assert actor["optim"]["lr"] == 1e-6

@@ -267,7 +267,7 @@ def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
 
 def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:
     """Return a configuration on Ray workers: all models in this layout, and engines on all workers."""
-    backend = first_with("is_model_parallel")
+    backend = first_with("is_model_parallel" if layout.replicate == 1 else "shards_weights")
     return _on_cluster(config, graph, layout.world, backend, layout, workers="ray")
 
 

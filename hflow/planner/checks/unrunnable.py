@@ -162,6 +162,12 @@ def layout_reasons(
         rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={first_with('has_expert_axis')}"
         other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
         yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
+    if layout.replicate > 1 and not own.shards_weights:
+        rank, backend = f"r{layout.replicate}", first_with("shards_weights")
+        other = (
+            "" if replica.role == "gen" else _or_set(f"models.{replica.model}.backend={backend}", is_chosen)
+        )
+        yield f"{has} does not shard weights over data ranks. {_without(rank, is_chosen)}{other}."
     if own.is_model_parallel:
         if layout.pipe > 1 and not own.has_pipeline_axis:
             instead = Layout(layout.data, layout.tensor * layout.pipe)

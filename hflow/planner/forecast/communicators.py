@@ -83,7 +83,8 @@ def rank_groups(
 ) -> frozenset[frozenset[int]]:
     """Return the sets of ranks of a training replica that have a group with a rank, without sets of one.
 
-    Groups with the same ranks are one. Without model parallelism there is one, of all ranks.
+    Groups with the same ranks are one. Without model parallelism there is one, of all ranks, and with a
+    replicate axis also those that FSDP shards weights over and that hold the same ones.
 
     Args:
         layout: the replica's layout.
@@ -102,9 +103,9 @@ def rank_messages(
     Neighbouring stages do so, and ranks that divide the experts of a layer. The arguments are those of
     `rank_groups`.
     """
-    everyone = frozenset(range(layout.world))
     if not traits.is_model_parallel:
-        return {everyone: 0} if len(everyone) > 1 else {}
+        groups = (range(layout.world), layout.fsdp_ranks(rank), layout.replicate_ranks(rank))
+        return dict.fromkeys((frozenset(ranks) for ranks in groups if len(ranks) > 1), 0)
     d, t, p, c = layout.coords(RankOrder.TRAIN, rank)
     copy = layout.copy_index(d, c)
     copies, tensor, stages = range(layout.num_copies), range(layout.tensor), range(layout.pipe)

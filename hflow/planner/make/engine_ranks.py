@@ -147,8 +147,8 @@ def _trained(
     for engine in engines:
         if engine.model in written and engine.model in request.shapes:
             src = batch_replica(replicas, engine.model)
-            is_sharded = traits(src.backend).sharded_over_data == "everything"
-            held_copies = 1 if is_sharded else src.layout.num_copies
+            is_sharded = traits(src.backend).shards_weights
+            held_copies = src.layout.replicate if is_sharded else src.layout.num_copies
             if held_copies > MIN_SAVING * _num_engines(engine) and set(src.workers) & set(engine.workers):
                 yield engine, src, DTYPE_BYTES[request.model(engine.model).compute_dtype]
 

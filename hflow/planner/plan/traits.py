@@ -90,6 +90,11 @@ class BackendTraits:
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether the data axis shards weights, so that there may be a replicate axis (HSDP)."""
+        return self.sharded_over_data == "everything"
+
+    @property
     def has_all_families(self) -> bool:
         """Whether it can build every causal language model of transformers."""
         return self.families is None
@@ -97,6 +102,7 @@ class BackendTraits:
 
 Trait = Literal[
     "is_model_parallel",
+    "shards_weights",
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",

@@ -166,7 +166,9 @@ def _is_open(replica: Replica, request: PlanRequest) -> bool:
     """Return whether a replica's layout may be chosen."""
     config = request.model(replica.model)
     layout = config.gen.layout if replica.role == "gen" else config.layout
-    return layout is None and traits(replica.backend).is_model_parallel
+    own = traits(replica.backend)
+    may_replicate = own.shards_weights and len(request.cluster.machines(replica.workers)) > 1
+    return layout is None and (own.is_model_parallel or may_replicate)
 
 
 def simplified(evaluator: Evaluator, choice: Choice) -> Choice:

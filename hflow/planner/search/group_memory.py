@@ -360,6 +360,6 @@ def _held_bytes(trainer: ReplicaOption, problem: SearchProblem) -> int:
     """Return the most bytes of a trainer's rank that the engine on its device may need."""
     layout, shape = trainer.layout, problem.request.trained_shape(trainer.replica.model)
     assert shape is not None
-    is_sharded = traits(trainer.replica.backend).sharded_over_data == "everything"
-    num_parts = layout.world if is_sharded else layout.tensor * layout.pipe * layout.expert
+    is_sharded = traits(trainer.replica.backend).shards_weights
+    num_parts = layout.fsdp_size if is_sharded else layout.tensor * layout.pipe * layout.expert
     return DTYPE_BYTES[trainer.config.compute_dtype] * num_parameters(shape) // num_parts

@@ -220,6 +220,16 @@ def _layouts(problem: SearchProblem, name: str, devices: Devices, is_large: bool
             inside = [size for size in range(1, near + 1) if largest % size == 0]
             for expert in sorted({1, largest, *(inside[-1:] if is_large else inside)}):
                 yield Layout(data, tensor, pipe, context, expert)
+            if problem.traits(name).shards_weights and role != "gen":
+                sets = _sets_of_machines(problem.cluster, devices[:data])
+                yield from (Layout(data, replicate=num) for num in sets)
+
+
+def _sets_of_machines(cluster: ClusterSpec, devices: Devices) -> Iterator[int]:
+    """Yield numbers of equal sets into which devices can be divided so that none shares a machine."""
+    machines = list(cluster.machines(devices).values())
+    if len(set(machines)) == 1 and machines[0] > 1:
+        yield from (num for num in range(2, len(machines) + 1) if len(machines) % num == 0)
 
 
 def _cuts(problem: SearchProblem, name: str, devices: Devices, is_large: bool) -> Iterator[tuple[int, int]]:

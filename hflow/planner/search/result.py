@@ -14,6 +14,7 @@ from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import PUBLISH_PREFIX
 from hflow.planner.search.evaluate import Choice, Evaluator
+from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.problem import PLACEMENT, with_place
 
 NUM_CANDIDATES = 10
@@ -193,7 +194,12 @@ def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, 
     """Yield each replica whose layout was chosen among several, with the reason for it."""
     problem, blocks = evaluator.problem, choice.partition.blocks
     for option in choice.options:
-        if option.name in problem.layouts or not problem.traits(option.name).is_model_parallel:
+        if option.name in problem.layouts:
+            continue
+        if not problem.traits(option.name).is_model_parallel:
+            reason = _reason_of_sets(evaluator, choice, option)
+            if reason is not None:
+                yield option.name, reason
             continue
         if option.replica.model not in problem.request.shapes:
             yield option.name, "data ranks alone, as its sizes are unknown"
@@ -206,18 +212,41 @@ def layout_reasons(evaluator: Evaluator, choice: Choice) -> Iterator[tuple[str, 
             yield option.name, "data ranks alone are fastest" if faster else "data ranks alone fit"
             continue
         other = min(simpler, key=lambda other: (-other.cuts, other.total))
-        fit = evaluator.fullest(choice, other)
-        if fit.total > problem.memory_limit:
-            yield (
-                option.name,
-                f"with {other.layout} {fit.phase} would need {format_gib(fit.total)} of "
-                f"{problem.cluster.memory_bytes / GIB:.1f}",
-            )
-        else:
-            yield (
-                option.name,
-                f"{1 - option.total / other.total:.0%} faster than {other.layout}".replace("%", " %"),
-            )
+        yield option.name, _too_large(evaluator, choice, other) or _faster(option, other)
+
+
+def _reason_of_sets(evaluator: Evaluator, choice: Choice, option: ReplicaOption) -> str | None:
+    """Return the reason for the size of a replicate axis; None if nothing else was possible."""
+    devices = evaluator.costed(option.name, choice.partition.blocks, choice.devices)
+    table = evaluator.table.options(option.name, devices, with_too_large=True, with_offload=True)
+    others = [o for o in table if o.layout != option.layout and o.config == option.config]
+    if not others or option.replica.model not in evaluator.problem.request.shapes:
+        return None
+    fastest, fewest = min(others, key=lambda o: o.total), min(others, key=lambda o: o.layout.replicate)
+    is_replicated = option.layout.replicate > 1
+    reasons = [_faster(option, fewest)] if is_replicated and option.total < fewest.total else []
+    if fastest.total < option.total:
+        reasons.append(_too_large(evaluator, choice, fastest) or f"{fastest.layout} leaves less memory")
+    if reasons:
+        return "; ".join(reasons)
+    if is_replicated:
+        return f"the step is shorter than with {fewest.layout}"
+    if option.total < fastest.total:
+        return _faster(option, fastest)
+    return f"as fast as {fastest.layout}, with less memory"
+
+
+def _too_large(evaluator: Evaluator, choice: Choice, other: ReplicaOption) -> str | None:
+    """Return the memory that a replica would need with another layout; None if it fits."""
+    problem, fit = evaluator.problem, evaluator.fullest(choice, other)
+    if fit.total <= problem.memory_limit:
+        return None
+    limit = f"{problem.cluster.memory_bytes / GIB:.1f}"
+    return f"with {other.layout} {fit.phase} would need {format_gib(fit.total)} of {limit}"
+
+
+def _faster(option: ReplicaOption, other: ReplicaOption) -> str:
+    return f"{1 - option.total / other.total:.0%} faster than {other.layout}".replace("%", " %")
 
 
 def _words(name: str) -> str:

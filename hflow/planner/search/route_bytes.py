@@ -57,16 +57,16 @@ def _held_models(src: Replica, dst: Replica, shape: ModelShape, machines: tuple[
     The first of the common workers on the machines counts as the first one of both replicas.
     """
     num_shards, stages = dst.layout.tensor, src.layout.pipe * dst.layout.pipe
-    if traits(src.backend).sharded_over_data != "everything":
+    if not traits(src.backend).shards_weights:
         return _held_tensors(src.layout.tensor, num_shards, machines) / stages
     by_rows = _split_by_rows(shape)
-    rows = _held_tensors(src.layout.world, num_shards, machines)
-    return (by_rows * rows + (1 - by_rows) / num_shards) / dst.layout.pipe
+    rows = _held_tensors(src.layout.fsdp_size, num_shards, machines)
+    return (by_rows * rows + (1 - by_rows) * src.layout.replicate / num_shards) / dst.layout.pipe
 
 
 def _held_experts(src: Replica, dst: Replica, shape: ModelShape, machines: tuple[int, ...]) -> float:
     """Return the same in copies of all experts, with the ranks of expert axes in the order of devices."""
-    if src.layout.expert == dst.layout.expert == 1 or traits(src.backend).sharded_over_data == "everything":
+    if src.layout.expert == dst.layout.expert == 1 or traits(src.backend).shards_weights:
         return _held_models(src, dst, shape, machines)
     common = 0.0
     for worker in range(sum(machines)):
@@ -150,7 +150,7 @@ def _split_by_rows(shape: ModelShape) -> float:
 def _machine_share(src: Replica, per_machine: int, num_expert: int = 1) -> float:
     """Return the share of a model that a machine's workers hold together, or of what expert ranks divide."""
     layout = src.layout
-    if traits(src.backend).sharded_over_data == "everything":
-        return per_machine / layout.world
+    if traits(src.backend).shards_weights:
+        return min(1.0, per_machine / layout.fsdp_size)
     shards = min(1.0, per_machine / (layout.tensor * num_expert))
     return min(1.0, shards * max(1.0, per_machine / layout.stage_size) / layout.pipe)

@@ -2,7 +2,8 @@
 
 A box has `[start, stop)` for each axis. Pipeline stages hold whole layers. The tensor axis splits
 `TensorSpec.split_axis` in whole units, and the expert axis the experts of a layer. FSDP splits the rest over
-the data and context axes, by rows. Padding is not part of the checkpoint, so no box contains it.
+the data and context axes, by rows, once for each index of the replicate axis. Padding is not part of the
+checkpoint, so no box contains it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def mean_copies(shape: ModelShape, layout: Layout) -> float:
     """Return the ranks of a layout that compute with a parameter, on average."""
     experts = expert_parameters(shape) / num_parameters(shape)
     return (1 - experts) * layout.num_copies + experts * layout.num_expert_copies
+
+
+def num_publishers(traits: BackendTraits, layout: Layout) -> int:
+    """Return the number of a trainer's ranks that together publish each slice of the weights once.
+
+    With a replicate axis, engines near each set of ranks take the slices of that set.
+    """
+    return layout.fsdp_size if traits.shards_weights else layout.world
 
 
 def rank_tensors(
@@ -85,7 +94,9 @@ def rank_box(spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: Co
         num, part = spec.num_experts // layout.expert, layout.expert_index(d, c)
         box = _with_range(box, 0, (part * num, (part + 1) * num))
         num_copies, index = layout.num_expert_copies, index // layout.expert
-    if traits.sharded_over_data == "everything" and num_copies > 1:
+    if layout.replicate > 1:
+        num_copies, index = layout.fsdp_size, index % layout.fsdp_size
+    if traits.shards_weights and num_copies > 1:
         start, stop = box[0]
         block = -(-(stop - start) // num_copies)
         box = _with_range(box, 0, (min(stop, start + index * block), min(stop, start + (index + 1) * block)))
@@ -139,7 +150,7 @@ def _tensor_range(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank:
 @lru_cache(maxsize=256)
 def _tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tuple[TensorShard, ...]:
     stage_ranks: dict[Box, list[int]] = {}
-    num_kinds = layout.num_copies if traits.sharded_over_data == "everything" else layout.expert
+    num_kinds = layout.fsdp_size if traits.shards_weights else layout.expert
     boxes = {
         (copy, t): rank_box(spec, traits, layout, (copy // layout.context, t, 0, copy % layout.context))
         for copy in range(num_kinds)

@@ -16,7 +16,7 @@ from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import DeviceGroup, Plan, Replica, WeightRoute, batch_replica, devices_of
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import add_rows
-from hflow.planner.weights.sharding import mean_copies
+from hflow.planner.weights.sharding import mean_copies, num_publishers
 from hflow.shapes.architectures import can_run
 from hflow.shapes.model_shape import DTYPE_BYTES, ModelShape
 
@@ -152,7 +152,8 @@ def stored_bytes(route: WeightRoute, src: Replica, gen: Replica, request: PlanRe
         return {}
     version = route.moved_bytes / mean_copies(shape, gen.layout)
     senders = request.cluster.machines(src.workers)
-    return {machine: round(version * num / src.layout.world) for machine, num in senders.items()}
+    publishers = num_publishers(traits(src.backend), src.layout)
+    return {machine: round(version * min(1.0, num / publishers)) for machine, num in senders.items()}
 
 
 def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:

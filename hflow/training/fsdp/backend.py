@@ -27,6 +27,7 @@ from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
@@ -44,8 +45,9 @@ from hflow.types.tensor_slices import Block
 class TorchModel(ModelBackend):
     """One rank's shard of a Hugging Face model.
 
-    With several ranks, FSDP2 shards the weights over them and each rank works on its own samples. Losses,
-    gradients and metrics are the same for any number of ranks, as every denominator is global.
+    With several ranks, FSDP2 shards the weights over them, or over neighbours among them if the layout has a
+    replicate axis, and each rank works on its own samples. Losses, gradients and metrics are the same for any
+    number of ranks, as every denominator is global.
     """
 
     def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
@@ -57,10 +59,11 @@ class TorchModel(ModelBackend):
         self.settings = settings
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
+        self._layout = position.layout if self.group is not None else Layout()
         self._model, head = build_model(settings, is_sharded=self.group is not None)
         self._runner = self._make_runner(head)
         self._optimizer = (
-            TorchOptimizer(_trained(self._runner.module), settings, self.group)
+            TorchOptimizer(_trained(self._runner.module), settings, self.group, self._layout.replicate)
             if settings.trainable
             else None
         )
@@ -90,7 +93,7 @@ class TorchModel(ModelBackend):
             compile_layers(layers, settings.name)
         else:
             let_routers_replay(layers)
-        place_model(module, layers, device, dtype, self.group)
+        place_model(module, layers, device, dtype, self.group, self._layout)
         if settings.activation_checkpointing:
             recompute_layers(layers)
         if lacks_weights and settings.path is not None:
@@ -99,7 +102,7 @@ class TorchModel(ModelBackend):
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return TorchRunner(module, device, dtype, self.group, splitter)
+        return TorchRunner(module, device, dtype, self.group, splitter, self._layout.replicate)
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:

@@ -51,13 +51,13 @@ def kept_after_infer(rank: Rank) -> Items:
 
     Those of a trainer's base model are the trainer's.
     """
-    if rank.num_copies == 1 or rank.replica.base_of:
+    if rank.fsdp_size == 1 or rank.replica.base_of:
         return Items()
     return _gathered_weights(rank.width * _Units.of(rank).root)
 
 
 def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | _ShardedStep:
-    return _ShardedStep(rank, batch) if rank.num_copies > 1 else _SingleRankStep(rank, batch)
+    return _ShardedStep(rank, batch) if rank.fsdp_size > 1 else _SingleRankStep(rank, batch)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,11 @@ class _SingleRankStep(_Step):
 
 
 class _ShardedStep(_Step):
-    """A step on several ranks: a unit's weights are gathered before it runs, its gradients scattered then."""
+    """A step on several ranks: a unit's weights are gathered before it runs, its gradients scattered then.
+
+    With a replicate axis, scattered gradients wait for those of the last micro-batch, in the memory that they
+    accumulate in without one, and are summed in place.
+    """
 
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         super().__init__(rank, batch)
@@ -249,7 +253,7 @@ class _ShardedStep(_Step):
 
     def _scattered(self, num_elements: int) -> Items:
         """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""
-        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.num_copies))
+        num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.fsdp_size))
         scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
         return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
 

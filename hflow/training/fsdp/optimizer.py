@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from typing_extensions import override
 
 from hflow.data.batches.device_copy import to_device
 from hflow.models.settings import ModelSettings
+from hflow.training.gradient_norm import total_norm
 from hflow.training.optimizers.interface import StepOptimizer, decay_groups
 
 
@@ -22,7 +22,11 @@ class TorchOptimizer(StepOptimizer):
     """Updates this rank's shards as plain tensors."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], model: ModelSettings, group: ProcessGroup | None
+        self,
+        parameters: Iterable[nn.Parameter],
+        model: ModelSettings,
+        group: ProcessGroup | None,
+        replicate: int = 1,
     ) -> None:
         """Prepare the optimizer, and allocate its state.
 
@@ -33,9 +37,10 @@ class TorchOptimizer(StepOptimizer):
             parameters: the model's weights.
             model: the model's settings, with those of the optimizer and its schedule.
             group: the ranks that the weights are sharded over; None for one.
+            replicate: number of these ranks that hold the same shard.
         """
         super().__init__(model)
-        self._group = group
+        self._group, self._replicate = group, replicate
         self._weights = list(parameters)
         self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
         self._shard_of = dict(zip(self._weights, self._shards, strict=True))
@@ -48,13 +53,9 @@ class TorchOptimizer(StepOptimizer):
         """Return the norm of the whole gradient over all ranks; a collective."""
         for weight, shard in zip(self._weights, self._shards, strict=True):
             shard.grad = None if weight.grad is None else local_shard(weight.grad)
-        norm = get_total_norm([shard.grad for shard in self._shards if shard.grad is not None])
-        if self._group is None:
-            return norm.item()  # waits: once per update
-        # Without any gradient the norm is on the CPU, which NCCL cannot reduce.
-        square = to_device(norm, self._shards[0].device).square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt().item()  # waits: once per update
+        gradients = [shard.grad for shard in self._shards if shard.grad is not None]
+        # Over all ranks, also those with copies of the same shard, so that all step by the same number.
+        return total_norm(gradients, self._shards[0].device, self._group, self._replicate)
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from hflow.data.batches.batch import Batch
 from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
+from hflow.training.fsdp.sharding import sum_over_replicas
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.training.loop.first_pass import FirstPassRunner
 from hflow.training.loop.infer import returned_fields, run_infer
@@ -41,6 +42,8 @@ class TorchRunner:
     group: ProcessGroup | None
     """The ranks that the weights are sharded over; None for one."""
     splitter: MicrobatchSplitter
+    replicate: int = 1
+    """Number of sets of these ranks that hold the same weights."""
     requested: dict[str, set[str]] = field(default_factory=dict)
     """Node -> output fields that its body has used so far."""
 
@@ -61,12 +64,15 @@ class TorchRunner:
                     record.replayed += packed.replayed.counts()
                 return loss.microbatch_loss(packed, output, record.metrics)
 
-            for batch in minibatch.microbatches:
-                part = self._forward(batch, call, microbatch_loss)
-                torch.autograd.backward(part)
-                record.loss += part.detach()
-            for _ in range(minibatch.num_microbatches - len(minibatch.microbatches)):
-                torch.autograd.backward(self._forward_placeholder())
+            for index in range(minibatch.num_microbatches):
+                if self.replicate > 1:
+                    sum_over_replicas(self.module, is_summed=index == minibatch.num_microbatches - 1)
+                if index < len(minibatch.microbatches):
+                    part = self._forward(minibatch.microbatches[index], call, microbatch_loss)
+                    torch.autograd.backward(part)
+                    record.loss += part.detach()
+                else:
+                    torch.autograd.backward(self._forward_placeholder())
 
         minibatches = self.splitter.minibatches(call, shards)
         first_pass = FirstPassRunner(self._run_forwards, self.group, self.device)

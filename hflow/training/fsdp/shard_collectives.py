@@ -14,6 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def shard_group(tensor: DTensor) -> ProcessGroup:
+    """Return the ranks that a tensor is sharded over; with a replicate axis, this rank's set of them."""
+    mesh = tensor.device_mesh
+    group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
+    return group
+
+
+def replicate_index(tensor: Tensor) -> tuple[int, int]:
+    """Return this rank's index on the replicate axis of a tensor, and the size of the axis."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return 0, 1
+    mesh = tensor.device_mesh
+    return mesh.get_local_rank(0), mesh.size(0)
 
 
 def gather_in_place(whole: Tensor, group: ProcessGroup | None = None) -> None:

@@ -1,6 +1,7 @@
 """Placement of a model's weights on devices, and the dtype in which they are used.
 
 With several ranks, FSDP2 shards each decoder layer, and the rest of the model together with small layers.
+With a replicate axis (HSDP) it shards them over neighbours, and other ranks hold the same shards.
 With one rank, weights stay whole. In both cases the stored weights are fp32; a bf16 model casts each unit for
 its forward and backward pass. Beside adapters, the weights that are not trained are stored in bf16 already.
 """
@@ -12,13 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from hflow.shapes.layout import Layout
 from hflow.training.fsdp.shard_collectives import use_messages
+from hflow.training.rank_groups import RankGroups, existing_groups
 
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes in fp32 is gathered with the rest of the model: collectives of its own would cost
@@ -31,6 +35,7 @@ def place_model(
     device: torch.device,
     dtype: torch.dtype,
     group: ProcessGroup | None,
+    layout: Layout,
 ) -> None:
     """Move a model to its device, sharded over `group`.
 
@@ -42,6 +47,7 @@ def place_model(
         dtype: dtype of the forward and backward pass. Gradients are summed in fp32.
         group: the ranks to shard over; None leaves the weights whole. Gradients are summed over the ranks,
             not averaged.
+        layout: the layout of these ranks, which says how many of them shard the weights together.
     """
     if group is None:
         root.to(device)
@@ -50,9 +56,7 @@ def place_model(
                 cast_while_running(layer, [], dtype)
             cast_while_running(root, layers, dtype)
         return
-    # DTensor caches results of operations by the ranks and names of a mesh, the mesh included, and looks for
-    # groups by name. In a process that served another run, the group of these ranks had another name.
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
+    mesh = _make_mesh(group, layout, device.type)
     half = dtype if dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for unit in (*(layer for layer in layers if _num_bytes(layer) >= MIN_UNIT_BYTES), root):
@@ -63,6 +67,37 @@ def place_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             use_messages(module, group)
+
+
+def _make_mesh(group: ProcessGroup, layout: Layout, device: str) -> DeviceMesh:
+    """Return the mesh of a group: `[shard]`, or `[replicate, shard]` with a replicate axis; a collective."""
+    # DTensor caches results of operations by the ranks and names of a mesh, the mesh included, and looks for
+    # groups by name. In a process that served another run, the group of these ranks had another name.
+    if layout.replicate == 1:
+        return DeviceMesh.from_group(group, device, mesh_dim_names=(group.group_name,))
+    _known_meshes[:] = [known for known in _known_meshes if known[0] in existing_groups()]
+    for known, size, mesh in _known_meshes:
+        if known is group and size == layout.replicate:
+            return mesh
+    made, rank = RankGroups(group), group.rank()
+    groups = [made.of(layout.replicate_ranks(rank)), made.of(layout.fsdp_ranks(rank))]
+    ranks, size = dist.get_process_group_ranks(group), layout.fsdp_size
+    sets = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    names = tuple(one.group_name for one in groups)
+    mesh = DeviceMesh.from_group(groups, device, mesh=sets, mesh_dim_names=names)
+    _known_meshes.append((group, layout.replicate, mesh))
+    return mesh
+
+
+_known_meshes: list[tuple[ProcessGroup, int, DeviceMesh]] = []
+"""The meshes of this process with a replicate axis, each with its ranks and the size of the axis. Models with
+the same ranks share their groups, as each one has buffers on the device."""
+
+
+def sum_over_replicas(root: nn.Module, is_summed: bool) -> None:
+    """Have the next backward passes sum gradients over the replicate axis, or keep partial sums for later."""
+    assert isinstance(root, FSDPModule), "only a sharded model has a replicate axis"
+    root.set_requires_all_reduce(is_summed)
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

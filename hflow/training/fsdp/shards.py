@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.host_copy import HostCopies
 from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
-from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters
+from hflow.training.fsdp.shard_collectives import replicate_index
+from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters, reshard
 from hflow.training.optimizers.interface import saved_kinds
 from hflow.training.sharded_checkpoint import (
     WEIGHT,
@@ -43,7 +45,7 @@ class TrainedModel:
         return CheckpointInfo.of(self.model.config, self.head, self.optimizer)
 
     def states(self) -> Iterator[BlockState]:
-        """Yield this rank's rows of every weight. No two ranks have the same rows."""
+        """Yield this rank's rows of every weight. Only ranks along a replicate axis have the same rows."""
         names = {weight: name for name, weight in self.named_parameters()}
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
             kinds = {WEIGHT: blocks}
@@ -55,6 +57,12 @@ class TrainedModel:
                 values = {kind: parts[index].values for kind, parts in kinds.items()}
                 yield BlockState(block.tensor, block.shape, block.box, values)
 
+    def saved_states(self) -> Iterator[BlockState]:
+        """Yield the states that this rank writes. Ranks along a replicate axis take turns."""
+        reshard(self.module)  # a weight that is whole has no mesh
+        index, num = replicate_index(next(self.module.parameters()))
+        return islice(self.states(), index, None, num)
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every weight that training changes, with its name in the module."""
         return named_parameters(self.model, self.module.head, self.head)
@@ -64,7 +72,7 @@ def copy_model_shards(
     trained: TrainedModel, directory: Path, group: ProcessGroup | None, host: HostCopies
 ) -> WriteFiles:
     """Copy this rank's part of a sharded checkpoint with `copy_shards`; a collective."""
-    return copy_shards(directory, trained.states(), trained.info, group, host)
+    return copy_shards(directory, trained.saved_states(), trained.info, group, host)
 
 
 def load_model_shards(trained: TrainedModel, directory: Path) -> None:

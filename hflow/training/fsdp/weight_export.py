@@ -21,7 +21,7 @@ from hflow.models.heads import head_prefix, save_head, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
 from hflow.training.fsdp.optimizer import local_shard
-from hflow.training.fsdp.shard_collectives import gather_in_place
+from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
 from hflow.weights.adapters import A, B, merge
@@ -307,9 +307,16 @@ def collect_tensors(
 
 
 def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int, host: HostCopies) -> Tensor | None:
-    """Return a whole tensor in host memory on one rank, and None on the others."""
-    group: ProcessGroup = x.device_mesh.get_group()
-    num_ranks, is_receiver = group.size(), group.rank() == receiver
+    """Return a whole tensor in host memory on one rank, and None on the others.
+
+    With a replicate axis, only the ranks that shard the tensor together with the receiver send.
+    """
+    group, (index, _) = shard_group(x), replicate_index(x)
+    num_ranks, rank = group.size(), group.rank()
+    holder, receiver = divmod(receiver, num_ranks)
+    if holder != index:
+        return None
+    is_receiver = rank == receiver
     sizes = [_num_held(x, rank, num_ranks) for rank in range(num_ranks)]
     starts = [sum(sizes[:rank]) for rank in range(num_ranks)]
     width = max(1, BUCKET_BYTES // dtype.itemsize // num_ranks)
@@ -334,7 +341,7 @@ def _gather_pieces(x: DTensor, dtype: torch.dtype, receiver: int, host: HostCopi
 
 def _gather_bucket(bucket: list[tuple[str, DTensor]]) -> Iterator[Named]:
     """All-gather the shards of several tensors at once and yield the whole tensors."""
-    group: ProcessGroup = bucket[0][1].device_mesh.get_group()
+    group = shard_group(bucket[0][1])
     num_ranks = group.size()
     sizes = [[_num_held(x, rank, num_ranks) for _, x in bucket] for rank in range(num_ranks)]
     received = bucket[0][1].to_local().new_empty(num_ranks, max(map(sum, sizes)))
@@ -351,7 +358,7 @@ def held_box(tensor: Tensor) -> Box:
     """Return the part of a tensor that this rank holds; all of an unsharded tensor."""
     if not isinstance(tensor, DTensor):
         return whole_box(tuple(tensor.shape))
-    group: ProcessGroup = tensor.device_mesh.get_group()
+    group = shard_group(tensor)
     return _rows_of_rank(tensor, group.rank(), group.size())
 
 

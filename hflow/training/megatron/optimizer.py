@@ -19,7 +19,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from hflow.models.settings import ModelSettings
+from hflow.training.gradient_norm import total_norm
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.model import Stage
 from hflow.training.optimizers.interface import StepOptimizer, decay_groups
@@ -83,8 +84,8 @@ class MegatronOptimizer(StepOptimizer):
         for part in self._parts:
             part.prepare_grads()
             gradients += part.get_main_grads_for_grad_norm()
-        norm: float = get_grad_norm_fp32(gradients, grad_stats_parallel_group=self._all_ranks)
-        return norm
+        # Megatron's own function waits once for each tensor where neither Apex nor Transformer Engine is.
+        return total_norm(gradients, self.module.buffers[0].grad_data.device, self._all_ranks)
 
     def step(self, norm: float) -> None:
         """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""

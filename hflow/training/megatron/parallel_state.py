@@ -2,20 +2,13 @@
 
 Megatron's global `parallel_state` stays uninitialised. Groups are passed to what needs them, so replicas of
 different layouts can exist in one process.
-
-torch names a new group in one of two ways: by a counter that all processes of the world must advance
-together, which processes outside the replica do not; or (`use_local_synchronization`) by its ranks and the
-number of groups that the process has. The second way needs only the group's members if they all have the same
-number of groups. So the ranks of a replica first bring that number to the same value, and then make equally
-many groups each.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +20,7 @@ from torch.distributed import ProcessGroup
 from hflow.models.settings import RankPosition
 from hflow.shapes.layout import Coords, Layout, RankOrder
 from hflow.training.megatron.hf_mapping import ShardPosition
+from hflow.training.rank_groups import RankGroups, existing_groups
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class ParallelState:
     """The groups for megatron's model, optimizer and schedule."""
     same_data: ProcessGroup
     """The ranks with the same data index as this one. They compute with the same samples."""
-    _made: _Groups = field(repr=False)
+    _made: RankGroups = field(repr=False)
 
     @classmethod
     def of(cls, position: RankPosition) -> ParallelState:
@@ -55,11 +49,11 @@ class ParallelState:
         if group is None:
             group, layout = _single_rank_group(), Layout()
         assert layout.world == group.size(), f"{layout} has {group.size()} ranks"
-        _known_states[:] = [state for state in _known_states if state.group in _existing_groups()]
+        _known_states[:] = [state for state in _known_states if state.group in existing_groups()]
         for state in _known_states:
             if state.group is group and state.layout == layout:
                 return state
-        made, coords = _Groups(group), layout.coords(RankOrder.TRAIN, group.rank())
+        made, coords = RankGroups(group), layout.coords(RankOrder.TRAIN, group.rank())
         state = cls(layout, coords, group, *_collection(made, layout, coords), made)
         _known_states.append(state)
         return state
@@ -163,46 +157,9 @@ _known_states: list[ParallelState] = []
 """The states of this process. All ranks of a replica make the same ones, in the same order."""
 
 
-def _existing_groups() -> Mapping[ProcessGroup, object]:
-    """Return the process groups that were not destroyed."""
-    return dist.distributed_c10d._world.pg_map
-
-
-class _Groups:
-    """Process groups of a replica's ranks, each made once."""
-
-    def __init__(self, replica: ProcessGroup) -> None:
-        self._replica = replica
-        self._known = {tuple(range(replica.size())): replica}
-        if replica.size() > 1:
-            self._equalize_counts()
-
-    def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of these ranks of the replica, which include this one."""
-        key = tuple(ranks)
-        if key not in self._known:
-            self._known[key] = self._new(key)
-        return self._known[key]
-
-    def make_unused(self) -> None:
-        """Make an unused group, at the point where other ranks make a group without this rank."""
-        self._new((self._replica.rank(),))
-
-    def _new(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        members = [dist.get_global_rank(self._replica, rank) for rank in ranks]
-        made = dist.new_group(members, timeout=_timeout_of(self._replica), use_local_synchronization=True)
-        assert isinstance(made, ProcessGroup)
-        return made
-
-    def _equalize_counts(self) -> None:
-        """Bring all ranks of the replica to the same number of groups."""
-        counts = [0] * self._replica.size()
-        dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=self._replica)
-        for _ in range(max(counts) - counts[self._replica.rank()]):
-            self.make_unused()
-
-
-def _collection(made: _Groups, layout: Layout, coords: Coords) -> tuple[ProcessGroupCollection, ProcessGroup]:
+def _collection(
+    made: RankGroups, layout: Layout, coords: Coords
+) -> tuple[ProcessGroupCollection, ProcessGroup]:
     """Return the groups under megatron's names, and the group of this rank's data index.
 
     Tensor ranks divide the rows of experts as they divide those of an MLP.
@@ -269,10 +226,3 @@ def _single_rank_group() -> ProcessGroup:
     made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(made, ProcessGroup)
     return made
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the group's timeout."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout

@@ -151,9 +151,10 @@ def send(num_bytes: float, link: Link, hardware: Hardware) -> LinkTime:
     return LinkTime(num_bytes * _seconds_per_byte(link, hardware, rate), latency * 1e-6)
 
 
-Axis = Literal["data", "tensor", "pipe", "context", "expert", "expert data"]
+Axis = Literal["data", "tensor", "pipe", "context", "expert", "expert data", "shard", "replicate"]
 """A set of ranks that exchange: `data` has all that reduce the gradients of one shard, over data and context
-ranks; `expert data` those that reduce the gradients of the same experts."""
+ranks; `expert data` those that reduce the gradients of the same experts. Of the data ranks, `shard` has those
+that FSDP divides weights over, and `replicate` those that hold the same ones."""
 
 
 def axis_ranks(replica: Replica, axis: Axis, cluster: ClusterSpec, hardware: Hardware) -> RankPlacement:
@@ -202,6 +203,8 @@ def axis_lines(
         "context": (layout.context, layout.tensor),
         "expert": (layout.expert, copies),
         "expert data": (layout.num_expert_copies, copies * layout.expert),
+        "shard": (layout.fsdp_size, copies),
+        "replicate": (layout.replicate, copies * layout.fsdp_size),
     }[axis]
     if size == 1:
         return

@@ -36,7 +36,9 @@ from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import ModelShape, expert_layers
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-Ranks = Literal["data", "tensor", "pipe", "context", "expert", "expert_data", "ends", "head copies"]
+Ranks = Literal[
+    "data", "tensor", "pipe", "context", "expert", "expert_data", "shard", "replicate", "ends", "head copies"
+]
 """The ranks that exchange: those of a field of `ReplicaCosts`, the first and the last pipeline stage, or the
 tensor ranks that hold the same key-value head."""
 
@@ -120,6 +122,7 @@ def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: 
         *expert_collectives(replica, work, passes, stage),
         *fsdp_gathers(replica, passes),
         *fsdp_scatters(replica, passes),
+        *replicated_gradients(replica, passes),
         *bucket_collectives("reduce-scatter", replica, stage),
         *bucket_collectives("all-gather", replica, stage),
         *shared_gradients(replica, stage),
@@ -263,13 +266,13 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
     """
     if not is_sharded(replica, "everything"):
         return
-    units, in_layers = num_units(replica), 0.0
+    units, in_layers, ranks = num_units(replica), 0.0, _fsdp_ranks(replica)
     if units > 1:
         layer = layer_parameters(replica.shape) * replica.gathered_bytes
         in_layers = layer * (units - 1)
-        yield Collectives("all-gather", "data", layer, passes.num * (units - 1) * (1 + passes.backward))
+        yield Collectives("all-gather", ranks, layer, passes.num * (units - 1) * (1 + passes.backward))
     rest = replica.stage_weights * replica.gathered_bytes - in_layers
-    yield Collectives("all-gather", "data", rest, passes.num if passes.backward else 1)
+    yield Collectives("all-gather", ranks, rest, passes.num if passes.backward else 1)
 
 
 def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
@@ -277,7 +280,19 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
     if is_sharded(replica, "everything") and passes.backward:
         units = num_units(replica)
         gradients = replica.trained_weights / units * replica.gradient_bytes
-        yield Collectives("reduce-scatter", "data", gradients, passes.num * units)
+        yield Collectives("reduce-scatter", _fsdp_ranks(replica), gradients, passes.num * units)
+
+
+def replicated_gradients(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
+    """Yield the sums of each shard's gradients over a replicate axis, once for all micro-batches."""
+    if replica.layout.replicate > 1 and is_sharded(replica, "everything") and passes.backward:
+        units = num_units(replica)
+        shard = replica.trained_weights / units / replica.layout.fsdp_size
+        yield Collectives("all-reduce", "replicate", shard * replica.gradient_bytes, units)
+
+
+def _fsdp_ranks(replica: ReplicaCosts) -> Ranks:
+    return "data" if replica.layout.replicate == 1 else "shard"
 
 
 def is_sharded(replica: ReplicaCosts, what: Literal["everything", "optimizer"]) -> bool:

@@ -54,6 +54,10 @@ class ReplicaCosts:
     """Ranks that divide the experts of a layer."""
     expert_data: RankPlacement = field(default_factory=RankPlacement)
     """Ranks that hold the same experts."""
+    shard: RankPlacement = field(default_factory=RankPlacement)
+    """With a replicate axis, the data ranks that FSDP divides weights over."""
+    replicate: RankPlacement = field(default_factory=RankPlacement)
+    """Data ranks that hold the same shard of the weights (HSDP)."""
     low_dtype: Literal["fp8", "fp4"] | None = None
     """Precision of the matrices, where it is lower than the compute dtype."""
     virtual_stages: int = 1
@@ -92,6 +96,8 @@ class ReplicaCosts:
             context=ranks("context"),
             expert=ranks("expert"),
             expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
+            shard=data if replica.layout.replicate == 1 else ranks("shard"),
+            replicate=ranks("replicate"),
         )
 
     def with_config(self, config: ModelConfig) -> ReplicaCosts:

@@ -23,6 +23,7 @@ from hflow.planner.forecast.cost.rank_collectives import (
     gradient_norm,
     is_sharded,
     num_units,
+    replicated_gradients,
     shared_gradients,
     stage_messages,
     tensor_collectives,
@@ -88,9 +89,10 @@ def update(replica: ReplicaCosts) -> list[Part]:
 def local_weights(replica: ReplicaCosts) -> float:
     """Return the number of weights whose optimizer state a rank holds."""
     layout = replica.layout
+    num_parts = layout.fsdp_size if replica.traits.shards_weights else layout.num_copies
     if replica.config.lora is not None:
-        return replica.trained_weights / layout.num_copies
-    return stage_parameters(replica.shape, layout.pipe) / layout.tensor / layout.num_copies
+        return replica.trained_weights / num_parts
+    return stage_parameters(replica.shape, layout.pipe) / layout.tensor / num_parts
 
 
 def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
@@ -146,6 +148,7 @@ def _layer_passes(
             compute.limit,
         ),
         *_fsdp_collectives(replica, passes, compute.seconds),
+        *_replicated_gradients(replica, passes, compute.seconds),
     ]
 
 
@@ -177,7 +180,7 @@ def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> 
     parts = [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
     if replica.launches_ahead:
         return parts
-    copied = sum(2 * (1 + 1 / replica.layout.num_copies) * one.num_bytes * one.times for one in gathers)
+    copied = sum(2 * (1 + 1 / replica.layout.fsdp_size) * one.num_bytes * one.times for one in gathers)
     copied += sum(2 * one.num_bytes * one.times for one in scatters)
     waiting = replica.host.step_us * 1e-6 if scatters else 0.0
     return [
@@ -185,6 +188,19 @@ def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> 
         Part("copies of shards", copied / replica.rates.stream, MEMORY),
         Part("ranks", waiting, LATENCY),
     ]
+
+
+def _replicated_gradients(replica: ReplicaCosts, passes: Passes, compute: float) -> list[Part]:
+    """Return the seconds of summing gradients over a replicate axis that computation does not hide.
+
+    Each unit is summed when the last micro-batch's backward pass has scattered its gradients, beside the
+    computation of the next one and beside FSDP's own collectives, which take other links.
+    """
+    sums = total_time(replicated_gradients(replica, passes), replica)
+    if not sums.seconds:
+        return []
+    backward = compute / passes.num * (1 - 1 / (1 + passes.forward + passes.backward))
+    return [sums.times(_visible(replica, sums.seconds, backward)).part("gradient all-reduce")]
 
 
 def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:

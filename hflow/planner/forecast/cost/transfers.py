@@ -14,6 +14,7 @@ from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
 from hflow.planner.plan.rows import WeightRoute
+from hflow.planner.weights.sharding import num_publishers
 from hflow.types.tensor_slices import BUCKET_BYTES
 
 
@@ -165,7 +166,7 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
     host, and from there into files or Ray's object store. With `delta` they are compared
     with those that were sent last. `WeightRoute.near` carries what the engine on the same device needs.
     """
-    sent_bytes = route.moved_bytes / engine.mean_copies / source.layout.world
+    sent_bytes = route.moved_bytes / engine.mean_copies / num_publishers(source.traits, source.layout)
     packed_bytes = sent_bytes + _near_bytes(route) / source.layout.world
     packed = Part("copy", 2 * packed_bytes / source.rates.stream, MEMORY)
     parts = [packed, *_checksums(packed_bytes, source)]
@@ -224,7 +225,8 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     numel = stage_parameters(replica.shape, layout.pipe) / layout.tensor
     trained = numel if lora is None else replica.trained_weights
     saved = numel + trained if lora is not None and lora.save_merged else trained
-    gather = all_gather(saved * replica.itemsize, replica.data, replica.hardware)
+    ranks = replica.data if layout.replicate == 1 else replica.shard
+    gather = all_gather(saved * replica.itemsize, ranks, replica.hardware)
     whole = trained * layout.tensor * layout.pipe
     num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
     copied = num_bytes / num_writers(num_bytes, layout.world)

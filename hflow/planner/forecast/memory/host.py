@@ -19,6 +19,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes, trains_on_engine_devices
 from hflow.planner.plan.traits import traits
+from hflow.planner.weights.sharding import num_publishers
 from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
@@ -155,10 +156,9 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
     if buckets == "host":
         version = DTYPE_BYTES[request.model(route.model).compute_dtype] * num_parameters(shape)
         for machine, num in plan.cluster.machines(src.workers).items():
-            yield (
-                machine,
-                item(MemoryCategory.BUFFERS, version * num // src.layout.world, "published weights"),
-            )
+            publishers = num_publishers(traits(src.backend), src.layout)
+            num_bytes = version * min(num, publishers) // publishers
+            yield machine, item(MemoryCategory.BUFFERS, num_bytes, "published weights")
         return
     stored, store = stored_bytes(route, src, dst, request), store_bytes(request)
     engines, receivers = plan.cluster.machines(dst.heads), plan.cluster.machines(dst.workers)

@@ -79,9 +79,9 @@ class Rank:
         return self.replica.layout.data
 
     @property
-    def num_copies(self) -> int:
-        """Number of ranks over which the data axis may divide weights, or their optimizer state."""
-        return self.replica.layout.num_copies
+    def fsdp_size(self) -> int:
+        """Number of ranks over which FSDP divides weights."""
+        return self.replica.layout.fsdp_size
 
     def optimizer_share(self, per_element: int) -> int:
         """Return this rank's bytes of sharded optimizer state, where the data axis does not divide weights.
@@ -182,7 +182,7 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
     Raises:
         PlanError: when the tensor axis does not divide the model.
     """
-    if traits.sharded_over_data != "everything":  # data and context ranks hold the same
+    if not traits.shards_weights:  # data and context ranks hold the same
         layout = Layout(data=layout.expert, tensor=layout.tensor, pipe=layout.pipe, expert=layout.expert)
     return _stage_sizes(shape, traits, layout, stage)
 

@@ -19,6 +19,7 @@ from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
+from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import ModelShape, num_parameters, tensors
 from hflow.types.tensor_slices import BUCKET_BYTES
 
@@ -54,7 +55,8 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
         routes: routes on which the rank sends its weights, each with the number of ranks that receive them.
         is_loading: whether engines load the weights in this phase.
     """
-    share = rank.width * (num_parameters(rank.trained_shape) // rank.replica.layout.world)
+    publishers = num_publishers(rank.traits, rank.replica.layout)
+    share = rank.width * (num_parameters(rank.trained_shape) // publishers)
     items = Items()
     for route, num_receivers in routes:
         own = round(route.held_bytes / num_receivers) if route.held_bytes else share
@@ -134,6 +136,9 @@ def checkpoint_copies(rank: Rank) -> Items:
         adapters = width * num if rank.is_first else 0
         weights = adapters + (_file_share(rank, width) if is_merged else 0)
     state = saved_state_bytes(rank.config) * num // world if rank.config.save_optimizer else 0
+    if state and (layout := rank.replica.layout).replicate > 1:  # tensors take turns over replicate indices
+        most = saved_state_bytes(rank.config) * largest_tensor(rank.trained_shape)
+        state += -(-most // layout.fsdp_size)
     return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )
@@ -189,7 +194,7 @@ def _largest_slice_bucket(rank: Rank) -> int:
 
 def _num_slices(rank: Rank) -> int:
     """Return the number of parts into which ranks divide each tensor."""
-    return rank.num_copies if _shards_weights(rank) else rank.tensor
+    return rank.replica.layout.fsdp_size if _shards_weights(rank) else rank.tensor
 
 
 def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
@@ -210,16 +215,16 @@ def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
 
 
 def _collected_pieces(rank: Rank, width: int) -> Items:
-    """Return the pieces of a tensor that a rank gathers from all ranks."""
-    largest, world = width * largest_tensor(rank.trained_shape), rank.replica.layout.world
+    """Return the pieces of a tensor that a rank gathers from all ranks that shard it."""
+    largest, num_ranks = width * largest_tensor(rank.trained_shape), rank.replica.layout.fsdp_size
     pieces = min(BUCKET_BYTES, largest)
-    num_bytes = pieces if world > 1 else largest if width < FP32_BYTES else 0
+    num_bytes = pieces if num_ranks > 1 else largest if width < FP32_BYTES else 0
     return item(MemoryCategory.BUFFERS, num_bytes, "buckets")
 
 
 def _shards_weights(rank: Rank) -> bool:
     """Return whether the data axis shards the weights."""
-    return rank.traits.sharded_over_data == "everything"
+    return rank.traits.shards_weights
 
 
 @lru_cache
