@@ -82,8 +82,8 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
 
 
 def in_turns(one):
-    """The engine's costs without asynchronous scheduling."""
-    return replace(one, traits=replace(one.traits, schedules_ahead_on=()))
+    """The costs of an engine without asynchronous scheduling, which launches each kernel by itself."""
+    return replace(one, traits=replace(one.traits, schedules_ahead_on=(), captured_families=()))
 
 
 def named(parts):

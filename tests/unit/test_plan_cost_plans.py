@@ -212,7 +212,7 @@ def test_llama_7b_on_an_a100_as_nvidia_measured_it(batch, prompt, response, toke
 )
 def test_qwen_2_5_on_an_a100_as_its_authors_measured_it(axes, engine, tokens_per_s):
     # Qwen2.5 speed benchmark (0.5B, 1.5B, 7B, 14B in BF16, one sequence of 2048 tokens from one), vLLM 0.6.3
-    # and transformers 4.46, which issues operations as the embedded engine does. It scheduled in turns.
+    # and transformers 4.46, which launches kernels as the embedded engine did. Both scheduled in turns.
     one = in_turns(side(ModelShape("qwen2", *axes), hardware=A100, backend=engine, dtype="bf16"))
     seconds = total(generate(one, Workload(1, 2048.0, 0.0, 2048), rollout(1)))
     assert 0.5 < 2048 / seconds / tokens_per_s < 2

@@ -364,7 +364,7 @@ RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
 """Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""
 
 _SLOTS_SHARE = 16
-"""Of so many slots one has to be free before waiting sequences enter."""
+"""Waiting sequences enter when one of so many slots is free."""
 _LOG = logging.getLogger(__name__)
 
 
