@@ -23,6 +23,8 @@ TESTS = (
     "algo_losses",
     "attention_kernels",
     "backend_traits",
+    "decode_graphs",
+    "decode_kernel",
     "doctor_gpus",
     "engine",
     "graph_build",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,26 @@ def test_few_free_slots_wait_for_more_and_all_sequences_end() -> None:
         num_running.append(engine.num_running)
     assert num_ended == 80
     assert max(num_running) == 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cuda_graphs_draw_the_tokens_of_a_cpu(dtype: str) -> None:
+    """Greedy tokens in fp32. In bf16 log-probs of the tokens that a CPU computes in bf16 too."""
+    params = [SamplingParams(max_tokens=12 + i, temperature=0.0) for i in range(len(PROMPTS))]
+    chosen = replace(settings("qwen3"), dtype=dtype)
+    expected = generate(EmbeddedEngine(chosen), PROMPTS, params)
+    engine = EmbeddedEngine(replace(chosen, device="cuda"), {"max_running": 3})
+    found = generate(engine, PROMPTS, params)
+    for i, result in found.items():
+        same = next(
+            (n for n, (a, b) in enumerate(zip(result.ids, expected[i].ids, strict=True)) if a != b), None
+        )
+        assert same is None or dtype == "bf16"
+        tolerance = 1e-4 if dtype == "fp32" else 0.1
+        torch.testing.assert_close(
+            result.logprobs[:same], expected[i].logprobs[:same], atol=tolerance, rtol=0
+        )
 
 
 def test_rows_of_graphs() -> None:

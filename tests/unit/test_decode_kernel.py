@@ -7,11 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.long,
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 INTERPRETED = """
 import os
@@ -56,3 +55,17 @@ for capability in (80, 90, 100):
 def test_decode_kernel(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_decode_kernel_in_bf16_on_a_gpu() -> None:
+    from hflow.models.decode_kernel import triton_decode_attention
+
+    lengths = torch.tensor([1, 700, 64, 65], dtype=torch.int32, device="cuda")
+    q = torch.randn(4, 14, 64, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(4, 2, 704, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    found = triton_decode_attention(q, k, v, lengths, 0.125)
+    for i, n in enumerate(lengths.tolist()):
+        query, keys, values = q[i][:, None].double(), k[i, :, :n].double(), v[i, :, :n].double()
+        expected = scaled_dot_product_attention(query, keys, values, scale=0.125, enable_gqa=True)
+        torch.testing.assert_close(found[i].double(), expected[:, 0], atol=2e-2, rtol=2e-2)
