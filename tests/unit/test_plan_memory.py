@@ -355,7 +355,7 @@ def test_every_decode_step_has_a_graph():
         1_700,
     ]
     found = named(vllm_memory.process_state(vllm_rank(max_running=1_024), 9))
-    assert found["CUDA graphs"] == (51 + 16) * 32 * 2**18
+    assert found["CUDA graphs"] == 2 * (51 + 16) * 32 * 2**18
 
 
 def test_a_step_of_vllm_prefills_or_samples():
@@ -483,7 +483,7 @@ def test_a_colocated_vllm_engine_counts_twice_on_a_cpu_and_frees_its_memory_on_c
     on_cuda = memory_phases(plan, request)
     training = named(phase(on_cuda, "actor_train").resident)
     assert [name for name in training if name.startswith("actor@gen")] == ["actor@gen CUDA graphs"]
-    assert training["actor@gen CUDA graphs"] == 5 * 4 * 2**18
+    assert training["actor@gen CUDA graphs"] == 2 * 5 * 4 * 2**18
     assert "actor@gen weights" in named(phase(on_cuda, "generate").resident)
 
 

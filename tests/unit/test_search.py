@@ -271,7 +271,7 @@ def test_what_fits_on_no_number_of_devices_is_explained_and_a_larger_kind_is_nam
     with pytest.raises(PlanError) as refusal:
         compile_recipe(RECIPES / "grpo.py", (*large, "cluster=h100-8x8"))
     found = re.search(r"Set cluster=(h200-\S+) \(\S+ GiB\)\.$", str(refusal.value))
-    assert "an engine of actor@gen is within a machine, where 8 devices have 593.0 GiB for 756.0 GiB" in str(
+    assert "an engine of actor@gen is within a machine, where 8 devices have 597.0 GiB for 756.0 GiB" in str(
         refusal.value
     )
     assert found
@@ -561,6 +561,7 @@ def test_an_engine_that_generates_slowly_is_named(cluster: str) -> None:
     small = (
         *(f"cluster={cluster}", "model@models.actor=qwen2.5-1.5b", "models.actor.path=null"),
         *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=400"),
+        "models.actor.lora.r=16",  # its decode steps are no CUDA graphs
     )
     setting = "models.actor.gen.engine=vllm"
     embedded = (*small, "models.actor.gen.engine=embedded")
@@ -607,7 +608,7 @@ def test_an_offloaded_engine_keeps_its_sequences() -> None:
     found = compile_recipe(
         RECIPES / "grpo.py", (*ALONE, "cluster=h100-1x1", "models.actor.gen.engine=embedded")
     )
-    assert plan_figures(found.plan).seconds_per_step == pytest.approx(14.48, abs=0.01)
+    assert plan_figures(found.plan).seconds_per_step == pytest.approx(10.17, abs=0.01)
 
 
 def test_a_set_value_that_makes_a_step_longer_is_named() -> None:

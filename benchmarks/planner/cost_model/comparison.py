@@ -126,6 +126,7 @@ def costs(
         overlaps_tensor=is_overlapping,
         sends_expert_copies=False,  # published runs dispatch with DeepEP's kernels or their like
         schedules_ahead_on=(),  # their engines scheduled and decoded in turns
+        captured_families=(),  # those through the modules of transformers launched each kernel
     )
     config = ModelConfig(dtype="bf16", **settings)  # type: ignore[arg-type]
     per_machine = MACHINE.get(hardware.device.name, 8)

@@ -85,7 +85,7 @@ class Update:
         engine = costs("qwen3-8b", self.hardware, Layout(self.receivers), "vllm")
         moved = route(self.num_bytes, self.receivers, 1.0)
         network, num = self.hardware.inter, self.num_tensors
-        parts = load_weights(moved, engine, ranks, network, sources, num_tensors=num)
+        parts = load_weights(moved, engine, ranks, network, sources, num_tensors=num, has_relays=False)
         sending = seconds([part for part in parts if part.name == "weights"])
         return sending, seconds(parts) - sending
 
@@ -179,7 +179,7 @@ def _loaded(row: Row, moved: WeightRoute, engine: ReplicaCosts, sources: int) ->
     """Return the seconds of loading a model with as many tensors as the row says."""
     num, network = int(row["tensors"]), engine.hardware.inter
     ranks = spread(engine.layout.world, 1)
-    return seconds(load_weights(moved, engine, ranks, network, sources, num_tensors=num))
+    return seconds(load_weights(moved, engine, ranks, network, sources, num_tensors=num, has_relays=False))
 
 
 def route(num_bytes: float, copies: int, crossing: float) -> WeightRoute:

@@ -65,7 +65,7 @@ def pack_step(
     num_decoding = len(running)
     first_slot = num_decoding if first_free_slot is None else first_free_slot
     last_ids, positions = last_tokens(running)
-    cached_length = padded_length(int(positions.max()) + 1) if num_decoding else 0
+    cached_length = padded_length(int(positions.max()) + 1) if num_decoding else 0  # host: numpy
     max_length = max(cached_length, max((len(group.ids) for group in groups), default=0))
     cache.reserve(first_slot + sum(len(group.members) for group in groups), max_length)
 

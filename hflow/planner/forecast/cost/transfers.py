@@ -44,6 +44,7 @@ def load_weights(
     num_sources: int,
     merges: bool = False,
     num_tensors: int | None = None,
+    has_relays: bool = True,
 ) -> list[Part]:
     """Return the seconds in which all engines of a replica load new weights at once.
 
@@ -58,6 +59,7 @@ def load_weights(
         num_sources: ranks that send.
         merges: whether adapters are sent, which the engine adds to its weights.
         num_tensors: each takes a moment of its own; None: those that training changes.
+        has_relays: whether the weights of several senders are broadcast by an engine that gets them first.
     """
     if route.how == "shared":
         return _checksums(replica.trained_weights * replica.itemsize, replica)
@@ -66,7 +68,7 @@ def load_weights(
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
     num = replica.num_trained_tensors if num_tensors is None else num_tensors
     calls = num * replica.hardware.calibration.transfers.tensor_us * 1e-6
-    arrival = _arrival(route, replica, ranks, network, needed, num_sources)
+    arrival = _arrival(route, replica, ranks, network, needed, num_sources, has_relays)
     # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
     sent = route.moved_bytes + _near_bytes(route)
     checksums = _checksums(2 * needed + sent / replica.layout.world, replica)
@@ -123,6 +125,7 @@ def _arrival(
     network: Link,
     needed: float,
     num_sources: int,
+    has_relays: bool,
 ) -> Iterator[Part]:
     """Yield the seconds until the weights of an engine's rank are on its device.
 
@@ -151,9 +154,7 @@ def _arrival(
         link_time = send(route.moved_bytes / num - received, hardware.intra, hardware)
         if between:
             link_time += send(between, network, hardware)
-        if (
-            channel.broadcasts and replica.layout.data > 1 and num_sources > 1
-        ):  # first to one that passes it on
+        if has_relays and channel.broadcasts and replica.layout.data > 1 and num_sources > 1:
             link = network if route.node_bytes == route.moved_bytes else hardware.intra
             link_time += send(route.moved_bytes / num, link, hardware)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
