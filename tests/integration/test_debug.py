@@ -71,6 +71,7 @@ def test_a_body_stops_at_its_breakpoint_and_has_no_time_limit(recipe: Path) -> N
     assert "2 trained" in ended.stdout
 
 
+@pytest.mark.long
 def test_quitting_the_debugger_ends_the_run(recipe: Path) -> None:
     ended = debugged(recipe, "q\n")
     assert ended.returncode == 2

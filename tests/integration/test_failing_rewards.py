@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from runs import TINY, run, steps_of
 
@@ -121,6 +122,7 @@ def test_rewards_that_raise_hang_or_die_are_refused_with_their_reasons(tmp_path:
             assert len(failed) == 3
 
 
+@pytest.mark.long
 def test_a_reward_that_hangs_for_ever_drops_its_groups_and_nothing_else(tmp_path: Path) -> None:
     """Without a timeout: the age rule ends them, and the processes that they hold."""
     summary = wrong(tmp_path, None, min_group=4)

@@ -64,6 +64,7 @@ def test_weights_published_by_disk_are_the_same(tmp_path: Path, monkeypatch: pyt
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_changes_make_the_same_versions(tmp_path: Path) -> None:
     """Every version after the first is sent as changes, in fewer bytes, and has the same digest."""
     options = [*GRPO, "steps=3", "schedule.max_staleness=0", "models.actor.dtype=bf16"]

@@ -61,6 +61,7 @@ def test_a_teacher_is_the_moving_average_of_the_weights_that_each_step_began_wit
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_a_teacher_does_not_depend_on_the_number_of_ranks(
     ema: RunSummary, two_processes: RayActors, tmp_path: Path
 ) -> None:

@@ -90,7 +90,7 @@ def assert_published_in_order(summary: RunSummary) -> None:
         assert places == sorted(places)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "changes",
     [

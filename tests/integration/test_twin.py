@@ -147,7 +147,7 @@ def test_every_recipe_has_a_twin() -> None:
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random - real - needs_package
 
 
-CORE = [("ppo", "t2p2")]
+CORE = [("grpo_chat", "d2p2")]
 """Recipes and layouts that every change is tested with; `make test-long` tests all."""
 
 

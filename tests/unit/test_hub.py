@@ -277,6 +277,7 @@ def test_a_run_keeps_the_commit_of_its_rows(
     assert f"which has commit {first} of it" in refused
 
 
+@pytest.mark.long
 def test_export_uploads_a_model_that_can_be_trained_again(
     hub: HubServer, hflow: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -329,6 +329,7 @@ def test_what_a_call_leaves_harms_no_other_call() -> None:
     run(work)
 
 
+@pytest.mark.long
 def test_a_call_whose_server_was_killed_is_repeated_once(tmp_path: Path) -> None:
     async def work(sandboxes: SandboxProvider, kills: int) -> Any:
         task = asyncio.create_task(call(sandboxes, patient, seconds=1.0))

@@ -185,6 +185,7 @@ def replicated(replicated_files: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", ["untied", "lora"])
+@pytest.mark.long
 def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
     """Gradients of several micro-batches are summed once, and each weight counts once in their norm."""
     if name == "lora":
@@ -192,6 +193,7 @@ def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
     assert_same(replicated[name], train_here(kit.CALLS["token-mean"], **torch_ranks.VARIANTS[name]))
 
 
+@pytest.mark.long
 def test_replicated_bf16_is_the_same_up_to_its_precision(replicated):
     metrics, weights = train_here(kit.CALLS["token-mean"], dtype="bf16")
     assert replicated["bf16"][0]["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
@@ -199,6 +201,7 @@ def test_replicated_bf16_is_the_same_up_to_its_precision(replicated):
         torch.testing.assert_close(replicated["bf16"][1][name], tensor, atol=2e-2, rtol=0)
 
 
+@pytest.mark.long
 def test_replicated_weights_stay_equal_to_the_bit(replicated):
     for name in torch_ranks.REPLICATED:
         first, second, third, last = replicated.get(f"{name} blocks", ([], [], [], []))
@@ -212,6 +215,7 @@ def test_replicated_weights_stay_equal_to_the_bit(replicated):
         )
 
 
+@pytest.mark.long
 def test_all_replicated_ranks_write_files(replicated_files, replicated):
     files = [{file for file in found if "model-" in file} for found in replicated["untied files"]]
     path = replicated_files / "untied"
@@ -222,6 +226,7 @@ def test_all_replicated_ranks_write_files(replicated_files, replicated):
         torch.testing.assert_close(loaded[key], tensor, atol=0, rtol=0)
 
 
+@pytest.mark.long
 def test_each_entry_of_replicated_weights_is_saved_once(replicated_files, replicated):
     backend = kit.model(**torch_ranks.VARIANTS["untied"])
     backend.load_shards(str(replicated_files / "shards"))
@@ -229,10 +234,12 @@ def test_each_entry_of_replicated_weights_is_saved_once(replicated_files, replic
         assert torch.equal(tensor, replicated["untied"][1][name])
 
 
+@pytest.mark.long
 def test_replicated_models_share_their_groups(replicated):
     assert replicated["groups"] == 2
 
 
+@pytest.mark.long
 def test_replicated_infer(replicated):
     batch = kit.make_batch(kit.LENGTHS)
     for rank, values in enumerate(replicated["infer"]):
