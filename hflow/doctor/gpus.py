@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from operator import le
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.base.errors import BackendError, HflowError
 from hflow.base.machine_gpus import Gpu
@@ -44,6 +44,8 @@ MAX_LAYER_ERROR = (0.04, 0.1)
 relative to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
+
+Result = TypeVar("Result")
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
@@ -112,16 +114,24 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def in_child(check: Callable[[str], Iterable[Finding]], device: str) -> list[Finding]:
-    """Return the findings of a check that a process of its own makes.
+    """Return the findings of a check that a process of its own makes."""
+    try:
+        return _result_of_child(_findings, check, device)
+    except BrokenProcessPool as error:
+        return [Finding("kernel", check.__name__, False, str(error), _ATTENTION_FIX)]
+
+
+def _result_of_child(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a process of its own.
 
     What CUDA and torch keep on a GPU is free again when a process ends. In this one, it would count as memory
     that later checks and runs lack.
+
+    Raises:
+        BrokenProcessPool: if the process is killed.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        try:
-            return process.submit(_findings, check, device).result()
-        except BrokenProcessPool as error:
-            return [Finding("kernel", check.__name__, False, str(error), _ATTENTION_FIX)]
+        return process.submit(function, *arguments).result()
 
 
 def _findings(check: Callable[[str], Iterable[Finding]], device: str) -> list[Finding]:
@@ -242,13 +252,11 @@ def check_layer_times(device: str) -> Iterator[Finding]:
 
 
 def _check(backend: str, device: str) -> Finding:
-    # A process of its own, as what torch keeps on a GPU is freed only when a process ends.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        try:
-            return layers_finding(backend, process.submit(_measure, backend, device).result())
-        except (HflowError, RuntimeError, BrokenProcessPool) as error:
-            detail = (str(error).splitlines() or [type(error).__name__])[0]
-            return Finding("speed", backend, False, detail, _FAILED_FIX, required=False)
+    try:
+        return layers_finding(backend, _result_of_child(_measure, backend, device))
+    except (HflowError, RuntimeError, BrokenProcessPool) as error:
+        detail = (str(error).splitlines() or [type(error).__name__])[0]
+        return Finding("speed", backend, False, detail, _FAILED_FIX, required=False)
 
 
 def _measure(backend: str, device: str) -> list[LayerTime]:

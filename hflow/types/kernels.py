@@ -84,10 +84,7 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
 @cache
 def flash_attn_version() -> str | None:
     """Return the version of the installed package flash-attn; None if there is none."""
-    try:
-        return metadata.version("flash-attn")
-    except metadata.PackageNotFoundError:
-        return None
+    return _installed_version("flash-attn")
 
 
 def flash_attn_package() -> ModuleType:
@@ -180,11 +177,8 @@ def install_problem(installed: TransformerEngine | None) -> str:
 @cache
 def installed_transformer_engine() -> TransformerEngine | None:
     """Return the installed Transformer Engine, from metadata alone; None if there is none."""
-    try:
-        version = metadata.version(TE_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
-    return TransformerEngine(version, _mismatch(version))
+    version = _installed_version(TE_PACKAGE)
+    return None if version is None else TransformerEngine(version, _mismatch(version))
 
 
 def import_transformer_engine() -> None:
@@ -211,7 +205,7 @@ def _mismatch(version: str) -> str:
 
     The libraries of its two builds have one path, and it loads that for CUDA 12 first.
     """
-    cores = [name for name in TE_CORES if _is_installed(name)]
+    cores = [name for name in TE_CORES if _installed_version(name) is not None]
     if len(cores) > 1:
         return f"{' and '.join(cores)} are both installed: uninstall the one that torch was not built for"
     try:
@@ -226,12 +220,11 @@ def _mismatch(version: str) -> str:
     )
 
 
-def _is_installed(distribution: str) -> bool:
+def _installed_version(distribution: str) -> str | None:
     try:
-        metadata.version(distribution)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _supported(requirements: list[str] | tuple[str, ...]) -> SpecifierSet | None:

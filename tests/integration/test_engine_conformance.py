@@ -616,7 +616,7 @@ def script(seed: int, records: tuple[str, ...]) -> Script:
 
 
 def run_script(name: str, seed: int, directory: Path) -> dict[int, GenerationResult]:
-    """Return what a vLLM engine draws, by request."""
+    """Return the results of a vLLM engine, by request."""
     setup = setup_of("experts", 1)
     launch = launch_of(name, setup)
     model = _write_config(setup.settings, read_config(setup.settings), directory / "model")

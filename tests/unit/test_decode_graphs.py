@@ -25,7 +25,6 @@ class CapturingEngine(EmbeddedEngine):
 
     def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs:
         self.captured_rows: list[int] = []
-        self._has_bands = False
 
         def capture(step: Callable[[], None]) -> Callable[[], None]:
             self.captured_rows.append(len(self._running))

@@ -32,25 +32,25 @@ class PackedStep:
     cache: KVCache
     num_decoding: int
     """B."""
-    bands: tuple[LengthBand, ...]
-    """The length bands of the B decoding rows, on a CPU."""
-    decode_mask: Tensor | None
-    """Additive mask `[B, 1, 1, longest band]`, on a CPU."""
-    decode_lengths: Tensor | None
-    """int32 `[B]`, on a GPU: the tokens of each decoding sequence, the one of this step included."""
-    stored_rows: Tensor | None
-    """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
-    .. N-1 are stored in order."""
     stored_slots: Tensor
     """int64 `[N]`."""
     stored_positions: Tensor
     """int64 `[N]`."""
-    num_prompt_rows: int
-    """Rows of the entering prompts, after the B decoding rows."""
-    prompts: PackedLayout | None
-    """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
     max_length: int
     """No row has a position beyond this many tokens."""
+    stored_rows: Tensor | None = None
+    """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
+    .. N-1 are stored in order."""
+    bands: tuple[LengthBand, ...] = ()
+    """The length bands of the B decoding rows, on a CPU."""
+    decode_mask: Tensor | None = None
+    """Additive mask `[B, 1, 1, longest band]`, on a CPU."""
+    decode_lengths: Tensor | None = None
+    """int32 `[B]`, on a GPU: the tokens of each decoding sequence, the one of this step included."""
+    num_prompt_rows: int = 0
+    """Rows of the entering prompts, after the B decoding rows."""
+    prompts: PackedLayout | None = None
+    """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
 
 
 def attend(

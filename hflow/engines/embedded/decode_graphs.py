@@ -119,15 +119,10 @@ class DecodeGraphs:
             step = PackedStep(
                 cache=self._cache,
                 num_decoding=rows,
-                bands=(),
-                decode_mask=None,
-                decode_lengths=(inputs[1] + 1).int(),
-                stored_rows=None,
                 stored_slots=slots,
                 stored_positions=inputs[1],
-                num_prompt_rows=0,
-                prompts=None,
                 max_length=self._max_length,
+                decode_lengths=(inputs[1] + 1).int(),
             )
             hidden.copy_(self._decoder.hidden(inputs[0], inputs[1], step))
 

@@ -115,8 +115,6 @@ class EmbeddedEngine(GenerationEngine):
         """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
         self._device = next(self._module.parameters()).device
         self._is_accelerated = self._device.type != "cpu"
-        self._has_bands = not self._is_accelerated
-        """Whether attention is computed by bands of sequences with similar lengths."""
         self._dtype = next(self._module.parameters()).dtype
         config: Any = self._module.config
         self._vocab_size = int(config.vocab_size)
@@ -145,6 +143,11 @@ class EmbeddedEngine(GenerationEngine):
     def num_running(self) -> int:
         """Number of requests that have a slot."""
         return len(self._running)
+
+    @property
+    def _has_bands(self) -> bool:
+        """Whether attention is computed by bands of sequences with similar lengths."""
+        return not self._is_accelerated and self._graphs is None
 
     @property
     def cache_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -50,24 +51,23 @@ def pack_step(
     cache: KVCache,
     dtype: torch.dtype,
     device: torch.device,
-    first_free_slot: int | None = None,
+    first_free_slot: int,
 ) -> PackedForward:
     """Pack one step.
 
     Args:
-        running: the running sequences, in slot order.
+        running: the sequences that decode, in slot order; none if they do so elsewhere.
         groups: entering prompts; their members take the free slots, in order.
         cache: gets room for all of them.
         dtype: the model's dtype.
         device: the model's device.
-        first_free_slot: None if it is the one after those of `running`.
+        first_free_slot: the slot after those of all running sequences.
     """
     num_decoding = len(running)
-    first_slot = num_decoding if first_free_slot is None else first_free_slot
     last_ids, positions = last_tokens(running)
     cached_length = padded_length(int(positions.max()) + 1) if num_decoding else 0  # host: numpy
     max_length = max(cached_length, max((len(group.ids) for group in groups), default=0))
-    cache.reserve(first_slot + sum(len(group.members) for group in groups), max_length)
+    cache.reserve(first_free_slot + sum(len(group.members) for group in groups), max_length)
 
     def tensor(values: Ints) -> Tensor:
         return to_device(torch.from_numpy(values), device)
@@ -80,43 +80,33 @@ def pack_step(
     elif num_decoding:
         decode_lengths = to_device(torch.from_numpy((positions + 1).astype(np.int32)), device)
     decoding_rows = np.arange(num_decoding)
-    if not groups:
-        filled_positions, rows = tensor(_fill_up(positions)), tensor(_fill_up(decoding_rows))
-        step = PackedStep(
-            cache=cache,
-            num_decoding=num_decoding,
-            bands=bands,
-            decode_mask=decode_mask,
-            decode_lengths=decode_lengths,
-            stored_rows=None,
-            stored_slots=rows[:num_decoding],
-            stored_positions=filled_positions[:num_decoding],
-            num_prompt_rows=0,
-            prompts=None,
-            max_length=max_length,
-        )
-        return PackedForward(tensor(_fill_up(last_ids)), filled_positions, rows, None, step)
-    prompts = _Prompts(groups, num_decoding, first_slot)
-    stored_rows, stored_slots, stored_positions = map(tensor, prompts.stored(positions))
-    step = PackedStep(
+    step = partial(
+        PackedStep,
         cache=cache,
         num_decoding=num_decoding,
         bands=bands,
         decode_mask=decode_mask,
         decode_lengths=decode_lengths,
-        stored_rows=stored_rows,
-        stored_slots=stored_slots,
-        stored_positions=stored_positions,
-        num_prompt_rows=len(prompts.ids),
-        prompts=_layout(prompts.lengths, dtype, device),
         max_length=max_length,
     )
+    if not groups:
+        filled_positions, rows = tensor(_fill_up(positions)), tensor(_fill_up(decoding_rows))
+        stored = step(stored_slots=rows[:num_decoding], stored_positions=filled_positions[:num_decoding])
+        return PackedForward(tensor(_fill_up(last_ids)), filled_positions, rows, None, stored)
+    prompts = _Prompts(groups, num_decoding, first_free_slot)
+    stored_rows, stored_slots, stored_positions = map(tensor, prompts.stored(positions))
     return PackedForward(
         input_ids=tensor(_fill_up(np.concatenate((last_ids, prompts.ids)))),
         positions=tensor(_fill_up(np.concatenate((positions, prompts.positions)))),
         logit_rows=tensor(_fill_up(np.concatenate((decoding_rows, prompts.last_rows)))),
         sequence_logits=tensor(prompts.sequence_logits()),
-        step=step,
+        step=step(
+            stored_rows=stored_rows,
+            stored_slots=stored_slots,
+            stored_positions=stored_positions,
+            num_prompt_rows=len(prompts.ids),
+            prompts=_layout(prompts.lengths, dtype, device),
+        ),
     )
 
 

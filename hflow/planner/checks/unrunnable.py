@@ -17,7 +17,7 @@ from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.cluster import device_of
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
-from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
+from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
 from hflow.shapes.layout import Layout
@@ -152,6 +152,12 @@ def layout_reasons(
     """
     layout, has = replica.layout, f"{replica.name} has layout {replica.layout}, but {replica.backend}"
     own = traits(replica.backend)
+
+    def or_backend_with(trait: Trait) -> str:
+        if replica.role == "gen":
+            return ""
+        return _or_set(f"models.{replica.model}.backend={first_with(trait)}", is_chosen)
+
     if layout.context > 1 and not own.has_context_axis:
         rank, backend = (
             f"c{layout.context}",
@@ -159,15 +165,11 @@ def layout_reasons(
         )
         yield f"{has} has no context ranks. {_without(rank, is_chosen)}{_or_set(backend, is_chosen)}."
     if layout.expert > 1 and not own.has_expert_axis and runs_family(replica.backend, shape):
-        rank, backend = f"e{layout.expert}", f"models.{replica.model}.backend={first_with('has_expert_axis')}"
-        other = "" if replica.role == "gen" else _or_set(backend, is_chosen)
-        yield f"{has} does not divide experts. {_without(rank, is_chosen)}{other}."
+        without = _without(f"e{layout.expert}", is_chosen)
+        yield f"{has} does not divide experts. {without}{or_backend_with('has_expert_axis')}."
     if layout.replicate > 1 and not own.shards_weights:
-        rank, backend = f"r{layout.replicate}", first_with("shards_weights")
-        other = (
-            "" if replica.role == "gen" else _or_set(f"models.{replica.model}.backend={backend}", is_chosen)
-        )
-        yield f"{has} does not shard weights over data ranks. {_without(rank, is_chosen)}{other}."
+        without = _without(f"r{layout.replicate}", is_chosen)
+        yield f"{has} does not shard weights over data ranks. {without}{or_backend_with('shards_weights')}."
     if own.is_model_parallel:
         if layout.pipe > 1 and not own.has_pipeline_axis:
             instead = Layout(layout.data, layout.tensor * layout.pipe)

@@ -87,8 +87,14 @@ def format_rounded_seconds(value: float) -> str:
 def format_layout(text: str) -> str:
     """Return a layout without axes of size 1: `d2t1p1` is `d2`, and a single device is `d1`."""
     whole = Layout.parse(text)
-    axes = {"d": whole.data, "t": whole.tensor, "p": whole.pipe, "c": whole.context, "e": whole.expert}
-    axes["r"] = whole.replicate
+    axes = {
+        "d": whole.data,
+        "t": whole.tensor,
+        "p": whole.pipe,
+        "c": whole.context,
+        "e": whole.expert,
+        "r": whole.replicate,
+    }
     return "".join(f"{axis}{num}" for axis, num in axes.items() if num > 1) or "d1"
 
 
