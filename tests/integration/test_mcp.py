@@ -106,8 +106,8 @@ def use_tools(body: Callable[[McpTools], Awaitable[Any]], server: str = SERVER, 
     return asyncio.run(main())
 
 
-async def is_gone(pid: int) -> bool:
-    for _ in range(1200):
+async def is_gone(pid: int, tries: int = 1200) -> bool:
+    for _ in range(tries):
         if not Path(f"/proc/{pid}").exists():
             return True
         await asyncio.sleep(0.05)
@@ -172,6 +172,35 @@ def test_a_server_that_ends_or_takes_too_long_refuses_the_sample():
 
     use_tools(fail)
     use_tools(wait, timeout=20.0)
+
+
+def test_shared_servers_serve_all_episodes_and_start_again_after_their_end():
+    async def main() -> None:
+        first, second = await asyncio.gather(*(open_tools([SERVER], shared=True) for _ in range(2)))
+        assert await first["add"](number=3) == "3"
+        assert await second["add"](number=3) == "6"
+        await first.close()
+        assert await second["add"](number=3) == "9"
+        with pytest.raises(EpisodeError, match=r"mcp_server.py' cannot be used: .*: the counter ends"):
+            await second["end"]()
+        with pytest.raises(EpisodeError, match=r"mcp_server.py' cannot be used"):
+            await second["add"](number=1)
+        await second.close()
+        third, fourth = [await open_tools([SERVER], shared=True, timeout=20.0) for _ in range(2)]
+        assert await third["add"](number=1) == "1"
+        pid = int(await third["process"]())
+        with pytest.raises(EpisodeError, match="call_tool took longer than step_timeout=20 s"):
+            await third["hang"]()
+        fifth = await open_tools([SERVER], shared=True)
+        assert await fifth["add"](number=2) == "2"
+        assert not await is_gone(pid, tries=1)
+        await fourth.close()
+        assert await is_gone(pid)
+        pid = int(await fifth["process"]())
+        close_hosts()
+        assert await is_gone(pid)
+
+    asyncio.run(main())
 
 
 def test_nothing_outlives_a_client_that_is_killed():

@@ -18,6 +18,7 @@ async def mcp(
     prompt: Messages,
     *,
     servers: tuple[str, ...] = (),
+    shared: bool = False,
     max_steps: int = 8,
     step_timeout: float = 60.0,
     replay: Literal["again", "recorded", "never"] = "again",
@@ -25,7 +26,7 @@ async def mcp(
     requirements: str | None = None,
     start_timeout: float = 300.0,
 ) -> Trajectory:
-    """Answer a prompt with the tools of MCP servers. Each episode has servers of its own.
+    """Answer a prompt with the tools of MCP servers.
 
     Args:
         engine: generates the replies.
@@ -33,6 +34,8 @@ async def mcp(
         servers: the servers: command lines that start one, such as `mcp-server-time` or
             `TOKEN=$TOKEN npx -y my-server`, or URLs of servers that run. A URL with headers is an object as
             JSON: `{"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer $TOKEN"}}`.
+        shared: whether the episodes of a worker share servers and connections, which is cheap and right for
+            tools that remember nothing. Otherwise each episode has its own.
         max_steps: most replies of an episode.
         step_timeout: seconds that starting the servers, and one call, may take.
         replay: what an episode does that is interrupted: `again` starts the servers and makes the calls
@@ -46,6 +49,7 @@ async def mcp(
     tools: Any = await engine.environment(
         open_tools,
         servers=list(servers),
+        shared=shared,
         timeout=step_timeout,
         replay=replay,
         python=python,
@@ -65,7 +69,8 @@ async def mcp(
 def _host_settings(knobs: Mapping[str, Any]) -> HostSettings:
     if not knobs.get("servers"):
         raise ConfigError("set servers to command lines or URLs of MCP servers, such as ['mcp-server-time']")
-    return read_host_settings(__file__, {"servers": list(knobs["servers"])}, "'mcp>=2.3,<3'", knobs)
+    load = {"servers": list(knobs["servers"]), "shared": bool(knobs.get("shared", False))}
+    return read_host_settings(__file__, load, "'mcp>=2.3,<3'", knobs)
 
 
 ADAPTER = Adapter("mcp", mcp, _host_settings)

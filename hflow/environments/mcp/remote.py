@@ -16,29 +16,32 @@ _INVALID_PARAMS = -32602
 """The code with which servers refuse a call that the model has written."""
 
 
-def load(servers: list[str]) -> Servers:
+def load(servers: list[str], shared: bool) -> Servers:
     """Start each server, check its tools, and end it."""
     import mcp  # noqa: F401 - the sessions begin as copies of this process
 
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-    opened = Servers(servers)
+    opened = SharedServers(servers) if shared else Servers(servers)
     asyncio.run(opened.check())
     return opened
 
 
 class Servers:
-    """Opens connections to servers."""
+    """Opens connections to servers, new ones for each episode."""
 
     def __init__(self, servers: list[str]) -> None:
         self._servers = servers
 
     async def check(self) -> None:
         """Open all servers once."""
-        tools = await self.open()
+        tools = await self._start()
         await tools.close()
 
-    async def open(self) -> Tools:
+    async def open(self) -> Tools | SharedTools:
         """Start the servers of an episode, and connect to those that run."""
+        return await self._start()
+
+    async def _start(self) -> Tools:
         tools = Tools(self._servers)
         try:
             await tools.start()
@@ -48,6 +51,24 @@ class Servers:
         return tools
 
 
+class SharedServers(Servers):
+    """Opens connections to servers that all episodes share, again after one of them has ended."""
+
+    one_process = True
+
+    def __init__(self, servers: list[str]) -> None:
+        super().__init__(servers)
+        self._opening = asyncio.Lock()
+        self._tools: Tools | None = None
+
+    async def open(self) -> SharedTools:
+        """Return the tools of the servers, which are started if they do not run."""
+        async with self._opening:
+            if self._tools is None or self._tools.is_broken:
+                self._tools = await self._start()
+            return SharedTools(self._tools)
+
+
 class Tools:
     """The tools of servers that are open."""
 
@@ -55,6 +76,13 @@ class Tools:
         self._servers = [_Server(server) for server in servers]
         self._owners: dict[str, _Server] = {}
         self._schemas: list[dict[str, Any]] = []
+        self.num_users = 0
+        """Episodes that share them."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether a server cannot be used any more."""
+        return any(server.is_broken for server in self._servers)
 
     async def start(self) -> None:
         """Start all servers and read their tools.
@@ -100,6 +128,31 @@ class Tools:
         self._schemas.append({"type": "function", "function": function})
 
 
+class SharedTools:
+    """The tools of servers that other episodes use, too."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._is_closed = False
+        tools.num_users += 1
+
+    async def schemas(self) -> list[dict[str, Any]]:
+        """Return the schemas of all tools in the form of OpenAI's API."""
+        return self._tools.schemas()
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a tool. Return its text, and whether it says that it failed."""
+        return await self._tools.call_tool(name, arguments)
+
+    async def close(self) -> None:
+        """Leave the servers open, unless they are broken and no other episode uses them."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._tools.num_users -= 1
+            if self._tools.is_broken and not self._tools.num_users:
+                await self._tools.close()
+
+
 class _Server:
     """A connection to a server.
 
@@ -123,6 +176,8 @@ class _Server:
         self._closing = asyncio.Event()
         self._running: asyncio.Future[None] | None = None
         self._client: Any = None
+        self.is_broken = False
+        """Whether its connection has ended, or a call was given up."""
 
     async def start(self) -> list[Any]:
         """Start it and return its tools."""
@@ -198,6 +253,9 @@ class _Server:
             error = answer.exception() if answer.done() else self._running.exception()
             if answer.done() and error is None:
                 return answer.result()
+        except asyncio.CancelledError:
+            self.is_broken = True
+            raise
         finally:
             answer.cancel()
         if isinstance(error, MCPError) and error.code == _INVALID_PARAMS:
@@ -206,6 +264,7 @@ class _Server:
 
     def _failure(self, error: BaseException | None) -> ConnectionError:
         """Return the reason for which the server cannot be used, with what it printed last."""
+        self.is_broken = True
         error = _first(error)
         if isinstance(error, FileNotFoundError):
             return ConnectionError(f"{self.name} cannot be started: there is no program {self._command[0]!r}")

@@ -40,7 +40,7 @@ class McpTools:
         return self._tools[name]
 
     async def close(self) -> None:
-        """End the servers."""
+        """End the servers, or the use of servers that are shared."""
         with suppress(EpisodeError):  # they are killed
             await self._servers.call("close")
         await self._servers.close()
@@ -48,6 +48,7 @@ class McpTools:
 
 async def open_tools(
     servers: Sequence[str],
+    shared: bool = False,
     timeout: float | None = 60.0,
     replay: Replay = "again",
     python: str | None = None,
@@ -58,6 +59,7 @@ async def open_tools(
 
     Args:
         servers: the knob of `nodes.mcp`.
+        shared: the knob of `nodes.mcp`.
         timeout: seconds that starting them, and one call, may take; None: no limit.
         replay: what is done when the episode is replayed, see `Replay`.
         python: path of the interpreter that has the package `mcp`. Default: that of hflow.
@@ -70,6 +72,7 @@ async def open_tools(
     """
     settings = {
         "servers": list(servers),
+        "shared": shared,
         "python": python,
         "requirements": requirements,
         "start_timeout": start_timeout,
