@@ -200,8 +200,8 @@ def _step(step: StepTraffic) -> str:
 WEIGHTS_NOTE = (
     "How new weights reach another copy of the model. shared: both use the same memory; gather: assembled "
     "bucket by bucket on the same devices; pull: copied out slice by slice, then fetched by other devices or "
-    "processes, by a transport (models.NAME.gen.transport). "
-    "The bytes moved are the fewest possible: what a device already holds stays in place."
+    "processes, by a transport (models.NAME.gen.transport). The bytes moved are the fewest possible: what a "
+    "device already holds stays in place. gather moves whole tensors, so more to engines that are cut."
 )
 ROUTE_SIZE_COLUMNS = ("rows", "moved", "between machines", "in place")
 
@@ -258,7 +258,9 @@ def route_notes(route: WeightRoute) -> Iterator[str]:
     """Yield what is particular to a route: its transport, and what it need not move."""
     if route.transport:
         yield f"by {route.transport}: {route.why}"
-    if route.near:
+    if route.hands_over:
+        yield f"handed to the engines' processes by {route.near}"
+    elif route.near:
         yield f"what a device holds by {route.near}"
     if route.delta:
         yield "only changes"

@@ -134,7 +134,11 @@ class Bucket:
         """Return the bucket with its payload on a device; the same bucket if it is there."""
         if self.payload.device == device:
             return self
-        return replace(self, payload=self.payload.to(device))  # waits: once per bucket, as its checksum does
+        return self.copied_to(device)
+
+    def copied_to(self, device: torch.device) -> Bucket:
+        """Return the bucket with a copy of its payload on a device. It waits, as its checksum does."""
+        return replace(self, payload=self.payload.to(device, copy=True))
 
 
 def pack_buckets(

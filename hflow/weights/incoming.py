@@ -24,8 +24,9 @@ from hflow.weights.channels import open_channel
 from hflow.weights.channels.interface import ChannelSettings, NearHandle
 from hflow.weights.checksum import MODULUS
 from hflow.weights.delta import delta_receiver
+from hflow.weights.handover import HandedOver
 
-Handles = Sequence[Any]
+Handles = Sequence[Any] | HandedOver
 """What a channel's `send` returned for the buckets of one stream, in order."""
 
 
@@ -112,7 +113,7 @@ class IncomingWeights:
             self.num_bytes += bucket.num_bytes
             if bucket.version is not None:
                 bucket = delta_receiver(settings).decode(bucket)
-            bucket = bucket.on(device)
+            bucket = bucket.copied_to(device) if isinstance(handles, HandedOver) else bucket.on(device)
             verify_bucket(bucket)
             self.checksum = (self.checksum + sum(entry.checksum for entry in bucket.entries)) % MODULUS
             yield from unpack_bucket(bucket)

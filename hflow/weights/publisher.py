@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from hflow.weights.buckets import Bucket, SliceValues
 from hflow.weights.channels import make_channel, open_channel
 from hflow.weights.channels.interface import ChannelSettings, NearHandle, WeightChannel
 from hflow.weights.delta import DeltaSender, delta_receiver
+from hflow.weights.handover import HandedOver, HandoverSender, handover_address
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.outgoing import OutgoingWeights, local_slices, outgoing_slices, outgoing_tensors
 
@@ -75,6 +76,8 @@ class WeightPublisher:
         """Replica -> what finds its changes, if only these are sent."""
         self._num_losses: Counter[str] = Counter()
         """Replica -> how often it had lost an engine when weights were published for it last."""
+        self._handed_over: dict[str, int] = {}
+        """Replica -> the last version that was handed over to it."""
         self._relays: dict[str, tuple[WeightChannel, list[Any]]] = {}
         """Replica -> channel and handles of what was copied for its engine here from the object store."""
 
@@ -151,6 +154,45 @@ class WeightPublisher:
             )
             for receiver, local in self._routes.incoming(replica)
         ]
+
+    def needs_handover(self, replica: str, version: int) -> bool:
+        """Return whether a version is to be handed over to a replica's engine on this device."""
+        return self._routes.hands_over(replica) and self._handed_over.get(replica) != version
+
+    def handed_over(self, replica: str) -> list[IncomingWeights]:
+        """Return what each tensor rank of a replica's engine takes from the worker on its device."""
+        settings = self._settings[replica]
+        return [
+            IncomingWeights(
+                settings, receiver, self._device, [HandedOver(_address(settings, receiver), settings.timeout)]
+            )
+            for receiver, _ in self._routes.incoming(replica)
+        ]
+
+    def hand_over(self, replica: str, version: int, has_failed: Callable[[], bool]) -> int:
+        """Gather the weights with all ranks of the trainer, and hand them over to the rank on this device.
+
+        Args:
+            replica: the generation replica.
+            version: the version of the weights.
+            has_failed: called while the rank has not come; true if it never will.
+
+        Returns:
+            The checksum of the weights.
+
+        Raises:
+            WorkerFailureError: if the rank does not take them.
+        """
+        settings, (worker,) = self._settings[replica], self._routes.itself
+        if replica not in self._channels:
+            self._channels[replica] = make_channel(settings)
+        sender = HandoverSender(self._channels[replica], _address(settings, worker), settings.timeout)
+        backend = self._routes.source(replica)
+        outgoing = OutgoingWeights(outgoing_tensors((worker,), backend, is_sender=True))
+        with closing(sender), backend.on_device():
+            sender.send(worker, (bucket for _, bucket in outgoing), has_failed)
+        self._handed_over[replica] = version
+        return outgoing.checksums[worker]
 
     def loaded(self, replica: str) -> None:
         """Free what only the loading of a replica's weights needed."""
@@ -319,6 +361,10 @@ class WorkerRoutes:
         """Return whether the engines of a generation replica run in processes of their own."""
         return _has_own_process(self._plan, replica)
 
+    def hands_over(self, replica: str) -> bool:
+        """Return whether workers hand whole tensors over to the processes of a replica's engines."""
+        return any(route.dst == replica and route.hands_over for route in self._plan.weights)
+
     def _route(self, replica: str) -> WeightRoute:
         return next(route for route in self._plan.weights if route.dst == replica)
 
@@ -326,7 +372,7 @@ class WorkerRoutes:
 def channel_settings(
     plan: Plan, hosted: Sequence[int], directory: str, host: str, timeout: float
 ) -> dict[str, ChannelSettings]:
-    """Return the channel of each generation replica that receives published weights.
+    """Return the channel of each generation replica that receives weights from other processes.
 
     Args:
         plan: says how weights are sent.
@@ -339,6 +385,9 @@ def channel_settings(
     hosts_all = len(hosted) == plan.cluster.num_devices
     settings = {}
     for route in plan.weights:
+        owner = f"{route.dst}-{hosted[0]}"
+        if route.hands_over:
+            settings[route.dst] = ChannelSettings(route.near, owner, directory, host, timeout)
         if route.how == "pull":
             name = route.transport
             sent = streams(route, plan.cluster) if channel_traits(name).broadcasts else ()
@@ -346,11 +395,16 @@ def channel_settings(
             if hosts_all:
                 own_process = _has_own_process(plan, route.dst)
                 name = channel_in_one_process(name, has_own_process=own_process)
-            owner = f"{route.dst}-{hosted[0]}"
             near = "" if hosts_all else route.near
             mine = tuple((to, relay) for (sender, to), relay in passed if sender in hosted)
             settings[route.dst] = ChannelSettings(name, owner, directory, host, timeout, near, mine)
     return settings
+
+
+def _address(settings: ChannelSettings, worker: int) -> str:
+    """Return the address at which a worker hands weights over."""
+    replica = settings.owner.rpartition("-")[0]
+    return handover_address(f"{replica}-{worker}", settings.directory)
 
 
 def _has_own_process(plan: Plan, replica: str) -> bool:

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from hflow.base.durable_files import FileChecksum, WriteError
-from hflow.base.errors import HflowError, RunError
+from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.model_files import copy_other_files
 from hflow.data.text.tokenizer import TextTokenizer, has_tokenizer
 from hflow.engines.driver import EngineDriver
@@ -454,11 +455,36 @@ class Worker:
             version: the version of the weights.
             *published: what each sender published; none: a training replica here has the weights.
         """
+        if self._publisher.needs_handover(replica, version):
+            return self._hand_over(replica, version)
+        if not self._engines.has(replica):
+            return None
         incoming = self._publisher.incoming(replica, published) if published else None
         loaded = self._engines.load_weights(replica, version, incoming)
         self._note_memory()
         self._publisher.loaded(replica)
         return loaded
+
+    def _hand_over(self, replica: str, version: int) -> LoadedWeights | None:
+        """Hand weights over to the rank on this device, while an engine of this worker loads its ranks'."""
+        loading: Future[LoadedWeights | None] | None = None
+        with ThreadPoolExecutor(1, "hflow-weights") as thread:
+            if self._engines.has(replica):
+                incoming = self._publisher.handed_over(replica)
+                loading = thread.submit(self._engines.load_weights, replica, version, incoming)
+            try:
+                has_failed = (lambda: False) if loading is None else loading.done
+                checksum = self._publisher.hand_over(replica, version, has_failed)
+            except WorkerFailureError:
+                if loading is not None:
+                    loading.result()  # its error says more
+                raise
+            loaded = None if loading is None else loading.result()
+        self._note_memory()
+        self._lend_memory()
+        if loaded is None:
+            return None
+        return dataclasses.replace(loaded, local_checksums=(checksum,) * len(loaded.checksums))
 
     def wake(self, replica: str) -> None:
         """Let an engine generate. It has its weights, and what only their loading needed is free."""

@@ -143,7 +143,7 @@ def test_every_recipe_has_a_twin() -> None:
     real = {"smollm2"}  # has twins of its own, in test_smollm2.py
     # They need packages that are not installed here; their train node is that of grpo.
     needs_package = {"environments/frozen_lake", "environments/arithmetic", "custom/openai_agents"}
-    needs_package |= {"environments/grid_world"}
+    needs_package |= {"environments/grid_world", "environments/calculator"}
     assert {name for name, _, _ in RECIPES} == shipped - without_recipe - random - real - needs_package
 
 

@@ -725,6 +725,23 @@ def test_new_weights_over_each_transport_of_a_gpu(transport, arrival, published)
     assert named(publish_weights(route, one, one)) == pytest.approx(published)
 
 
+def test_weights_that_every_rank_gathers_by_hand():
+    # 160,256 weights and 9 x 64 of norms, of 4 bytes each, reach both ranks. For the process of the engine
+    # they are packed and copied, before the weights are loaded.
+    weights = 4 * 160_256
+    whole = weights + 4 * 9 * 64
+    route = WeightRoute("m", "m@train", "m@gen", "gather", moved_bytes=whole, held_bytes=whole)
+    gathered = {"all-gather": whole / 2 / 1e10 + 1e-6, "tensors": 0}
+    engines = side(layout="d2")
+    for near, num_copies in (("", 0), ("ipc", 2)):
+        parts = load_weights(replace(route, near=near), engines, RankPlacement(2), TOY.inter, 2)
+        copy = {"copy": 2 * (weights + num_copies * whole) / 1e11}
+        assert {part.name: part.seconds for part in parts} == pytest.approx(gathered | copy)
+    # An engine's rank loads its half only.
+    parts = load_weights(replace(route, near="ipc"), side(layout="t2"), RankPlacement(2), TOY.inter, 2)
+    assert named(parts)["copy"] == pytest.approx(2 * (weights / 2 + 2 * whole) / 1e11)
+
+
 def test_what_several_trainers_broadcast_goes_to_an_engine_first():
     # Two engines need 1 GiB each. Of one trainer they take it in one broadcast, of two by way of one engine.
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**31, 0, 0, "collective")

@@ -33,9 +33,14 @@ def replica(role, backend, layout, first=0):
     return on_workers(placed, tuple(range(first, first + layout.world)))
 
 
+def pulled(actor):
+    """The actor, whose engines pull slices."""
+    return replace(actor, gen=replace(actor.gen, transport="store"))
+
+
 def planned(actor, cluster="h100-1x8", graph=None, **changes):
     """The plan of an actor that trains and generates, with the sizes of `SHAPE`."""
-    models = {"actor": actor, "ref": model_config(layout="d1")}
+    models = {"actor": pulled(actor), "ref": model_config(layout="d1")}
     shapes = {"actor": SHAPE}
     return compile_plan(graph or grpo(), request(cluster, models=models, shapes=shapes, **changes))
 
@@ -121,7 +126,7 @@ def test_ranks_stay_on_their_machines():
 
 def test_engines_of_one_episode_keep_the_same_workers():
     models = {
-        "actor": model_config("d2t4", "d4t2", backend="megatron", engine="vllm"),
+        "actor": pulled(model_config("d2t4", "d4t2", backend="megatron", engine="vllm")),
         "ref": model_config("d1", "d4t2", engine="vllm"),
     }
     both = {"reads_weights": ("actor", "ref"), "models": ("actor", "ref")}

@@ -621,7 +621,9 @@ def test_groups_of_their_own_have_their_own_phases():
 
 
 def test_what_was_published_on_the_device_is_free_before_the_cache_is_allocated():
-    models = {"actor": model_config(engine="vllm", gen_layout="t2"), "ref": model_config()}
+    actor = model_config(engine="vllm", gen_layout="t2")
+    actor = replace(actor, gen=replace(actor.gen, transport="shared"))
+    models = {"actor": actor, "ref": model_config()}
     request = graphs.request("h100-1x2", models=models, shapes=dict.fromkeys(models, SMALL))
     plan = compile_plan(graphs.grpo(), request)
     assert [(route.transport, route.near) for route in plan.weights] == [("shared", "ipc")]
@@ -630,6 +632,16 @@ def test_what_was_published_on_the_device_is_free_before_the_cache_is_allocated(
         name: "actor@train published weights" in named(phase(rows, name).resident) for name in PHASES
     }
     assert published == {"generate": False, "wake": True, "actor_train": False}
+
+
+def test_a_worker_and_an_engine_hold_two_buckets_that_are_handed_over():
+    models = {"actor": model_config(engine="vllm", gen_layout="t2"), "ref": model_config()}
+    request = graphs.request("h100-1x2", models=models, shapes=dict.fromkeys(models, SMALL))
+    plan = compile_plan(graphs.grpo(), request)
+    assert [(route.how, route.near) for route in plan.weights] == [("gather", "ipc")]
+    wake = phase(memory_phases(plan, request), "wake")
+    assert named(wake.transient)["buckets handed over"] == 2 * 2 * transfer.largest_bucket(SMALL, 4)
+    assert "actor@train published weights" not in named(wake.resident)
 
 
 @settings(max_examples=60)

@@ -11,6 +11,7 @@ from hflow.launch.planning.compile import compile_recipe
 RECIPES = Path(__file__).parents[2] / "recipes"
 QWEN = ("model@models.actor=qwen2.5-7b", "models.actor.path=null", "models.actor.gen.max_model_len=2048")
 VLLM = ("models.actor.gen.engine=vllm",)
+MEGATRON = ("models.actor.backend=megatron",)
 KEY = "models.actor.gen.transport"
 APART = ("placement=null", "models.actor.group=train", "models.actor.gen.group=rollout")
 
@@ -42,7 +43,24 @@ GPUS = (*on("h100-1x8", "[0,1,2,3]", "[4,5,6,7]"), *QWEN)
         (GPUS, "pull", "collective"),
         ((*GPUS, *VLLM), "pull", "collective"),
         (("cluster=h100-1x1", *VLLM, "models.actor.optim.lr=1e-6"), "pull", "ipc"),
-        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.layout=d4t2"), "pull", "shared"),
+        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.layout=d4t2"), "gather", ""),
+        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.delta=true"), "pull", "shared"),
+        (("cluster=h100-1x8", *QWEN, *VLLM, f"{KEY}=shared"), "pull", "shared"),
+        (
+            # Each half that an engine's rank needs is in place.
+            (
+                "cluster=h100-1x4",
+                *QWEN,
+                *VLLM,
+                *MEGATRON,
+                "models.actor.layout=d2t2",
+                "models.actor.gen.layout=d2t2",
+            ),
+            "pull",
+            "ipc",
+        ),
+        (("cluster=cpu-1x2", *VLLM, f"{KEY}=gather"), "gather", ""),
+        (("cluster=cpu-1x2", f"{KEY}=gather"), "gather", ""),
     ],
 )
 def test_a_plan_chooses_a_transport(overrides: tuple[str, ...], how: str, transport: str) -> None:
@@ -54,8 +72,11 @@ def test_a_plan_chooses_a_transport(overrides: tuple[str, ...], how: str, transp
 @pytest.mark.parametrize(
     ("overrides", "transport", "near"),
     [
-        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.layout=d4t2"), "shared", "ipc"),
-        (("cluster=h100-2x8", *QWEN, *VLLM, "models.actor.gen.layout=d8t2"), "store", "ipc"),
+        (("cluster=h100-2x8", *QWEN, *VLLM, "models.actor.gen.layout=d8t2"), "", "ipc"),
+        (("cluster=h100-1x8", *QWEN, *VLLM, f"{KEY}=shared"), "shared", "ipc"),
+        (("cluster=h100-2x8", *QWEN, *VLLM, f"{KEY}=store"), "store", "ipc"),
+        (("cluster=cpu-1x2", *VLLM, f"{KEY}=gather"), "", "shared"),
+        (("cluster=cpu-1x2", f"{KEY}=gather"), "", ""),
         (("cluster=cpu-2x1", *VLLM), "store", "shared"),
         (("cluster=cpu-1x2", *VLLM, f"{KEY}=disk"), "disk", "shared"),
         (("cluster=cpu-1x2", *VLLM, f"{KEY}=disk", "workers=inproc"), "disk", ""),
@@ -81,6 +102,9 @@ def test_what_the_own_device_holds_does_not_leave_it(
         (TWO, "ipc", "the cluster's devices are cpu, and only GPUs have it"),
         (GPUS, "ipc", "has no process of its own on the trainer's GPU"),
         ((*GPUS, *VLLM), "ipc", "need weights that other devices hold"),
+        ((*GPUS, *VLLM), "gather", "does not have exactly the devices of its trainer"),
+        (("cluster=cpu-1x2", *VLLM, "workers=inproc"), "gather", "workers=inproc is one process"),
+        (("cluster=cpu-1x2", *VLLM, "models.actor.gen.delta=true"), "gather", "and not changes alone"),
     ],
 )
 def test_a_plan_refuses_a_transport(overrides: tuple[str, ...], transport: str, reason: str) -> None:

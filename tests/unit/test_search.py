@@ -397,7 +397,7 @@ def test_copies_of_sleeping_engines_are_counted_in_host_memory(sync_every: int) 
 @pytest.mark.parametrize(
     ("cluster", "pins", "fits_otherwise"),
     [
-        ("h100-1x4", (), True),
+        ("h100-1x4", ("models.actor.gen.delta=true",), True),
         ("h100-2x4", ("placement='actor=0-3 actor.gen=4-7'", "models.actor.gen.transport=store"), False),
     ],
 )

@@ -49,12 +49,13 @@ def test_a_process_on_the_same_gpu_reads_what_was_packed(delta: bool, receiver: 
         sender.start(version)
         sent = [sender.encode((1,), bucket) if delta else bucket for bucket in packed]
         assert [bucket.has_changes for bucket in sent] == [delta and version > 0] * len(sent)
-        receiver.start(settings, [[[channel.send((1,), bucket) for bucket in sent]]], "cuda")
+        handles = [channel.send((1,), bucket) for bucket in sent]
+        receiver.start(settings, [[handles]], "cuda")
         (answer,) = receiver.answers()
         wanted = {x.slice.tensor: x.values.float().cpu() for one in packed for x in unpack_bucket(one)}
         assert answer.keys() == wanted.keys()
         assert all(np.array_equal(values, wanted[name].numpy()) for name, values in answer.items())
-        channel.free([])
+        channel.free(handles)
         sender.loaded()
     channel.close()
 
@@ -105,23 +106,21 @@ def test_a_freed_bucket_takes_the_reference_of_its_receiver_back(monkeypatch: py
         counter = {"ref_counter_handle": b"file", "ref_counter_offset": number}
         return tuple(counter.get(name) for name in names)
 
-    def send() -> weakref.ref[Any]:
+    def send() -> tuple[Any, weakref.ref[Any]]:
         payload = PretendPayload()
-        channel.send((1,), replace(packed, payload=payload))  # type: ignore[arg-type]
-        return weakref.ref(payload)
+        handle = channel.send((1,), replace(packed, payload=payload))  # type: ignore[arg-type]
+        return handle, weakref.ref(payload)
 
     channel = make_channel(SETTINGS)
-    payloads = [send(), send()]
+    handles, payloads = zip(*(send() for _ in range(3)), strict=True)
     assert all(payload() is not None for payload in payloads)
-    channel.free([])
-    assert sorted(released) == [(b"file", 0), (b"file", 1)]
-    assert all(payload() is None for payload in payloads)
-    channel.free([])
-    assert len(released) == 2
-    send()
+    channel.free(handles[1:])
+    assert sorted(released) == [(b"file", 1), (b"file", 2)]
+    assert [payload() is None for payload in payloads] == [False, True, True]
     channel.close()
+    assert payloads[0]() is None
     channel.close()
-    assert released[2:] == [(b"file", 2)]
+    assert released[2:] == [(b"file", 0)]
 
 
 class PretendPayload:
@@ -135,9 +134,7 @@ def test_memory_that_no_receiver_opens_is_free_again() -> None:
     channel = make_channel(SETTINGS)
     before = torch.cuda.memory_allocated()
     for _ in range(5):
-        for bucket in on_gpu(buckets(4)):
-            channel.send((1,), bucket)
-        del bucket
+        handles = [channel.send((1,), bucket) for bucket in on_gpu(buckets(4))]
         assert torch.cuda.memory_allocated() > before
-        channel.free([])
+        channel.free(handles)
         assert torch.cuda.memory_allocated() == before

@@ -26,6 +26,7 @@ from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import Replica, batch_replica, generation_replica
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import held_bytes
+from hflow.planner.weights.weight_routes import way_of
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 MIN_SAVING = 0.01
@@ -142,15 +143,24 @@ def _used_together(graph: Graph, replicas: tuple[Replica, ...]) -> Iterator[list
 def _trained(
     graph: Graph, engines: Sequence[Replica], replicas: tuple[Replica, ...], request: PlanRequest
 ) -> Iterator[tuple[Replica, Replica, int]]:
-    """Yield engines and the trainers on their devices that hold enough to matter, with bytes of an entry."""
+    """Yield engines and the trainers on their devices that hold enough to matter, with bytes of an entry.
+
+    An engine to which whole tensors are gathered needs nothing in place.
+    """
     written = written_models(graph)
     for engine in engines:
         if engine.model in written and engine.model in request.shapes:
             src = batch_replica(replicas, engine.model)
             is_sharded = traits(src.backend).shards_weights
             held_copies = src.layout.replicate if is_sharded else src.layout.num_copies
-            if held_copies > MIN_SAVING * _num_engines(engine) and set(src.workers) & set(engine.workers):
-                yield engine, src, DTYPE_BYTES[request.model(engine.model).compute_dtype]
+            matters = held_copies > MIN_SAVING * _num_engines(engine)
+            config = request.model(engine.model)
+            if (
+                matters
+                and set(src.workers) & set(engine.workers)
+                and way_of(src, engine, config, request) == "pull"
+            ):
+                yield engine, src, DTYPE_BYTES[config.compute_dtype]
 
 
 def _num_engines(replica: Replica) -> int:

@@ -128,8 +128,8 @@ class TransferRates:
     tensor_us: NonNegative
     """Microseconds of each tensor in a weight update: gathering, converting and loading it."""
     checksum_gb_per_s: Positive | None = None
-    """The checksum that verifies new weights where they are sent, received and held; None: not counted, as on
-    GPUs, where it reads memory at full bandwidth."""
+    """The checksum that verifies new weights where they are sent, received and held; None: not
+    counted."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -27,6 +27,11 @@ CHANNELS = Registry(
 """The channels. The object `CHANNEL` of a descriptor describes one."""
 
 
+GATHER = "gather"
+"""The value of `models.NAME.gen.transport` for no channel between devices: each worker gathers whole tensors
+by collectives of the trainer, and hands them over to the engine's process on its device."""
+
+
 @dataclass(frozen=True)
 class ChannelTraits:
     """What a channel needs, and where it keeps buckets, as far as it is one choice of a few."""
@@ -125,8 +130,9 @@ def channel_traits(name: str) -> ChannelTraits:
 
 
 def transports() -> Iterator[str]:
-    """Yield the channels that a configuration can name."""
-    return (name for name in CHANNELS if channel_traits(name).buckets != "process")
+    """Yield the transports that a configuration can name."""
+    yield from (name for name in CHANNELS if channel_traits(name).buckets != "process")
+    yield GATHER
 
 
 def near_channel(device: str) -> str:

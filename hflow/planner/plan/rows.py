@@ -191,7 +191,8 @@ class WeightRoute:
     dst: str
     how: Literal["shared", "gather", "pull"]
     """`shared`: both replicas use the same storage (one worker). `gather`: an all-gather, bucket by bucket,
-    into the copy on the same workers. `pull`: published, then pulled by other workers."""
+    into the copy on the same workers, which may be in their own processes. `pull`: published, then pulled by
+    other workers or processes."""
     worker_sets: tuple[tuple[int, ...], ...] = ()
     """Sets of workers, which rows refer to by index."""
     rows: tuple[RouteRow, ...] = ()
@@ -214,7 +215,12 @@ class WeightRoute:
     they are."""
     near: str = ""
     """The transport from a worker to the engine on its own device, which is in a process of its own; empty:
-    `transport`, as for all others."""
+    `transport`, as for all others, or nothing of a `gather` route in one process."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Return whether workers gather whole tensors, and hand them over to engines' processes."""
+        return self.how == "gather" and bool(self.near)
 
 
 def batch_replica(replicas: Iterable[Replica], model: str) -> Replica:

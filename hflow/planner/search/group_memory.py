@@ -24,7 +24,7 @@ from hflow.planner.forecast.memory.phases import (
     transient_bytes,
 )
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.plan.channels import CHANNELS, broadcast_channel, channel_traits, near_channel
+from hflow.planner.plan.channels import CHANNELS, GATHER, broadcast_channel, channel_traits, near_channel
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
@@ -32,7 +32,7 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.search.memo import memo
 from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
-from hflow.planner.weights.weight_routes import near_transport
+from hflow.planner.weights.weight_routes import near_transport, way_of
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
@@ -317,16 +317,18 @@ class GroupMemory:
         source = next((replica for replica in mine if replica.role != "gen"), None)
         if engine is None or source is None or model not in self._problem.written:
             return ()
-        own_process = traits(engine.backend).has_own_process
-        if common == "all" and not own_process:
-            how: Literal["shared", "gather"] = "shared" if option.layout.world == 1 else "gather"
-            return (WeightRoute(model, source.name, engine.name, how),)
         device = self._problem.cluster.device
+        source, engine = (replace(one, layout=option.layout, workers=(0,)) for one in (source, engine))
+        engine = engine if common == "all" else replace(engine, workers=(1,))
+        how = way_of(source, engine, option.config, self._problem.request)
+        if how != "pull":
+            near = near_channel(device) if traits(engine.backend).has_own_process else ""
+            return (WeightRoute(model, source.name, engine.name, how, near=near),)
         usual = near_channel(device)
         if device == "cuda" and common != "all":
             usual = CHANNELS.default if common == "some" else broadcast_channel()
         configured = option.config.gen.transport
-        transport = usual if configured == "auto" else configured
+        transport = usual if configured in ("auto", GATHER) else configured
         held = 0
         if common != "none" and option.replica.role != "gen":
             held = _held_bytes(option, self._problem)

@@ -9,7 +9,14 @@ from typing import Literal, Protocol
 from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
-from hflow.planner.plan.channels import CHANNELS, RouteFacts, channel_kind, channel_traits, near_channel
+from hflow.planner.plan.channels import (
+    CHANNELS,
+    GATHER,
+    RouteFacts,
+    channel_kind,
+    channel_traits,
+    near_channel,
+)
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
@@ -73,8 +80,8 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
         request: the sizes of the model, and the settings of its engine.
         count: adds the bytes that move, and rows if it makes any.
     """
-    route = WeightRoute(gen.model, src.name, gen.name, _how(src, gen))
     config, shape = request.model(gen.model), request.trained_shape(gen.model)
+    route = WeightRoute(gen.model, src.name, gen.name, way_of(src, gen, config, request))
     if shape is not None:
         route = count(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
         if not can_run(shape):
@@ -82,20 +89,48 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
     return _with_transport(route, src, gen, config, request)
 
 
-def _how(src: Replica, gen: Replica) -> Literal["shared", "gather", "pull"]:
-    if set(src.workers) != set(gen.workers) or traits(gen.backend).has_own_process:
+def way_of(
+    src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
+) -> Literal["shared", "gather", "pull"]:
+    """Return the way of weights from a training to a generation replica (`WeightRoute.how`).
+
+    Args:
+        src: the replica that trains.
+        gen: the replica that generates.
+        config: the settings of its model.
+        request: the cluster, and the run's settings.
+    """
+    if set(src.workers) != set(gen.workers):
         return "pull"
-    return "shared" if src.layout.world == gen.layout.world == 1 else "gather"
+    if not traits(gen.backend).has_own_process:
+        return "shared" if src.layout.world == gen.layout.world == 1 else "gather"
+    if request.settings.get("workers") in ONE_PROCESS or config.gen.delta:
+        return "pull"
+    is_gathered = config.gen.transport == GATHER or (
+        config.gen.transport == "auto"
+        and request.cluster.device == "cuda"
+        and src.layout.world > 1
+        and not _can_be_in_place(src, gen)
+    )
+    return "gather" if is_gathered else "pull"
+
+
+def _can_be_in_place(src: Replica, gen: Replica) -> bool:
+    """Return whether each rank of an engine can be where its part of every tensor is."""
+    is_cut_alike = not traits(src.backend).shards_weights and src.layout.pipe == src.layout.expert == 1
+    return is_cut_alike and gen.layout.tensor % src.layout.tensor == 0
 
 
 def _with_transport(
     route: WeightRoute, src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
 ) -> WeightRoute:
-    """Return the route with its transport, which only a `pull` route has."""
+    """Return the route with its transport, which only a `pull` route has, and that to engines' processes."""
+    if route.how == "gather" and traits(gen.backend).has_own_process:
+        return replace(route, near=near_channel(request.cluster.device))
     if route.how != "pull":
         return route
     transport, why = str(config.gen.transport), "as configured"
-    if transport == "auto":
+    if transport in ("auto", GATHER):  # `transport_reasons` refuses the second
         transport, why = _choice(_route_facts(route, src, gen, request))
     route = replace(route, delta=config.gen.delta, transport=transport, why=why)
     return replace(route, near=near_transport(route, gen, request))
@@ -160,13 +195,15 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield reasons why a run cannot send weights as configured, each with a fix."""
     for route in plan.weights:
         gen = plan.replica(route.dst)
-        reason = _obstacle(route, plan.replica(route.src), gen, request)
+        transport, reason = route.transport, _obstacle(route, plan.replica(route.src), gen, request)
+        if route.how == "pull" and request.model(route.model).gen.transport == GATHER:
+            transport, reason = GATHER, _gather_obstacle(gen, request)
         if route.how != "pull" and request.model(route.model).gen.delta:
             yield (
                 f"models.{route.model}.gen.delta=true cannot be used: {gen.name} takes weights from the "
                 f"memory of its workers, so nothing is sent. Set models.{route.model}.gen.delta=false."
             )
-        if route.how != "pull" and request.model(route.model).gen.transport != "auto":
+        if route.how != "pull" and request.model(route.model).gen.transport not in ("auto", route.how):
             yield (
                 f"models.{route.model}.gen.transport={request.model(route.model).gen.transport} cannot be "
                 f"used: {gen.name} takes weights from the memory of its workers, so nothing is sent. Set "
@@ -174,7 +211,7 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
             )
         if reason is not None:
             yield (
-                f"models.{route.model}.gen.transport={route.transport} cannot be used: {reason}. Set "
+                f"models.{route.model}.gen.transport={transport} cannot be used: {reason}. Set "
                 f"models.{route.model}.gen.transport=auto."
             )
 
@@ -195,6 +232,15 @@ def _obstacle(route: WeightRoute, src: Replica, gen: Replica, request: PlanReque
     if not channel.crosses_machines and facts.num_machines > 1 and not channel.needs_one_device:
         return f"{src.name} and {gen.name} are on {facts.num_machines} machines"
     return None
+
+
+def _gather_obstacle(gen: Replica, request: PlanRequest) -> str:
+    """Return the reason for which weights cannot be gathered into engines' processes."""
+    if request.settings.get("workers") in ONE_PROCESS:
+        return "workers=inproc is one process"
+    if request.model(gen.model).gen.delta:
+        return "whole tensors are gathered, and not changes alone"
+    return f"{gen.name} does not have exactly the devices of its trainer"
 
 
 def store_bytes(request: PlanRequest) -> float | None:

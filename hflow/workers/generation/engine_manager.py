@@ -69,6 +69,10 @@ class EngineManager:
         for replica in drivers:
             self._sleep(replica, self._first_level(replica) if replica in shared else SleepLevel.PAUSE)
 
+    def has(self, replica: str) -> bool:
+        """Return whether this worker has an engine of a replica. Other workers host ranks only."""
+        return replica in self._drivers
+
     def needs_weights(self, replica: str, version: int) -> bool:
         """Return whether an engine has other weights than those of a version."""
         return self._versions.get(replica) != version

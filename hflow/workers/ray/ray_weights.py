@@ -61,6 +61,8 @@ class RayWeights:
         self._wait_all = wait_all
         self._call = call
         self._routes = {route.dst: route for route in plan.weights if route.how == "pull"}
+        self._handed_over = frozenset(route.dst for route in plan.weights if route.hands_over)
+        """Engine replicas to which every worker of the trainer hands weights over."""
         self._published: dict[str, _Publication] = {}
         """Engine replica -> weights that it has not loaded yet."""
         self._versions: dict[str, int] = {}
@@ -85,19 +87,23 @@ class RayWeights:
             publication = self._start_publishing(self._routes[replica], version)
         engine = self._plan.replica(replica)
         handles = () if publication is None else publication.handles
-        loading = self._call_dp_heads(engine, "load_weights", replica, version, *handles)
+        workers = engine.workers if replica in self._handed_over else engine.heads
+        loading = self._call_workers(engine, workers, "load_weights", replica, version, *handles)
         tasks = [asyncio.ensure_future(loading)]
         if publication is not None:
             tasks.append(asyncio.ensure_future(self._reports(publication)))
         try:
-            updates, *reports = await asyncio.gather(*tasks)
+            loaded, *reports = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             if publication is not None:
                 await self._free(replica, publication)
-        await self._call_dp_heads(engine, "wake", replica)
-        return _weights_loaded(engine, updates, reports[0] if reports else {})
+        await self._call_workers(engine, engine.heads, "wake", replica)
+        updates = dict(zip(workers, loaded, strict=True))
+        return _weights_loaded(
+            engine, [updates[head] for head in engine.heads], reports[0] if reports else {}
+        )
 
     def forget(self, replica: str) -> None:
         """Note that a replica has lost an engine, so that everything it has is to be sent again."""
@@ -114,9 +120,9 @@ class RayWeights:
         call = _replica_call(source, "publish", route.dst, version)
         return _Publication(handles, call, dict(zip(references, reports, strict=True)), num_losses)
 
-    def _call_dp_heads(self, engine: Replica, method: str, *arguments: Any) -> Any:
-        """Send a message to the engines of a replica; return what waits for their answers."""
-        answers = {worker: self._send(worker, method, *arguments) for worker in engine.heads}
+    def _call_workers(self, engine: Replica, workers: Sequence[int], method: str, *arguments: Any) -> Any:
+        """Send a message to workers of a generation replica; return what waits for their answers."""
+        answers = {worker: self._send(worker, method, *arguments) for worker in workers}
         return self._wait_all(_replica_call(engine, method, *arguments), answers)
 
     async def _reports(self, publication: _Publication) -> dict[int, PublishReport]:

@@ -13,8 +13,10 @@ from hflow.planner.forecast.memory.transfer import num_writers, saved_state_byte
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers
+from hflow.shapes.model_shape import num_parameters
 from hflow.types.tensor_slices import BUCKET_BYTES
 
 
@@ -63,6 +65,9 @@ def load_weights(
     """
     if route.how == "shared":
         return _checksums(replica.trained_weights * replica.itemsize, replica)
+    merged = _merge(replica) if merges else []
+    if route.how == "gather":
+        return [*_gather(route, replica, ranks, num_tensors), *merged]
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
@@ -72,8 +77,29 @@ def load_weights(
     # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
     sent = route.moved_bytes + _near_bytes(route)
     checksums = _checksums(2 * needed + sent / replica.layout.world, replica)
-    merged = _merge(replica) if merges else []
     return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums, *merged]
+
+
+def _gather(
+    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, num_tensors: int | None
+) -> list[Part]:
+    """Return the seconds in which each rank gathers all weights and loads its part.
+
+    Whole tensors are written once by the collective, and where they are handed over to an engine's process,
+    twice more, into a bucket and out of it.
+    """
+    trained = num_parameters(trained_shape(replica.shape, replica.config.lora))
+    whole = trained * replica.itemsize
+    gathered = all_gather(whole, ranks, replica.hardware)
+    num_buckets = math.ceil(whole / BUCKET_BYTES)
+    latency = LinkTime(gathered.transfer, gathered.latency * num_buckets)
+    loaded = replica.trained_weights * replica.itemsize
+    num_copies = 2 if route.hands_over else 0
+    copy = Part("copy", 2 * (loaded + num_copies * whole) / replica.rates.stream, MEMORY)
+    num = replica.num_trained_tensors if num_tensors is None else num_tensors
+    calls = num * replica.hardware.calibration.transfers.tensor_us * 1e-6
+    checksums = _checksums((3 if route.hands_over else 1) * whole + loaded, replica)
+    return [latency.part("all-gather"), copy, Part("tensors", calls, LATENCY), *checksums]
 
 
 def _merge(replica: ReplicaCosts) -> Iterator[Part]:

@@ -468,7 +468,7 @@ def _generation(context: MemoryContext, rank: Rank, cache: int) -> Items:
 def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
     if rank.replica.role == "gen":
         route = context.route_to(rank)
-        return transfer.receive_weights(rank, route.how) if route else Items()
+        return transfer.receive_weights(rank, route) if route else Items()
     routes = context.routes_from(rank)
     return transfer.send_weights(rank, routes[0]) if routes else Items()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal
 
 from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
@@ -21,7 +20,7 @@ from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import ModelShape, num_parameters, tensors
-from hflow.types.tensor_slices import BUCKET_BYTES
+from hflow.types.tensor_slices import BUCKET_BYTES, MAX_BUCKETS
 
 COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
@@ -35,7 +34,8 @@ def send_weights(rank: Rank, route: WeightRoute) -> Items:
     if route.how == "shared" and rank.width == FP32_BYTES:
         return Items()
     if route.how != "pull":
-        return _gather_bucket(rank, rank.width, rank.trained_shape)
+        handed = handed_over_buckets(rank) if route.hands_over else Items()
+        return _gather_bucket(rank, rank.width, rank.trained_shape) + handed
     return _slice_buckets(rank) + (_changes(rank) if route.delta else Items())
 
 
@@ -59,6 +59,8 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     share = rank.width * (num_parameters(rank.trained_shape) // publishers)
     items = Items()
     for route, num_receivers in routes:
+        if route.how != "pull":
+            continue
         own = round(route.held_bytes / num_receivers) if route.held_bytes else share
         num_bytes = 0
         for name in (route.transport, route.near):
@@ -97,12 +99,21 @@ def _received_last(rank: Rank, route: WeightRoute) -> Items:
     return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
 
 
-def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
+def handed_over_buckets(rank: Rank) -> Items:
+    """Return the items of the buckets that a worker hands over; the engine copies as many."""
+    bucket = largest_bucket(rank.trained_shape, rank.width)
+    return item(MemoryCategory.BUFFERS, MAX_BUCKETS * bucket, "buckets handed over")
+
+
+def receive_weights(rank: Rank, route: WeightRoute) -> Items:
     """Return the items of an engine's rank while it receives weights: one tensor in host memory.
 
-    Until then, buckets are where their transport keeps them (`memory/host.py`).
+    Until then, buckets are where their transport keeps them (`memory/host.py`). What a worker hands over is
+    copied.
     """
-    if how != "pull" or not rank.on_cpu:
+    if route.hands_over:
+        return handed_over_buckets(rank)
+    if route.how != "pull" or not rank.on_cpu:
         return Items()
     return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
 

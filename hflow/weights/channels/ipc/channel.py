@@ -28,10 +28,9 @@ class DeviceBucket(NamedTuple):
     header: BucketHeader
 
 
-class _Shared(NamedTuple):
-    """A payload that receivers may read, and the counter of its reference by a receiver."""
+class _Counter(NamedTuple):
+    """The counter of a payload's reference by a receiver."""
 
-    payload: Tensor
     file: bytes
     """Shared memory with the counter, which torch sets to 1 when a payload is shared."""
     place: int
@@ -47,7 +46,8 @@ class IpcChannel(WeightChannel):
 
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
-        self._shared: list[_Shared] = []
+        self._shared: dict[_Counter, Tensor] = {}
+        """Payloads that receivers may read."""
 
     @override
     def send(self, receivers: Receivers, bucket: Bucket) -> Any:
@@ -61,7 +61,7 @@ class IpcChannel(WeightChannel):
             raise RunError("ipc needs weights on a GPU; set models.NAME.gen.transport=shared")
         torch.cuda.synchronize(payload.device)  # the receiver's stream does not know what packs the bucket
         rebuild, arguments = reduce_tensor(payload)
-        self._shared.append(_Shared(payload, arguments[_COUNTER_FILE], arguments[_COUNTER_PLACE]))
+        self._shared[_counter(arguments)] = payload
         return DeviceBucket(_device_id(payload.device.index), rebuild, arguments, bucket.header)
 
     @override
@@ -84,15 +84,18 @@ class IpcChannel(WeightChannel):
 
     @override
     def free(self, handles: Iterable[Any]) -> None:
-        """Free all payloads: one publication is pending at most."""
-        while self._shared:
-            shared = self._shared.pop()
-            # A counter below 0, if the receiver takes its reference back too, means the same as 0.
-            torch.UntypedStorage._release_ipc_counter_cuda(shared.file, shared.place)
+        """Free the payloads."""
+        self._release([_counter(handle.arguments) for handle in handles])
 
     @override
     def close(self) -> None:
-        self.free(())
+        self._release(list(self._shared))
+
+    def _release(self, counters: Iterable[_Counter]) -> None:
+        for counter in counters:
+            del self._shared[counter]
+            # A counter below 0, if the receiver takes its reference back too, means the same as 0.
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
 
 
 _ARGUMENTS = tuple(signature(rebuild_cuda_tensor).parameters)
@@ -100,6 +103,10 @@ _DEVICE_ARGUMENT = _ARGUMENTS.index("storage_device")
 """Place of the device among the arguments of torch's function that opens a payload."""
 _COUNTER_FILE = _ARGUMENTS.index("ref_counter_handle")
 _COUNTER_PLACE = _ARGUMENTS.index("ref_counter_offset")
+
+
+def _counter(arguments: tuple[Any, ...]) -> _Counter:
+    return _Counter(arguments[_COUNTER_FILE], arguments[_COUNTER_PLACE])
 
 
 def _device_id(index: int) -> str:
