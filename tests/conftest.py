@@ -208,6 +208,16 @@ def _without_installed_engines() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _with_frozen_imports() -> Iterator[None]:
+    """Runs in this process leave frozen what tests have imported, which a run would look at when it starts."""
+    from hflow.workers.process_setup import GC_THRESHOLDS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hflow.launch.running.attempts.freeze_gc", lambda: gc.set_threshold(*GC_THRESHOLDS))
+        yield
+
+
 @pytest.fixture
 def hflow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """The command line in this process."""
