@@ -184,10 +184,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
 
 
-def pytest_collection_finish() -> None:
-    """Python's garbage collector leaves alone what was imported, instead of looking at it again and again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's garbage collector leaves alone what is imported, instead of looking at it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
