@@ -10,8 +10,6 @@ The primary file is the YAML file beside the recipe with the recipe's name, if t
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
 written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `setup=NAME`. A group with a place, as in
 `model@models.ref=NAME`, needs no `+`, whether a defaults list has it or not.
-
-Hydra is imported when it is used: the planner imports this package for its schema alone.
 """
 
 from __future__ import annotations
@@ -253,7 +251,7 @@ class Composer(ConfigLoaderImpl):
     def _compose_files(
         self, files: ConfigFiles, choices: Sequence[str], with_primary: bool
     ) -> tuple[DictConfig, Collection[str]]:
-        """Return what `compose` does, for overrides that choose files."""
+        """Return the result of `compose` for overrides that choose files."""
         name = self._primary.stem if self._primary is not None and with_primary else None
         loaded = None if name is None else files.load_config(name)
         if loaded is not None and not isinstance(loaded.config, DictConfig):

@@ -206,7 +206,7 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
 class DecodeStep:
     """The seconds of `decode_step` for one replica.
 
-    A batch has hundreds of different steps, so what does not depend on the sequences is computed once, and what
+    A batch has hundreds of different steps. What does not depend on the sequences is computed once, and what
     does not depend on the context once for each number of sequences.
     """
 
