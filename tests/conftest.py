@@ -184,10 +184,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
 
 
-def pytest_collection_finish() -> None:
-    """Python's garbage collector leaves alone what was imported, instead of looking at it again and again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's garbage collector leaves alone what is imported, instead of looking at it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -205,6 +211,16 @@ def _without_installed_engines() -> Iterator[None]:
     problems = {"vllm": "vllm is not installed; pip install 'hflow-rl[vllm]'"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _with_frozen_imports() -> Iterator[None]:
+    """Runs in this process leave frozen what is imported, where each would look at it when it starts."""
+    from hflow.workers.process_setup import GC_THRESHOLDS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hflow.launch.running.attempts.freeze_gc", lambda: gc.set_threshold(*GC_THRESHOLDS))
         yield
 
 

@@ -10,8 +10,6 @@ The primary file is the YAML file beside the recipe with the recipe's name, if t
 takes groups from `configs/` (`model`, `optim`, `data`) and from the recipe's own directory. Overrides are
 written as in Hydra: `steps=10`, `models.actor.optim.lr=3e-4`, `setup=NAME`. A group with a place, as in
 `model@models.ref=NAME`, needs no `+`, whether a defaults list has it or not.
-
-Hydra is imported when it is used: the planner imports this package for its schema alone.
 """
 
 from __future__ import annotations
@@ -27,13 +25,14 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
+from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigResult
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hflow.base.errors import ConfigError, nearest, shorten
 from hflow.base.json_text import LONG_NUMBER, is_of_long_number
@@ -185,53 +184,88 @@ def _parsed_values(text: str, name: str) -> Any:
     return OmegaConf.to_container(OmegaConf.load(stream), resolve=False)
 
 
-class ParsedPackageSource(ImportlibResourcesConfigSource):
-    """Hydra's own files, which do not change. Most are only read to be left out."""
+class ConfigFiles(ConfigRepository):
+    """The files of one composition: those beside the primary file, then the shipped ones.
 
-    @staticmethod
-    def scheme() -> str:
-        """Return the first part of the URLs of such packages."""
-        return "parsed-pkg"
+    A file is loaded once. The composition changes what is loaded.
+    """
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return a copy of a file's content, which is parsed once."""
-        return deepcopy(self._loaded(config_path))
+    def __init__(self, directory: Path, configs: Path) -> None:
+        """Take the directory of the primary file and that of the shipped files."""
+        self.sources = [
+            BoundedFileSource("main", str(directory)),
+            ParsedFileSource("configs", str(configs)),
+            StructuredConfigSource("schema", "structured://"),  # Hydra needs one, which has nothing
+        ]
+        self._loaded: dict[str, ConfigResult | None] = {}
 
-    _loaded = lru_cache(maxsize=64)(ImportlibResourcesConfigSource.load_config)
-    available = lru_cache(maxsize=1)(ImportlibResourcesConfigSource.available)
-    is_config = lru_cache(maxsize=256)(ImportlibResourcesConfigSource.is_config)
-    is_group = lru_cache(maxsize=256)(ImportlibResourcesConfigSource.is_group)
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParsedPackageSource) and other.path == self.path
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Return the content of a file with its defaults list; None: there is no such file."""
+        if config_path not in self._loaded:
+            self._loaded[config_path] = super().load_config(config_path)
+        return self._loaded[config_path]
 
 
-class BoundedSearchPath(SearchPathPlugin):
-    """Has the directory of the primary file, and Hydra's own files, read by the sources above."""
+class Composer(ConfigLoaderImpl):
+    """Composes files and overrides as Hydra does, without the settings of Hydra's own command line.
 
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Give both the schemes of these sources."""
-        for element in search_path.get_path():
-            if element.provider == "main" and "://" not in element.path:
-                element.path = f"{BoundedFileSource.scheme()}://{element.path}"
-            elif element.provider == "hydra":
-                element.path = element.path.replace("pkg", ParsedPackageSource.scheme(), 1)
+    With these, a composition takes three times as long.
 
+    Attributes:
+        directory: where files are looked for first
+    """
 
-def register() -> None:
-    """Make them known to Hydra."""
-    for plugin in (ParsedFileSource, BoundedFileSource, ParsedPackageSource, BoundedSearchPath):
-        Plugins.instance().register(plugin)
+    def __init__(self, primary: Path | None, configs: Path) -> None:
+        """Take the primary file, if there is one, and the directory of the shipped files."""
+        setup_globals()  # resolvers such as ${now:%Y}
+        self.directory = configs if primary is None else primary.parent
+        self._primary = primary
+        self._configs = configs
+        self._composed: dict[tuple[bool, tuple[str, ...]], tuple[DictConfig, Collection[str]]] = {}
+
+    def compose(
+        self, overrides: Sequence[str], *, with_primary: bool = True
+    ) -> tuple[DictConfig, Collection[str]]:
+        """Return the composed configuration, and the groups of its defaults lists, as `group@package`.
+
+        Files are read once for all overrides that choose the same ones.
+
+        Raises:
+            ConfigError: if the primary file is not a mapping.
+            HydraException: for an override, or a name in a defaults list, that does not fit.
+            OmegaConfBaseException: for values that do not fit.
+        """
+        files = ConfigFiles(self.directory, self._configs)
+        choices: list[str] = []
+        values: list[str] = []
+        for text in overrides:
+            (choices if files.group_exists(_parsed(text).key_or_group) else values).append(text)
+        key = (with_primary, tuple(choices))
+        if key not in self._composed:
+            self._composed[key] = self._compose_files(files, choices, with_primary)
+        own, groups = self._composed[key]
+        composed = deepcopy(own)
+        self._apply_overrides_to_config(list(map(_parsed, values)), composed)
+        return composed, groups
+
+    def _compose_files(
+        self, files: ConfigFiles, choices: Sequence[str], with_primary: bool
+    ) -> tuple[DictConfig, Collection[str]]:
+        """Return the result of `compose` for overrides that choose files."""
+        name = self._primary.stem if self._primary is not None and with_primary else None
+        loaded = None if name is None else files.load_config(name)
+        if loaded is not None and not isinstance(loaded.config, DictConfig):
+            raise ConfigError(f"{name}.yaml: it must be a mapping of keys to values")
+        defaults = create_defaults_list(
+            files, name, list(map(_parsed, choices)), prepend_hydra=False, skip_missing=False
+        )
+        composed = self._compose_config_from_defaults_list(defaults.defaults, files)
+        OmegaConf.set_struct(composed, True)
+        self._apply_overrides_to_config(defaults.config_overrides, composed)
+        return composed, defaults.overrides.known_choices
 
 
 _BARE_PLACEMENT = re.compile(r"(\+{0,2}placement)=(?!null$)([^'\"].*)", re.DOTALL)
-
-_HYDRAS_OWN = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
-_WITHOUT_HYDRAS_OWN = tuple(f"~hydra/{group}" for group in _HYDRAS_OWN)
-"""Overrides that leave out files for Hydra's own command line, which take a quarter of the time."""
 
 _ITEM = re.compile(r"""(?:[^,'"]|'[^']*'|"[^"]*"|['"])+""")
 """An item of a list, with the commas between its quotes."""
@@ -263,12 +297,12 @@ def load_config(
 
 
 class ConfigLoader:
-    """Composes the configuration of a recipe with any overrides. It reads the recipe's own one once."""
+    """Composes the configuration of a recipe with any overrides. It reads the recipe's files once."""
 
     def __init__(self, recipe: str | Path) -> None:
         """Take the path of the recipe's Python file."""
         self._recipe = Path(recipe).absolute()
-        self._base: Any = None
+        self._composer: Composer | None = None
 
     def load(
         self, overrides: Sequence[str] = (), directory: Path | None = None
@@ -286,21 +320,19 @@ class ConfigLoader:
         return from_mapping(RunConfig, {"name": self._recipe.stem, **values}), keys
 
     def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        from hydra import compose, initialize_config_dir
         from hydra.errors import HydraException
-        from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
         from yaml import YAMLError
 
-        register()
         configs = shipped_directory("configs")
         primary = self._recipe.with_suffix(".yaml")
         if os.path.lexists(primary) and not primary.is_file():
             raise ConfigError(f"{primary.name} beside the recipe is not a file that can be read; replace it")
-        directory = primary.parent if primary.is_file() else configs
-        name = primary.stem if primary.is_file() else None
-        groups = _group_names(directory, configs)
-        hydra_overrides = [_searchpath(configs), *_WITHOUT_HYDRAS_OWN]
+        if self._composer is None:
+            self._composer = Composer(primary if primary.is_file() else None, configs)
+        composer = self._composer
+        groups = _group_names(composer.directory, configs)
+        hydra_overrides: list[str] = []
         shadowed: list[Override] = []
         for text in overrides:
             override = _hydra_override(text, groups - _KEYS)
@@ -309,8 +341,7 @@ class ConfigLoader:
             else:
                 hydra_overrides.append(override)
         try:
-            with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
-                composed = compose(name, overrides=self._with_new_groups(name, hydra_overrides))
+            composed, _ = composer.compose(self._with_new_groups(composer, hydra_overrides))
             for parsed in shadowed:  # Hydra would look for a file in the directory of that name
                 OmegaConf.update(composed, parsed.key_or_group, parsed.value(), force_add=True)
             written = OmegaConf.to_container(composed, resolve=False)
@@ -326,37 +357,25 @@ class ConfigLoader:
             ) from error
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
             raise ConfigError(error_text(error, primary.name)) from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{primary.name} must be a mapping of keys to values")
+        assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
-    def _with_new_groups(self, name: str | None, overrides: list[str]) -> list[str]:
+    def _with_new_groups(self, composer: Composer, overrides: list[str]) -> list[str]:
         """Return overrides in which every group that no defaults list has is marked as new, with a `+`.
 
         The values of a new group take precedence over those of files. An architecture is replaced as a whole:
         no key of the recipe's own remains in that of the group.
 
         Args:
-            name: the primary file; None: there is none.
-            overrides: overrides in Hydra's form, the search path and `_WITHOUT_HYDRAS_OWN` first. Hydra is
-                initialized.
+            composer: the composer of the recipe's files.
+            overrides: overrides in Hydra's form.
         """
-        from hydra import compose
-        from omegaconf import OmegaConf
-
-        own = 1 + len(_WITHOUT_HYDRAS_OWN)
-        search_path, given = overrides[:own], overrides[own:]
-        parsed = [_parsed(override) for override in given]
+        parsed = [_parsed(override) for override in overrides]
         if not any(override.package and not override.is_delete() for override in parsed):
             return overrides
-        if self._base is None:
-            self._base = OmegaConf.create()
-            if name is not None:
-                self._base = compose(name, overrides=search_path, return_hydra_config=True)
-        base = self._base
-        choices = OmegaConf.select(base, "hydra.runtime.choices") or {}
+        base, choices = composer.compose(())
         marked, removed = [], []
-        for text, override in zip(given, parsed, strict=True):
+        for text, override in zip(overrides, parsed, strict=True):
             if not override.package or override.is_delete():
                 marked.append(text)
             elif override.get_key_element().lstrip("+") in choices:
@@ -365,9 +384,9 @@ class ConfigLoader:
                 marked.append(f"+{text.lstrip('+')}")
                 key = f"{override.package}.architecture"
                 if old := OmegaConf.select(base, key):
-                    new = OmegaConf.select(compose(None, overrides=[*search_path, marked[-1]]), key) or {}
+                    new = OmegaConf.select(composer.compose(marked[-1:], with_primary=False)[0], key) or {}
                     removed += [f"~{key}.{left}" for left in old if new and left not in new]
-        return [*search_path, *removed, *marked]
+        return [*removed, *marked]
 
 
 def validate_names(
@@ -434,11 +453,6 @@ def _refuse_secrets(values: Mapping[str, Any]) -> None:
                 f"{key} {reason}, and the configuration is written to the plan and the run directory. Read "
                 "the secret where it is used, as os.environ[...] in the body, and pass the variable's name"
             )
-
-
-def _searchpath(directory: Path) -> str:
-    quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.searchpath=['{ParsedFileSource.scheme()}://{quoted}']"
 
 
 def _group_names(*directories: Path) -> frozenset[str]:

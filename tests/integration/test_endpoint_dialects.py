@@ -6,14 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import episode_kit
 import httpx
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from endpoint_kit import ADD, ASK, CALLS, client_of, find_calling_sample, play, serve
 from episode_kit import Gated, Heard, check_tokens, episode, heard, new_effects, until
 from openai import AsyncOpenAI
@@ -23,6 +21,9 @@ from hflow.episodes.endpoint.server import EndpointServer
 from hflow.launch.checkpoints.serve import CheckpointResponder
 from hflow.testing import ScriptedEngine
 from hflow.types import Endpoint, ToolCall, Trajectory
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic  # which takes two seconds: every process of tests collects this file
 
 plain = pytest.fixture(episode_kit.plain_tokenizer, scope="module")
 chat = pytest.fixture(episode_kit.chat_tokenizer, scope="module")
@@ -49,6 +50,8 @@ def driver(shared_driver: Heard) -> Heard:
 
 @asynccontextmanager
 async def claude_of(endpoint: Endpoint) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(
         base_url=endpoint.server_url, api_key=endpoint.api_key, timeout=60, max_retries=0
     ) as client:
@@ -222,6 +225,8 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_honoured_is_refused_in_the_form_of_the_api(
     chat: TextTokenizer, driver: Heard
 ) -> None:
+    import anthropic
+
     async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         for options, message in REFUSED_RESPONSES:
             with pytest.raises(openai.BadRequestError) as refusal:
@@ -381,6 +386,8 @@ def test_a_stream_that_ends_early_is_cancelled(chat: TextTokenizer, ends: str) -
 
 
 def test_an_error_before_the_first_token_is_no_stream(chat: TextTokenizer, driver: Heard) -> None:
+    import anthropic
+
     long: Any = [{"role": "user", "content": "1" * 3000}]
 
     async def ask(client: AsyncOpenAI, endpoint: Endpoint) -> None:

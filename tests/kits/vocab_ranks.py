@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from late_megatron import megatron
 from torch import Tensor
 
 from hflow.training.loop import output
-from hflow.training.megatron.vocab_parallel import VocabParallelLogits, vocab_parallel_logprobs
 
 NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
 """The second rank has 5 of the 13 tokens and 3 rows of padding."""
@@ -73,7 +73,9 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
         found[:, len(mine) :] = PADDED
         return found
 
-    parallel = VocabParallelLogits(rows, logits, rank * PART, PART, dist.group.WORLD, temperature)
+    parallel = megatron("vocab_parallel").VocabParallelLogits(
+        rows, logits, rank * PART, PART, dist.group.WORLD, temperature
+    )
     found, ids = measures(parallel, drawn, others)
     combine(found).backward()
     assert rows.grad is not None
@@ -84,6 +86,8 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
 def by_hand(rank: int) -> tuple[float, ...]:
     """Return the log-prob of token 0 and the entropy of logits 0 and ln 3, one per rank, and their slopes."""
     logit = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(logit, torch.tensor([[0]]), rank, dist.group.WORLD, True)
+    logprobs, entropy = megatron("vocab_parallel").vocab_parallel_logprobs(
+        logit, torch.tensor([[0]]), rank, dist.group.WORLD, True
+    )
     slopes = [torch.autograd.grad(x.sum(), logit, retain_graph=True)[0].item() for x in (logprobs, entropy)]
     return logprobs.item(), entropy.item(), *slopes

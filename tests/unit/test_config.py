@@ -280,6 +280,7 @@ def test_an_error_says_how_to_write_a_number_as_text(override: str, key: str):
         ("- 1\n", "mine.yaml: "),
         ("3", "mine.yaml: "),
         ("stpes: 3", "unknown key 'stpes'; did you mean 'steps'?"),
+        ("hydra: {searchpath: []}", "unknown key 'hydra'"),
         ("models: {actor: {path: '???'}}", "models.actor.path: Missing mandatory value"),
         ("defaults: [{model@models.actor: tiny}]", "there is no model 'tiny'; did you mean 'tiny-qwen2'?"),
     ],

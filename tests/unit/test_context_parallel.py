@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_megatron import megatron
 
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.shared_prefix import share_prefixes
-from hflow.training.megatron.device import prepare
 from hflow.types import Unit
 
-prepare("cpu")
-
-from hflow.training.megatron.context_parallel import RowDivision, divide_rows  # noqa: E402
+if TYPE_CHECKING:
+    from hflow.training.megatron.context_parallel import RowDivision
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,10 @@ def batch(lengths: list[int], shared: int = 0) -> Batch:
 
 def divide(samples: Batch, num_ranks: int, multiple: int = 1) -> list[RowDivision]:
     sharing = share_prefixes(samples)
-    return [divide_rows(samples, sharing, Rank(c, num_ranks), multiple, CPU, True) for c in range(num_ranks)]
+    return [
+        megatron("context_parallel").divide_rows(samples, sharing, Rank(c, num_ranks), multiple, CPU, True)
+        for c in range(num_ranks)
+    ]
 
 
 def test_a_rank_has_an_early_and_a_late_chunk() -> None:

@@ -40,7 +40,7 @@ ABSENT = {
     "function check": ("import hflow; hflow.check('recipes/sft.py')", ("torch", "ray")),
     "algo and nodes": ("from hflow import algo, nodes", ("torch",)),
     "reading recipes": (READ_ALL, ("torch", "ray", "transformers", "hydra")),
-    "descriptors": (LOAD_ALL, HEAVY),
+    "descriptors": (LOAD_ALL, (*HEAVY, "hydra")),
     "commands": (
         commands(
             *("check recipes/ppo.py", "check recipes/tool_agent.py", "run recipes/grpo.py --cfg"),

@@ -9,24 +9,19 @@ from typing import Any
 import megatron_kit as kit
 import pytest
 import torch
+from late_megatron import megatron
 
 from hflow.base.errors import BackendError
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
-from hflow.training.megatron.device import prepare
 from hflow.training.megatron.hf_mapping import ShardPosition
-
-prepare("cpu")
-
-from hflow.training.megatron.model import build_stage  # noqa: E402
-from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
 
 
 def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(BackendError, match=message) as error:
-        build_stage(
+        megatron("model").build_stage(
             ModelSettings(name="actor", architecture=architecture, **changes),
-            ParallelState.of(RankPosition()),
+            megatron("parallel_state").ParallelState.of(RankPosition()),
         )
     assert "\n" not in str(error.value)
 
@@ -59,8 +54,8 @@ def test_wrong_settings_are_rejected(changes, message):
 def test_a_single_process_has_layout_1x1x1():
     """Also if it hosts all ranks of a replica."""
     one, all_of_four = (
-        ParallelState.of(RankPosition()),
-        ParallelState.of(RankPosition(None, Layout(data=2, tensor=2))),
+        megatron("parallel_state").ParallelState.of(RankPosition()),
+        megatron("parallel_state").ParallelState.of(RankPosition(None, Layout(data=2, tensor=2))),
     )
     for grid in (one, all_of_four):
         assert (grid.layout, grid.coords) == (Layout(), (0, 0, 0, 0))
@@ -73,9 +68,9 @@ def test_a_single_process_has_layout_1x1x1():
 
 def test_building_keeps_the_random_state():
     state = torch.get_rng_state()
-    build_stage(
+    megatron("model").build_stage(
         ModelSettings(name="actor", architecture=kit.QWEN2, sequence_parallel=True),
-        ParallelState.of(RankPosition()),
+        megatron("parallel_state").ParallelState.of(RankPosition()),
     )
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_kit as kit
+from late_megatron import megatron
 from torch.nn.functional import silu
 
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.settings import RankPosition
 from hflow.shapes.model_shape import Experts, ModelShape
-from hflow.training.megatron.device import prepare
 
-prepare("cpu")
-
-from hflow.training.megatron.backend import MegatronModel  # noqa: E402
-from hflow.training.megatron.experts import GroupedExperts, Router  # noqa: E402
-from hflow.training.megatron.layers import gated_silu  # noqa: E402
+if TYPE_CHECKING:
+    from hflow.training.megatron.experts import GroupedExperts, Router
 
 
 def router(per_token: int, normalizes: bool) -> Router:
     """Return a router whose logits are log 1, log 3, log 4 for the hidden state (1, 0)."""
     config = SimpleNamespace(hidden_size=2, params_dtype=torch.float32, sequence_parallel=False)
     model = ModelShape("qwen3_moe", 1, 2, 4, 1, 1, 2, 8, is_tied=False, experts=Experts(3, per_token, 4))
-    made = Router(model, normalizes, config=config)
+    made = megatron("experts").Router(model, normalizes, config=config)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[1.0, 3.0, 4.0], [0.0, 0.0, 0.0]]).T)
         made.weight[:, 0].log_()
@@ -71,7 +68,7 @@ def experts(num: int, hidden: int, rows: int, dtype: torch.dtype) -> GroupedExpe
     config = SimpleNamespace(hidden_size=hidden, moe_ffn_hidden_size=2 * rows, params_dtype=dtype)
     two, one = (SimpleNamespace(size=lambda size=size: size) for size in (2, 1))
     groups: Any = SimpleNamespace(expt_tp=two, ep=one)
-    made = GroupedExperts(num, config, groups)
+    made = megatron("experts").GroupedExperts(num, config, groups)
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in made.parameters():
@@ -110,11 +107,13 @@ def test_a_gated_activation_has_the_bits_of_torchs_own():
     torch.manual_seed(0)
     x, factor = torch.randn(5, 12, requires_grad=True), torch.randn(5, 6)
     gate, up = x.chunk(2, dim=-1)
-    results = [gated_silu(x, None), silu(gate) * up]
+    results = [megatron("layers").gated_silu(x, None), silu(gate) * up]
     assert torch.equal(*results)
     assert torch.equal(*(torch.autograd.grad((one * factor).sum(), x)[0] for one in results))
     weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(gated_silu, (x.detach().double().requires_grad_(), weights))
+    assert torch.autograd.gradcheck(
+        megatron("layers").gated_silu, (x.detach().double().requires_grad_(), weights)
+    )
 
 
 def test_one_process_replays_as_the_torch_backend_does():
@@ -123,7 +122,11 @@ def test_one_process_replays_as_the_torch_backend_does():
     wanted = kit.model(architecture=kit.MIXED).train(kit.REPLAYED, kit.whole(batch), 5)
     had_world = dist.is_initialized()
     try:
-        found = MegatronModel(settings, RankPosition()).train(kit.REPLAYED, kit.whole(batch), 5)
+        found = (
+            megatron("backend")
+            .MegatronModel(settings, RankPosition())
+            .train(kit.REPLAYED, kit.whole(batch), 5)
+        )
     finally:
         if not had_world:
             dist.destroy_process_group()

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hflow.models.expert_tensors import file_tensors
-from hflow.training.megatron.device import prepare
-
-prepare("cpu")
-
-from hflow.training.optimizers.adamw.optimizer import GroupAdamW  # noqa: E402
+from hflow.training.optimizers.adamw.optimizer import GroupAdamW
 
 pytestmark = (
     pytest.mark.long

@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import megatron_kit as kit
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from late_megatron import megatron
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -26,7 +27,6 @@ from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import Experts, ModelShape, tensors
 from hflow.training.fsdp.backend import TorchModel
-from hflow.training.megatron.device import prepare
 from hflow.training.megatron.hf_mapping import (
     ShardPosition,
     backbone_shapes,
@@ -37,13 +37,8 @@ from hflow.training.megatron.supported_models import supported_shape
 from hflow.types.kernels import LayerKernels
 from hflow.types.tensor_slices import Box
 
-prepare("cpu")
-
-from hflow.training.megatron.checkpoint_reader import load_parameters  # noqa: E402
-from hflow.training.megatron.hf_export import copy_stage  # noqa: E402
-from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
-from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
-from hflow.training.megatron.weight_export import named_weights  # noqa: E402
+if TYPE_CHECKING:
+    from hflow.training.megatron.model import Stage
 
 MEGATRON = traits("megatron")
 CASE = kit.Case("model", architecture=kit.QWEN2 | kit.UNTIED)
@@ -206,7 +201,9 @@ def test_padding_is_zero_and_qkv_rows_have_megatrons_order():
     rows = rank_parameters(shape, ShardPosition(1, 2))
     values = {row.name: torch.full(row.shape, 7.0) for row in rows}
     whole = {name: torch.randn(shape) for name, shape in backbone_shapes(shape).items()}
-    load_parameters(rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)])
+    megatron("checkpoint_reader").load_parameters(
+        rows, values, lambda part: whole[part.tensor][tuple(slice(*span) for span in part.box)]
+    )
     embedding = values["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:44], whole["model.embed_tokens.weight"][256:])
     assert not embedding[44:].any()
@@ -219,11 +216,13 @@ def test_padding_is_zero_and_qkv_rows_have_megatrons_order():
 
 # ------------------------------------------------------------------------------- reading and writing
 def alone(settings: ModelSettings) -> Stage:
-    return build_stage(settings, ParallelState.of(RankPosition()))
+    return megatron("model").build_stage(
+        settings, megatron("parallel_state").ParallelState.of(RankPosition())
+    )
 
 
 def weights(stage: Stage) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in named_weights(stage)}
+    return {name: tensor.clone() for name, tensor in megatron("weight_export").named_weights(stage)}
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
@@ -235,7 +234,9 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
     wanted = {name: x.detach() for name, x in kit.model(CASE)[0].named_parameters()}
     assert read.keys() == wanted.keys()
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
-    copy_stage(alone(kit.settings(CASE, tmp_path)), tmp_path / "again", HostCopies(), file_bytes)()
+    megatron("hf_export").copy_stage(
+        alone(kit.settings(CASE, tmp_path)), tmp_path / "again", HostCopies(), file_bytes
+    )()
     assert (tmp_path / "again" / "model.safetensors").exists() is (file_bytes == 1 << 30)
     again = weights(alone(kit.settings(CASE, tmp_path, path=str(tmp_path / "again"))))
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
@@ -248,7 +249,7 @@ def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)
-    copy_stage(ours, tmp_path / "ours", HostCopies())()
+    megatron("hf_export").copy_stage(ours, tmp_path / "ours", HostCopies())()
     saved = ModelSettings(name="actor", path=str(tmp_path / "ours"), head=head)
     theirs = TorchModel(saved, RankPosition())
     assert_equal(dict(theirs.weights()), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hflow.base.errors import DataError
 from hflow.data.rows.datasets import DataSettings, RowSource, open_dataset
 from hflow.types import Unit
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(not find_spec("reasoning_gym"), reason="needs reasoning-gym")
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 COLUMNS = {"prompt": Unit.TEXT, "answer": Unit.TEXT}
 

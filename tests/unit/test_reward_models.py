@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch_kit as kit
+from late_megatron import megatron
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hflow.base.errors import BackendError
@@ -17,11 +18,6 @@ from hflow.data.batches.batch import Batch
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import TrainShard
-from hflow.training.megatron.device import prepare
-
-prepare("cpu")
-
-from hflow.training.megatron.backend import MegatronModel  # noqa: E402
 
 PADDING = 5
 TOKENS = [
@@ -36,7 +32,12 @@ FAMILIES = {
     "qwen2": kit.ARCHITECTURE,
     "llama": {**kit.ARCHITECTURE, "model_type": "llama", "tie_word_embeddings": False},
 }
-BACKENDS = {"torch": TorchModel, "megatron": MegatronModel}
+BACKENDS = ("torch", "megatron")
+
+
+def build(backend: str, settings: ModelSettings) -> Any:
+    kind = TorchModel if backend == "torch" else megatron("backend").MegatronModel
+    return kind(settings, RankPosition())
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -74,9 +75,7 @@ def their_scores(path: Path) -> np.ndarray:
 
 
 def opened(backend: str, path: Path, **changes: Any) -> Any:
-    return BACKENDS[backend](
-        ModelSettings(name="rm", head="score", path=str(path), **changes), RankPosition()
-    )
+    return build(backend, ModelSettings(name="rm", head="score", path=str(path), **changes))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,13 +103,13 @@ def test_a_saved_reward_model_is_one_of_transformers(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_critic_starts_from_the_backbone_of_a_reward_model(reward_model: Path, backend: str) -> None:
     settings = ModelSettings(name="critic", head="value", path=str(reward_model), trainable=True)
-    names = {name for name, _ in BACKENDS[backend](settings, RankPosition()).weights()}
+    names = {name for name, _ in build(backend, settings).weights()}
     assert "value_head.weight" in names
     assert "score.weight" not in names
     with pytest.raises(
         BackendError, match=r"has no value_head.safetensors: it is not the checkpoint of a value"
     ):
-        BACKENDS[backend](ModelSettings(name="critic", head="value", path=str(reward_model)), RankPosition())
+        build(backend, ModelSettings(name="critic", head="value", path=str(reward_model)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

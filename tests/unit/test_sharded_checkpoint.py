@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import megatron_twin_ranks as twin_ranks
 import megatron_twins as twins
 import numpy as np
 import pytest
@@ -16,18 +15,14 @@ import torch
 import torch_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
+from late_megatron import megatron
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hflow.base.errors import BackendError
 from hflow.models.settings import SHARDS_INDEX
-from hflow.training.megatron.device import prepare
 from hflow.training.sharded_checkpoint import entry_name
 from hflow.types.tensor_slices import slices_within, whole_box
-
-prepare("cpu")
-
-from hflow.training.megatron.shards import boxes_of_range  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +103,7 @@ def test_a_range_is_split_into_boxes(shape, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     whole = np.arange(size).reshape(shape)
-    boxes = list(boxes_of_range(whole.shape, start, stop))
+    boxes = list(megatron("shards").boxes_of_range(whole.shape, start, stop))
     parts = [whole[slices_within(box, whole_box(whole.shape))].reshape(-1) for box in boxes]
     assert len(boxes) <= 2 * len(shape) - 1
     assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))
@@ -117,6 +112,8 @@ def test_a_range_is_split_into_boxes(shape, data):
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_training_does_not_change_what_is_being_saved(backend, directory, tmp_path):
     """Files that are written after a further step are those of the step before."""
+    import megatron_twin_ranks as twin_ranks
+
     twin = twins.Twin("ppo")
     model = kit.model() if backend == "torch" else twin_ranks.model(twin, directory, None)
     call, _ = (kit.CALLS["token-mean"], None) if backend == "torch" else twins.NODES["ppo"]

@@ -222,7 +222,9 @@ def compile_read(
         HflowError: for the reasons of `plan`.
     """
     config, graph, recipe = read.config, read.graph, read.path
-    replaced = () if read.is_decided else tuple(replaced_warnings(config, graph, recipe, read.overrides))
+    replaced: tuple[str, ...] = ()
+    if not read.is_decided:
+        replaced = tuple(replaced_warnings(config, graph, read.configs, read.overrides))
 
     learn = cache(learn_from_run)
 

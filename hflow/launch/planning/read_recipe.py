@@ -46,6 +46,8 @@ class ReadRecipe:
     """Keys of the configuration that the recipe's files and overrides set."""
     graph: Graph
     recipe: Recipe
+    configs: ConfigLoader
+    """Composes the recipe's configuration with other overrides."""
     is_decided: bool
     """Whether the configuration was given as a whole, so that nothing is left to choose."""
     warnings: tuple[str, ...] = ()
@@ -102,7 +104,15 @@ class RecipeReader:
         check_services(config, graph)
         check_trackers(config.report)
         return ReadRecipe(
-            self._path, tuple(overrides), config, set_keys, graph, self._recipe, is_decided, warnings
+            self._path,
+            tuple(overrides),
+            config,
+            set_keys,
+            graph,
+            self._recipe,
+            self._configs,
+            is_decided,
+            warnings,
         )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hflow.base.errors import ConfigError
-from hflow.config import ConfigLoader, DataConfig, RunConfig, flatten, load_config
+from hflow.config import ConfigLoader, DataConfig, RunConfig, flatten
 from hflow.config.schema import ONE_PROCESS, OPEN_SETTINGS
 from hflow.graph.ir import Graph
 from hflow.launch.planning.models import model_shape
@@ -31,21 +30,21 @@ _LEARNING = (
 
 
 def replaced_warnings(
-    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
+    config: RunConfig, graph: Graph, configs: ConfigLoader, overrides: Sequence[str]
 ) -> Iterator[str]:
     """Yield a warning for each thing that overrides replace while settings made for it stay.
 
     Args:
         config: the configuration.
         graph: the recipe's graph.
-        recipe: path of the recipe's Python file.
+        configs: composes the recipe's configuration.
         overrides: with which the configuration was composed.
     """
     if not overrides:
         return
-    yield from _data_warnings(config, graph, recipe, overrides)
+    yield from _data_warnings(config, graph, configs, overrides)
     try:
-        before, own_keys = ConfigLoader(recipe).load()
+        before, own_keys = configs.load()
     except ConfigError:  # the recipe was left open for the overrides
         return
     now = dict(flatten(config))
@@ -91,14 +90,14 @@ def _names(overrides: Sequence[str], key: str) -> bool:
 
 
 def _data_warnings(
-    config: RunConfig, graph: Graph, recipe: str | Path, overrides: Sequence[str]
+    config: RunConfig, graph: Graph, configs: ConfigLoader, overrides: Sequence[str]
 ) -> Iterator[str]:
     """Yield a warning if overrides replace the trained rows, but not the lengths that were set for them."""
     is_given = any(_PROMPT_KEY.match(text) for text in overrides)
     if config.workload.prompt is None or is_given or not any(map(_ROWS_KEY.match, overrides)):
         return
     try:
-        before = load_config(recipe, [text for text in overrides if not _DATA_KEY.match(text)])
+        before, _ = configs.load([text for text in overrides if not _DATA_KEY.match(text)])
     except ConfigError:  # its data was left open for the overrides
         return
     trained = {stream.dataset for stream in graph.streams if stream.trained}

@@ -104,10 +104,15 @@ class OptionTable:
                 option
                 for replica in self._replicas(name, devices)
                 if with_too_large or self._has_room(replica)
-                for configs in self._configs(replica)
-                for option in self._faster(replica, configs)
+                for option in self._options_of(replica)
             ]
         return tuple(sorted(made, key=_order))
+
+    @memo
+    def _options_of(self, replica: Replica) -> tuple[ReplicaOption, ...]:
+        """Return the options of a replica with this layout."""
+        configs_of = self._configs(replica)
+        return tuple(option for configs in configs_of for option in self._faster(replica, configs))
 
     @memo
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:

@@ -206,7 +206,8 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
 class DecodeStep:
     """The seconds of `decode_step` for one replica.
 
-    A batch has hundreds of different steps, so what does not depend on the sequences is computed once.
+    A batch has hundreds of different steps. What does not depend on the sequences is computed once, and what
+    does not depend on the context once for each number of sequences.
     """
 
     def __init__(self, replica: ReplicaCosts) -> None:
@@ -222,26 +223,34 @@ class DecodeStep:
         has_passes = replica.host.passes is not None
         others = shape.num_layers * elementwise_bytes(replica, 1) / p if has_passes else 0.0
         self._other_seconds = others / replica.rates.stream
+        self._expert_seconds = p * replica.expert_seconds
+        self._products: dict[float, Part] = {}
 
     def __call__(self, num_sequences: float, context: float) -> Part:
         """Return the seconds of a step; the arguments are those of `decode_step`."""
         replica, host = self._replica, self._replica.host
-        rows = num_sequences / replica.layout.pipe
-        weights = _weight_bytes(replica, rows) if self._weight_bytes is None else self._weight_bytes
+        if num_sequences not in self._products:
+            self._products[num_sequences] = self._products_of(num_sequences)
+        products = self._products[num_sequences]
         tokens = num_sequences * cached_tokens(replica.shape, context / num_sequences)
-        compute = self._flops * num_sequences / product_rate(replica, rows, is_captured=True)
-        products = roofline("decode", compute, weights / replica.rates.memory, sharpness=self._sharpness)
         attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
         largest = products if products.seconds >= attention.seconds else attention
         device = products.seconds + attention.seconds + self._other_seconds * num_sequences
         scheduling = (host.step_us + host.sequence_us * num_sequences) * 1e-6
-        experts = replica.layout.pipe * replica.expert_seconds
+        experts = self._expert_seconds
         launched = device + self._gaps
         seconds = max(launched, self._launching) if replica.launches_ahead else launched + self._launching
         added, beside = (0.0, scheduling) if replica.schedules_ahead else (scheduling, 0.0)
         is_waiting = max(self._gaps + experts + added, beside, self._launching) > device
         limit = LATENCY if is_waiting else largest.limit
         return Part("decode", max(seconds + experts + added, beside), limit)
+
+    def _products_of(self, num_sequences: float) -> Part:
+        """Return the seconds of a step's products of matrices."""
+        replica, rows = self._replica, num_sequences / self._replica.layout.pipe
+        weights = _weight_bytes(replica, rows) if self._weight_bytes is None else self._weight_bytes
+        compute = self._flops * num_sequences / product_rate(replica, rows, is_captured=True)
+        return roofline("decode", compute, weights / replica.rates.memory, sharpness=self._sharpness)
 
 
 def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
