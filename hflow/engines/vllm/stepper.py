@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -30,6 +28,7 @@ from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
 from hflow.engines.vllm.expert_rows import ExpertRows
+from hflow.models.drawn_weights import drawn_weights
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
@@ -45,7 +44,7 @@ from hflow.weights.loading import LoadedWeights
 class SeededWeights:
     """Random weights of a model that no trainer owns, as the embedded engine draws them.
 
-    They are built when they are iterated.
+    They are drawn when they are iterated, one at a time.
     """
 
     settings: ModelSettings
@@ -56,12 +55,11 @@ class SeededWeights:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = DTYPES[self.settings.dtype]
-        with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.settings.seed)
-            module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=torch.float32)
-        for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
-            weight.data = weight.data.to(dtype)
-        yield from stacked_views(module.config.model_type, module.named_parameters())
+        with translate_errors(self.settings.name):
+            config = read_config(self.settings)
+            # Drawn as by the trainer: torch draws other numbers in bf16.
+            drawn = ((name, x.to(dtype)) for name, x in drawn_weights(config, self.settings.seed))
+            yield from stacked_views(config.model_type, drawn)
 
 
 class VllmStepper(Stepper):

@@ -29,7 +29,7 @@ from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
 from hflow.training.fsdp.build import build_model
-from hflow.training.fsdp.held_weights import load_held_weights
+from hflow.training.fsdp.held_weights import draw_held_weights, load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.runner import TorchRunner
@@ -51,7 +51,7 @@ class TorchModel(ModelBackend):
     """
 
     def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
-        """Build the model. Every rank reads its part of the checkpoint, or draws all weights from the seed.
+        """Build the model. Every rank reads its part of the checkpoint, or draws its part from the seed.
 
         Raises:
             BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -98,6 +98,8 @@ class TorchModel(ModelBackend):
             recompute_layers(layers)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)
+        elif lacks_weights:
+            draw_held_weights(settings.seed, self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
