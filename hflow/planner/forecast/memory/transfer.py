@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal
 
 from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
@@ -97,14 +96,27 @@ def _received_last(rank: Rank, route: WeightRoute) -> Items:
     return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
 
 
-def receive_weights(rank: Rank, how: Literal["shared", "gather", "pull"]) -> Items:
-    """Return the items of an engine's rank while it receives weights: one tensor in host memory.
+def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
+    """Return the items of an engine's rank while it receives weights, without what its engine adds.
 
-    Until then, buckets are where their transport keeps them (`memory/host.py`).
+    On a CPU that is one tensor. Until then, buckets are where their transport keeps them (`memory/host.py`).
+    On a GPU it is a bucket of each sender, and what is received ahead of the loading. `ipc` opens the
+    buckets of the devices' trainers where they are.
+
+    Args:
+        rank: a rank of an engine.
+        route: the engine's route.
+        num_senders: the number of ranks that each have a part of every tensor.
     """
-    if how != "pull" or not rank.on_cpu:
+    if route.how != "pull":
         return Items()
-    return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+    if rank.on_cpu:
+        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+    if channel_traits(route.transport).needs_one_device:
+        return Items()
+    bucket = largest_bucket(rank.trained_shape, rank.width, num_parts=num_senders)
+    ahead = min(BUCKET_BYTES, rank.width * num_parameters(rank.trained_shape))
+    return item(MemoryCategory.BUFFERS, num_senders * bucket + ahead, "buckets")
 
 
 def save_checkpoint(rank: Rank) -> Items:
