@@ -35,7 +35,7 @@ from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.runner import TorchRunner
 from hflow.training.fsdp.sharding import place_model, recompute_layers
 from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
-from hflow.training.fsdp.weight_export import copy_model, held_blocks, named_weights, reshard
+from hflow.training.fsdp.weight_export import copied_sizes, copy_model, held_blocks, named_weights, reshard
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences
 from hflow.training.loop.microbatches import MicrobatchSplitter
@@ -159,9 +159,22 @@ class TorchModel(ModelBackend):
         return BaseModel(settings, self)
 
     @override
-    def save(self, directory: str) -> WriteFiles:
+    def pin_copies(self) -> None:
+        device, trained = self._runner.device, self._trained_model()
+        sizes = copied_sizes(self._model, trained.module.head, self.settings, self._saved_dtype, self.group)
+        self._copies.pin(sizes, device)
+        if self.settings.trainable and self.settings.save_optimizer:
+            self._state_copies.pin(trained.saved_sizes(), device)
+
+    @property
+    def _saved_dtype(self) -> torch.dtype:
+        """The dtype of saved weights."""
         # A model that only update nodes change has no sharded checkpoint: it is saved as it is stored.
-        head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
+        return self.dtype if self.settings.trainable else torch.float32
+
+    @override
+    def save(self, directory: str) -> WriteFiles:
+        head, dtype = self._runner.module.head, self._saved_dtype
         with self.on_device(), self._copies.copying():
             return copy_model(
                 self._model, head, self.settings, Path(directory), dtype, self.group, self._copies

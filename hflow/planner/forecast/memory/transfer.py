@@ -26,6 +26,7 @@ COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
 RECEIVED_LAST = "weights received last"
+SAVED_WEIGHTS = "copy of the weights"
 SAVED_STATE = "copy of the optimizer's state"
 
 
@@ -151,7 +152,7 @@ def checkpoint_copies(rank: Rank) -> Items:
     if state and (layout := rank.replica.layout).replicate > 1:  # tensors take turns over replicate indices
         most = saved_state_bytes(rank.config) * largest_tensor(rank.trained_shape)
         state += -(-most // layout.fsdp_size)
-    return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
+    return item(MemoryCategory.WEIGHTS, weights, SAVED_WEIGHTS) + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )
 
