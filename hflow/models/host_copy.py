@@ -135,7 +135,7 @@ class HostCopies:
         return self._kept[self._region].bytes[start:][:num_bytes].view(dtype).view(tuple(shape))
 
     def _place(self, num_bytes: int) -> int:
-        """Return where the next bytes begin in the region that is being filled, from now on with them."""
+        """Reserve the next bytes in the region that is being filled; return their start."""
         kept = self._kept
         if self._num_used and self._num_used + num_bytes > kept[self._region].bytes.nbytes:
             self._region, self._num_used = self._region + 1, 0

@@ -37,7 +37,7 @@ def open_weights(
     Args:
         settings: the model's settings.
         shape: the model's sizes.
-        parameters: those whose blocks will be read; a checkpoint has any block.
+        parameters: the parameters whose blocks will be read; a checkpoint has any block.
 
     Raises:
         BackendError: if the checkpoint has no readable weights, or those of another model.
