@@ -128,7 +128,7 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
     held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
     results["blocks"] = everywhere(held, group), kit.weights(backend)
-    results["peaks"] = everywhere(peaks_of_building(group, directory), group)
+    results["peaks"] = everywhere(peak_of_drawing(group), group)
     if rank == 1:
         kit.model().save(str(directory / "on the second rank alone"))()
     return results
@@ -192,15 +192,9 @@ LARGE = kit.ARCHITECTURE | {"vocab_size": 512, "hidden_size": 128, "intermediate
 LARGE |= {"num_hidden_layers": 8}
 
 
-def peaks_of_building(group: Any, directory: Path) -> dict[str, int]:
-    """Return the most bytes that torch allocated at once to build a model on this rank."""
-    path = str(directory / "large")
-    if dist.get_rank(group) == 0:
-        kit.model(architecture=LARGE).save(path)()
-    dist.barrier(group)
-    read, adapted = {"architecture": None, "path": path}, {"lora": LORA} if find_spec("peft") else {}
-    cases = {"drawn": {"architecture": LARGE}, "read": read, "adapted": read | adapted}
-    return {name: peak(partial(kit.model, 2, group, trainable=False, **cases[name])) for name in cases}
+def peak_of_drawing(group: Any) -> int:
+    """Return the most bytes that torch allocated at once to build a model with random weights on this rank."""
+    return peak(partial(kit.model, 2, group, trainable=False, architecture=LARGE))
 
 
 def call_of(name: str) -> Any:
