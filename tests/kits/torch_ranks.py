@@ -193,7 +193,7 @@ LARGE |= {"num_hidden_layers": 8}
 
 
 def peak_of_drawing(group: Any) -> int:
-    """Return the most bytes that torch allocated at once to build a model with random weights on this rank."""
+    """Return the most bytes that torch allocated at once to draw a model on this rank."""
     return peak(partial(kit.model, 2, group, trainable=False, architecture=LARGE))
 
 
