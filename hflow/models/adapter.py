@@ -47,17 +47,38 @@ def check_installed(settings: ModelSettings) -> None:
 def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Add fp32 adapters to a model in place, with A drawn from its seed and B = 0, and freeze the rest.
 
+    The adapters have values on the CPU, also where the model's weights are on the meta device.
+
     Raises:
         BackendError: if peft is missing, or the model lacks a targeted module.
     """
     check_installed(settings)
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_meta(model):
         torch.manual_seed(settings.seed)
         inject_adapter_in_model(_peft_config(model, settings), model, _NAME)
     for weight in adapter_weights(model).values():
         weight.data = weight.data.float()
+
+
+@contextmanager
+def _without_meta(model: nn.Module) -> Iterator[None]:
+    """Replace parameters on the meta device, to which peft would move adapters, by ones without memory."""
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                if weight not in stand_ins:
+                    empty = torch.empty(1, dtype=weight.dtype).expand(weight.shape)
+                    stand_ins[weight] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = stand_ins[weight]
+    yield
+    weights = {stand_in: weight for weight, stand_in in stand_ins.items()}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight in weights:
+                module._parameters[name] = weights[weight]
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -9,15 +9,17 @@ import logging
 import math
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
+_ALIGNMENT = 64
 
 
 def host_payload(payload: Tensor) -> Tensor:
@@ -82,21 +84,38 @@ class HostCopies:
     """Copies of the same tensors, made now and then, such as those of a checkpoint until it is written.
 
     A GPU copies to pinned memory in the background. To pin memory takes longer than to copy to it, so it is
-    kept for the next time, and freed with this object: copies made by then are overwritten.
+    kept for the next time, and freed with this object: copies made by then are overwritten. Where `pin` was
+    called, a thread pins it before the first copies.
     """
 
     def __init__(self) -> None:
         self._kept: list[PinnableMemory] = []
-        """Memory of each tensor from a GPU, in the order of the copies."""
-        self._num_used = 0
+        """Regions of memory, in the order in which copies fill them."""
+        self._region = self._num_used = 0
+        """The region that is being filled, and the bytes of it that are used."""
+        self._thread: Thread | None = None
         weakref.finalize(self, _unpin, self._kept).atexit = False
+
+    def pin(self, sizes: Iterable[int], source: torch.device) -> None:
+        """Begin to pin memory on a thread, so that the first copies from a device do not wait for it.
+
+        Args:
+            sizes: the bytes of these copies. Further ones pin memory when they are made.
+            source: the device.
+        """
+        num_bytes = sum(map(_aligned, sizes))
+        if num_bytes and _is_pinned_for(source):
+            self._thread = Thread(
+                target=_pin_ahead, args=(self._kept, num_bytes, source), name="hflow-pinning", daemon=True
+            )
+            self._thread.start()
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Make copies inside; they are complete when this ends, and those made before are gone."""
-        self._num_used = 0
+        self._region = self._num_used = 0
         yield
-        if self._num_used:
+        if self._region or self._num_used:
             torch.cuda.current_stream().synchronize()
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -108,19 +127,40 @@ class HostCopies:
         """Return host memory for what will be copied from a device."""
         if not _is_pinned_for(source):
             return torch.empty(shape, dtype=dtype)
-        num_bytes = max(1, math.prod(shape) * dtype.itemsize)
-        index, self._num_used = self._num_used, self._num_used + 1
-        if index == len(self._kept):
-            self._kept.append(_pinned(num_bytes))
-        elif self._kept[index].bytes.nbytes != num_bytes:
-            self._kept[index].unpin()
-            self._kept[index] = _pinned(num_bytes)
-        memory = self._kept[index].bytes
-        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = self._place(max(1, num_bytes))
+        return self._kept[self._region].bytes[start:][:num_bytes].view(dtype).view(tuple(shape))
+
+    def _place(self, num_bytes: int) -> int:
+        """Reserve the next bytes in the region that is being filled; return their start."""
+        kept = self._kept
+        if self._num_used and self._num_used + num_bytes > kept[self._region].bytes.nbytes:
+            self._region, self._num_used = self._region + 1, 0
+        if self._region == len(kept):
+            kept.append(_pinned(num_bytes))
+        elif self._num_used + num_bytes > kept[self._region].bytes.nbytes:
+            kept[self._region].unpin()
+            kept[self._region] = _pinned(num_bytes)
+        start, self._num_used = self._num_used, self._num_used + _aligned(num_bytes)
+        return start
 
 
 def _is_pinned_for(source: torch.device) -> bool:
     return source.type == "cuda"
+
+
+def _aligned(num_bytes: int) -> int:
+    """Return the bytes that a copy takes: the next one begins where any dtype can."""
+    return -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pin_ahead(kept: list[PinnableMemory], num_bytes: int, source: torch.device) -> None:
+    if source.type == "cuda":
+        torch.cuda.set_device(source)  # of this thread
+    kept.append(_pinned(num_bytes))
 
 
 def _pinned(num_bytes: int) -> PinnableMemory:

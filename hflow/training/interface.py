@@ -262,6 +262,12 @@ class ModelBackend(abc.ABC):
         """
         raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
 
+    def pin_copies(self) -> None:  # noqa: B027  optional
+        """Begin to pin the host memory to which `save` and `save_shards` copy, on a thread.
+
+        Called once, after the model is built, if the run saves it. Without it the first save pins the memory.
+        """
+
     @abc.abstractmethod
     def save(self, directory: str) -> WriteFiles:
         """Copy the model, and return the function that writes it in HF layout. A collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -29,6 +29,10 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Slices:
     for position, (name, tensor) in enumerate(tensors):
         shape = tuple(tensor.shape)
         yield WeightSlice(name, shape, whole_box(shape), position), tensor
+
+
+StorageOf = Callable[[str], Tensor | None]
+"""Returns the whole tensor of a name that an engine holds; None if it holds a part, or nothing."""
 
 
 class SliceValues(NamedTuple):
@@ -179,15 +183,21 @@ def verify_bucket(bucket: Bucket) -> None:
             )
 
 
-def assemble_tensors(streams: Sequence[Iterable[SliceValues]]) -> Iterator[IncomingTensor]:
+def assemble_tensors(
+    streams: Sequence[Iterable[SliceValues]], storage: StorageOf | None = None
+) -> Iterator[IncomingTensor]:
     """Assemble tensors from streams of slices, each in the order of the tensors.
 
     Reads no more of a stream than its slices of the current tensor and one of a later tensor. A tensor that
     is one slice is not copied.
+
+    Args:
+        streams: streams of slices.
+        storage: returns where tensors that are not one slice are assembled, if shape, dtype and device fit.
     """
     merged = heapq.merge(*streams, key=lambda values: values.slice.position)
     for _, slices in groupby(merged, key=lambda values: values.slice.position):
-        yield _tensor(list(slices))
+        yield _tensor(list(slices), storage)
 
 
 def box_text(box: Box) -> str:
@@ -195,14 +205,18 @@ def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def _tensor(slices: list[SliceValues]) -> IncomingTensor:
+def _tensor(slices: list[SliceValues], storage: StorageOf | None) -> IncomingTensor:
     first = slices[0]
     name, shape = first.slice.tensor, first.slice.shape
     whole = whole_box(shape)
     if first.slice.box == whole:
         tensor = first.values
     else:
-        tensor = first.values.new_empty(shape)
+        held, values = storage and storage(name), first.values
+        if held is not None and (held.shape, held.dtype, held.device) == (shape, values.dtype, values.device):
+            tensor = held.detach()
+        else:
+            tensor = values.new_empty(shape)
         for piece, values, _ in slices:
             tensor[slices_within(piece.box, whole)] = values
     boxes, checksums = zip(*((values.slice.box, values.checksum) for values in slices), strict=True)

@@ -15,6 +15,7 @@ from hflow.types.tensor_slices import BUCKET_BYTES
 from hflow.weights.buckets import (
     IncomingTensor,
     SliceValues,
+    StorageOf,
     assemble_tensors,
     unpack_bucket,
     verify_bucket,
@@ -65,6 +66,8 @@ class IncomingWeights:
         """The checksum of all slices as they arrived; complete when the iteration has ended."""
         self.local_checksum = 0
         """The checksum of the slices that this process holds; complete when the iteration has ended."""
+        self.storage: StorageOf | None = None
+        """Returns an engine's own tensors, to assemble slices in; set in the process that iterates."""
 
     @classmethod
     def of_tensors(cls, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> IncomingWeights:
@@ -85,7 +88,7 @@ class IncomingWeights:
             RunError: when a slice is missing, or has other values than were sent.
         """
         if not self._streams:
-            return assemble_tensors([self._local_slices()])
+            return assemble_tensors([self._local_slices()], self.storage)
         device = torch.device(self._device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -98,7 +101,7 @@ class IncomingWeights:
         def assemble() -> Iterator[IncomingTensor]:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 streams = [self._slices(handles, device) for handles in self._streams]
-                yield from assemble_tensors([*streams, self._local_slices()])
+                yield from assemble_tensors([*streams, self._local_slices()], self.storage)
 
         return assemble()
 

@@ -49,7 +49,7 @@ def load_verified(
     Args:
         incoming: the rank's.
         load: copies `(HF name, full-shape tensor)` pairs into the model. It may read only the boxes that the
-            rank holds.
+            rank holds. A tensor that the rank holds whole may be the rank's own, with the new values.
         held: returns the boxes of a tensor that the rank holds; called before and after loading. A tensor
             that is unknown has none.
 
@@ -57,6 +57,12 @@ def load_verified(
         RunError: when a box that the rank holds did not arrive, or has other values than those that arrived.
     """
     arrived: list[tuple[str, tuple[int, ...], list[int | None]]] = []
+
+    def storage(name: str) -> Tensor | None:
+        boxes = held(name)
+        return boxes[0][1] if len(boxes) == 1 else None
+
+    incoming.storage = storage
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for tensor in incoming:

@@ -27,7 +27,7 @@ from hflow.graph.ir import Level
 from hflow.models.settings import MERGED, SHARDS, RankPosition
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.routing import replaceable_workers, tensor_ranks
-from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica
 from hflow.planner.plan.traits import traits
 from hflow.processes.error_location import error_with_location
 from hflow.services.client import use_services
@@ -153,6 +153,9 @@ class Worker:
         replicas = hosted_replicas(setup, self._hosted)
         self._backends = build_backends(setup, replicas, process_groups)
         self._lend_memory()
+        for placement in plan.placements:
+            if placement.node.startswith(SAVE_PREFIX) and placement.replicas[0] in self._backends:
+                self._backends[placement.replicas[0]].pin_copies()  # while engines load
         if process_groups and has_ranks_beside_trainers(plan):
             process_groups.wait_for_all()
         tokenizers = build_tokenizers(setup, "generate")

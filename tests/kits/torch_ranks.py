@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import reduction_cases
 import torch
 import torch.distributed as dist
 import torch_kit as kit
+from memory_kit import peak
 
 from hflow.config.schema import LoraConfig
 from hflow.data.batches.batch import Batch
@@ -115,7 +117,9 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
             results[name] += (adapters_off_and_on(backend, group, batch, shard),)
     dist.barrier(group)
     for name in READ:
-        backend = from_checkpoint(directory / name, name, group)
+        if "lora" in VARIANTS[name] and find_spec("peft") is None:
+            continue
+        backend = from_checkpoint(directory, name, group)
         loaded = kit.weights(backend)
         results[f"{name} read"] = loaded, (backend.train(call_of(name), shard, 6), kit.weights(backend))
     results["reductions"] = reductions(rank, group)
@@ -124,6 +128,7 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
     held = [(block.tensor, block.box, block.values.clone()) for block in backend.blocks()]
     results["blocks"] = everywhere(held, group), kit.weights(backend)
+    results["peaks"] = everywhere(peak_of_drawing(group), group)
     if rank == 1:
         kit.model().save(str(directory / "on the second rank alone"))()
     return results
@@ -158,17 +163,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-READ = ("untied", "value", "bf16", "recomputed", "offloaded")
-"""Variants whose checkpoints are read again, of which each rank reads its rows."""
+READ = {
+    **{name: name for name in ("untied", "value", "bf16", "recomputed", "offloaded")},
+    "lora": "recomputed",
+    "lora recomputed in bf16": "bf16",
+}
+"""Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""
 
 
-def from_checkpoint(path: Path, name: str, group: Any) -> TorchModel:
+def from_checkpoint(directory: Path, name: str, group: Any) -> TorchModel:
     """Build a model from a variant's checkpoint. It is an error if a rank of several reads all of it."""
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a rank reads the whole checkpoint")
 
-    changes = VARIANTS[name] | {"architecture": None, "path": str(path), "seed": 99}
+    changes = VARIANTS[name] | {"architecture": None, "path": str(directory / READ[name]), "seed": 99}
     if group is None:
         return kit.model(**changes)
     whole, build._from_checkpoint = build._from_checkpoint, refuse  # type: ignore[assignment]
@@ -177,6 +186,15 @@ def from_checkpoint(path: Path, name: str, group: Any) -> TorchModel:
     finally:
         build._from_checkpoint = whole
     return backend
+
+
+LARGE = kit.ARCHITECTURE | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+LARGE |= {"num_hidden_layers": 8}
+
+
+def peak_of_drawing(group: Any) -> int:
+    """Return the most bytes that torch allocated at once to draw a model on this rank."""
+    return peak(partial(kit.model, 2, group, trainable=False, architecture=LARGE))
 
 
 def call_of(name: str) -> Any:

@@ -60,6 +60,29 @@ def test_memory_of_another_size_is_unpinned(unpinned: list[str]) -> None:
     assert unpinned == ["pin", "wait", "unpin", "pin", "wait", "unpin"]
 
 
+def test_memory_is_pinned_ahead_for_the_first_copies(unpinned: list[str]) -> None:
+    values = [torch.full([n], float(n)) for n in (5, 0, 7)]
+    copies = HostCopies()
+    copies.pin([x.nbytes for x in values], values[0].device)
+    with copies.copying():
+        copied = [copies.copy(x) for x in values]
+        assert all(torch.equal(one, x) for one, x in zip(copied, values, strict=True))
+        assert copies.copy(torch.ones(100)).tolist() == [1] * 100  # more than was announced
+    assert unpinned == ["pin", "pin", "wait"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"head": "value"}, {"dtype": "bf16"}])
+def test_the_first_save_pins_only_a_heads_own_file(
+    tmp_path: Path, unpinned: list[str], changes: dict[str, str]
+) -> None:
+    """All else was pinned when the model was built."""
+    backend = kit.model(**changes)
+    backend.pin_copies()
+    backend.train(kit.VALUE if changes.get("head") else kit.CALLS["token-mean"], kit.whole(BATCH), 0)
+    save(backend, tmp_path / "saved")
+    assert unpinned.count("pin") == 2 + (2 if changes.get("head") else 0)  # a weight and a bias
+
+
 @pytest.mark.parametrize("name", ["torch", "megatron"])
 def test_checkpoints_are_equal(tmp_path: Path, unpinned: list[str], name: str) -> None:
     """A save from memory that the one before has used is that of a model that copies as on a CPU."""

@@ -344,6 +344,57 @@ def test_what_vllm_keeps_in_processes_of_its_own():
     assert vllm_memory.graph_sizes(512)[-2:] == [496, 512]
 
 
+def test_vllm_assembles_what_a_rank_holds_a_part_of_beside_the_module_that_it_makes_anew():
+    # The largest module: gate and up, 2 x 11,008 rows of 4,096, or the 32,000 rows of the vocabulary.
+    mlp, vocab = (2 * rows * 4_096 for rows in (2 * 11_008, 32_000))
+    assert vocab > mlp
+    loading = lambda layout, parts: named(vllm_memory.layer_being_loaded(vllm_rank(layout), parts))  # noqa: E731
+    assert loading("d1", 8) == {"layer being loaded": vocab}  # in place, and anew
+    assert loading("d1", 1) == {"layer being loaded": 2 * vocab}
+    assert loading("t2", 8) == {"layer being loaded": vocab + vocab // 2}
+    small = named(vllm_memory.layer_being_loaded(rank(replace(LLAMA_7B, vocab=128), "d1", "vllm"), 2))
+    assert small == {"layer being loaded": 2 * mlp}  # fp32
+
+
+@pytest.mark.parametrize("num_senders", [1, 2])
+def test_a_bucket_of_each_sender_is_on_the_gpu_while_weights_arrive(num_senders):
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="collective")
+    (arriving,) = named(transfer.receive_weights(vllm_rank(), route, num_senders)).values()
+    part = 2 * 32_000 * 4_096 // num_senders  # the vocabulary's, which has a bucket of its own
+    norms = num_senders * 10 * 8_192  # a few share the bucket
+    assert 0 <= arriving - num_senders * part - transfer.BUCKET_BYTES < norms
+    assert not transfer.receive_weights(vllm_rank(), replace(route, transport="ipc"), num_senders)
+
+
+def test_an_engine_on_its_own_devices_loads_weights_beside_its_cache():
+    """Its cache leaves room for that; an engine that shares devices has no cache while it loads."""
+    shapes = dict.fromkeys(("actor", "ref"), LLAMA_7B)
+    asked = {"tokens_per_microbatch": 4_096, "activation_checkpointing": True}
+    config = model_config(dtype="bf16", engine="vllm", max_running=64, max_model_len=4_096, **asked)
+    numbers = {"workload": WorkloadConfig(300, 3_000, 0.6), "max_concurrent": 2_000, "hardware": H100}
+    caches = {}
+    for placement in ("actor,ref=0-1 actor.gen=2", "actor,ref,actor.gen=0-1"):
+        wanted = graphs.request(
+            "h100-1x3" if "2" in placement else "h100-1x2",
+            models=dict.fromkeys(shapes, config),
+            shapes=shapes,
+            placement=placement,
+            engine_problems={},
+            **numbers,
+        )
+        plan = compile_plan(graphs.grpo(), wanted)
+        (cache, _), *_ = engine_caches(plan, wanted).values()
+        rows = [row for row in memory_phases(plan, wanted) if row.phase == "wake"]
+        (loading,) = (row for row in rows if any("layer being" in one.name for one in row.transient))
+        kept = sum(one.num_bytes for one in loading.resident if one.category is MemoryCategory.KV_CACHE)
+        caches[placement] = kept
+        if kept:
+            total = sum(one.num_bytes for one in (*loading.resident, *loading.transient))
+            assert kept == cache
+            assert total <= vllm_memory.MEMORY_BUDGET * plan.cluster.memory_bytes
+    assert [kept > 0 for kept in caches.values()] == [True, False]
+
+
 def test_every_decode_step_has_a_graph():
     # Steps of 32 from 512, of 64 from 1,024, and of 96 from 1,536 sequences on.
     assert vllm_memory.graph_sizes(1_000)[-3:] == [960, 992, 1_000]

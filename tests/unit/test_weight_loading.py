@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+import torch_kit
+from memory_kit import peak
 from torch import Tensor
 
 from hflow.base.errors import RunError
+from hflow.engines.embedded.module import build_module, changing_tensors, load_in_place
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.types.tensor_slices import Box, slices_within, whole_box
 from hflow.weights.buckets import SliceValues
@@ -16,6 +20,7 @@ from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
+LARGE = torch_kit.ARCHITECTURE | {"vocab_size": 4096, "hidden_size": 256}
 SHAPES = {"w": (6, 4), "b": (6,), "scale": (), "none": (0, 3)}
 
 
@@ -120,3 +125,39 @@ def test_another_shape_is_left_to_the_loader() -> None:
     ignore: Callable[[Iterable[object]], object] = list
     with pytest.raises(RunError, match="of 'b' as received"):
         load_verified(incoming({"b": sent()["b"]}), ignore, rank.held)
+
+
+def test_slices_are_assembled_in_the_tensors_of_a_rank_that_holds_them_whole() -> None:
+    rows = {"w": [((0, 512), (0, 256)), ((512, 1024), (0, 256))]}
+    weights, rank = {"w": torch.randn(1024, 256)}, Rank({"w": [whole_box((1024, 256))]}, torch.float32)
+    arrived, expected = incoming(weights, rows), weights_checksum(weights)
+    places = []
+
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        places.extend(tensor.data_ptr() for _, tensor in tensors)
+
+    assert load_verified(arrived, load, rank.held).checksums == (expected,)
+    ((_, view),) = rank.views["w"]
+    assert places == [view.data_ptr()]
+    assert torch.equal(view, weights["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_has_no_second_copy_of_a_tensor_while_it_loads(dtype: torch.dtype) -> None:
+    settings = replace(torch_kit.SETTINGS, dtype="fp32" if dtype == torch.float32 else "bf16")
+    module = build_module(replace(settings, architecture=LARGE), None)
+    tensors, shape = changing_tensors(module), (4096, 256)
+    weights = {name: torch.randn(x.shape).to(dtype) for name, x in module.named_parameters()}
+    halves = {"model.embed_tokens.weight": [((0, 2048), (0, 256)), ((2048, 4096), (0, 256))]}
+    assert weights["model.embed_tokens.weight"].shape == shape
+
+    def held(name: str) -> HeldBoxes:
+        return [(whole_box(tuple(tensors[name].shape)), tensors[name])]
+
+    def load() -> None:
+        load_verified(incoming(weights, halves), lambda pairs: load_in_place(module, pairs), held)
+
+    load()  # what checksums allocate once
+    whole = weights["model.embed_tokens.weight"].nbytes
+    assert peak(load) < whole
+    assert all(torch.equal(tensors[name], x) for name, x in weights.items())

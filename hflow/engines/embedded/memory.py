@@ -43,6 +43,11 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
     return largest(moments)
 
 
+def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
+    """Return nothing: slices are copied into the engine's own tensors."""
+    return Items()
+
+
 def process_state(rank: Rank, overhead: int) -> Items:
     """Return nothing: the engine is in the process of its worker."""
     return Items()

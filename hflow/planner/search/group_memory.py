@@ -134,7 +134,8 @@ class GroupMemory:
         engines = [profile.engine for profile in profiles if profile.engine is not None]
         runtime = self.runtime - self._shared(options)
         used = runtime + sum(row.generating for row in rows)
-        sizes = size_caches(engines, capacity, used, {})
+        shares = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
+        sizes = size_caches(engines, capacity, used, {}, loads_beside=not shares)
         caches = sum(sizes.values())
         used += sum(engine.step for engine in engines) + caches
         batches = {}
@@ -144,14 +145,13 @@ class GroupMemory:
             if batch is not None:
                 batches[name] = batch
         largest, fullest = self.runtime, ""
-        base = runtime + (caches if on_cpu else 0)
+        base = runtime + (caches if on_cpu or not shares else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
         for (phase, _), num_bytes in zip(phases, sums, strict=True):
             total = used if phase == GENERATE else base + num_bytes
             if total > largest:
                 largest, fullest = total, phase
-        sleeps = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
-        host = sum(profile.host + (profile.asleep if sleeps else 0) for profile in profiles)
+        host = sum(profile.host + (profile.asleep if shares else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
 
     def _shared(self, options: Sequence[ReplicaOption]) -> int:
@@ -219,7 +219,7 @@ class GroupMemory:
                     total = before[NODE, inferred] + peak
                     running[node, inferred] = max(running.get((node, inferred), 0), total)
             if option.replica.role == "gen" and rank.stage == 0:
-                engine = engine_needs(context.plan, rank, self._problem.workloads)
+                engine = engine_needs(context, rank, self._problem.workloads)
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(

@@ -29,13 +29,13 @@ from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
 from hflow.training.fsdp.build import build_model
-from hflow.training.fsdp.held_weights import load_held_weights
+from hflow.training.fsdp.held_weights import draw_held_weights, load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.runner import TorchRunner
 from hflow.training.fsdp.sharding import place_model, recompute_layers
 from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
-from hflow.training.fsdp.weight_export import copy_model, held_blocks, named_weights, reshard
+from hflow.training.fsdp.weight_export import copied_sizes, copy_model, held_blocks, named_weights, reshard
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences
 from hflow.training.loop.microbatches import MicrobatchSplitter
@@ -51,7 +51,7 @@ class TorchModel(ModelBackend):
     """
 
     def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
-        """Build the model. Every rank reads its part of the checkpoint, or draws all weights from the seed.
+        """Build the model. Every rank reads its part of the checkpoint, or draws its part from the seed.
 
         Raises:
             BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -98,6 +98,8 @@ class TorchModel(ModelBackend):
             recompute_layers(layers)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)
+        elif lacks_weights:
+            draw_held_weights(settings.seed, self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
@@ -157,9 +159,22 @@ class TorchModel(ModelBackend):
         return BaseModel(settings, self)
 
     @override
-    def save(self, directory: str) -> WriteFiles:
+    def pin_copies(self) -> None:
+        device, trained = self._runner.device, self._trained_model()
+        sizes = copied_sizes(self._model, trained.module.head, self.settings, self._saved_dtype, self.group)
+        self._copies.pin(sizes, device)
+        if self.settings.trainable and self.settings.save_optimizer:
+            self._state_copies.pin(trained.saved_sizes(), device)
+
+    @property
+    def _saved_dtype(self) -> torch.dtype:
+        """The dtype of saved weights."""
         # A model that only update nodes change has no sharded checkpoint: it is saved as it is stored.
-        head, dtype = self._runner.module.head, self.dtype if self.settings.trainable else torch.float32
+        return self.dtype if self.settings.trainable else torch.float32
+
+    @override
+    def save(self, directory: str) -> WriteFiles:
+        head, dtype = self._runner.module.head, self._saved_dtype
         with self.on_device(), self._copies.copying():
             return copy_model(
                 self._model, head, self.settings, Path(directory), dtype, self.group, self._copies

@@ -14,13 +14,14 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from hflow.base.errors import BackendError, nearest
 from hflow.models.adapter import add_adapter
+from hflow.models.drawn_weights import parameters_on_meta
 from hflow.models.dtypes import DTYPES
 from hflow.models.heads import SCORE, ScalarHead, missing_head
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PACKED, check_supported
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors
-from hflow.training.fsdp.held_weights import holds_parameters_of, parameters_on_meta
+from hflow.training.fsdp.held_weights import holds_parameters_of
 
 HEADS = ("lm", "value", "score")
 
@@ -41,8 +42,8 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
 
     Args:
         settings: the model's settings.
-        is_sharded: leave parameters that a checkpoint holds on the meta device, for `load_held_weights`.
-            Models with adapters, and checkpoints that transformers converts, are read whole all the same.
+        is_sharded: leave parameters but adapters on the meta device, for `load_held_weights` and
+            `draw_held_weights`. Checkpoints that transformers converts are read whole all the same.
 
     Raises:
         BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -53,12 +54,14 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]
     with translate_errors(settings.name):
         if settings.path is not None:
-            can_be_read_in_parts = is_sharded and settings.lora is None
-            model = _without_weights(settings, config) if can_be_read_in_parts else None
-            if model is None:
-                model = _from_checkpoint(Path(settings.path), config, settings.head, dtype)
+            path = Path(settings.path)
+            model = _without_weights(config, dtype) if is_sharded else None
+            if model is None or not holds_parameters_of(path, model, settings.head):
+                model = _from_checkpoint(path, config, settings.head, dtype)
         else:
-            model = _from_scratch(config, settings.seed, dtype)
+            model = _without_weights(config) if is_sharded else _from_scratch(config, settings.seed)
+            for weight in model.parameters():  # not its buffers, which have dtypes of their own
+                weight.data = weight.data.to(dtype)
         _check_architecture(model)
     _turn_off_dropout(model)
     _train_padding_token(model)
@@ -91,21 +94,18 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise BackendError(f"{name} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
 
 
-def _from_scratch(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
-    for weight in model.parameters():  # not its buffers, which have dtypes of their own
-        weight.data = weight.data.to(dtype)
     return model
 
 
-def _without_weights(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the model with parameters on the meta device; None if its checkpoint must be read whole."""
+def _without_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the model with parameters on the meta device."""
     with parameters_on_meta():
-        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
-    assert settings.path is not None, "only the parameters of a checkpoint are read later"
-    return model if holds_parameters_of(Path(settings.path), model, settings.head) else None
+        model: PreTrainedModel = _MODELS.from_config(config, dtype=dtype, attn_implementation=PACKED)
+    return model
 
 
 def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str, dtype: torch.dtype) -> PreTrainedModel:

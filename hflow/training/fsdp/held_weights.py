@@ -1,18 +1,19 @@
-"""Builds a model without its weights, and reads the part of them that a rank holds from a checkpoint.
+"""Fills the part of a model's weights that a rank holds, from a checkpoint or by drawing them from a seed.
 
 Thus no rank needs memory for the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hflow.models.adapter import base_name
+from hflow.models.drawn_weights import drawn_weights
 from hflow.models.expert_tensors import file_shapes, read_stacked, stacked_views
 from hflow.models.heads import SCORE
 from hflow.models.weight_files import open_weight_files
@@ -22,27 +23,6 @@ from hflow.types.tensor_slices import box_slices, numel
 
 OUTPUT = "lm_head.weight"
 """The output matrix of a language model, which a scalar head does not use."""
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Let modules that are built now have their parameters on the meta device.
-
-    Their buffers are real, unlike under `torch.device("meta")`: a checkpoint does not hold those that a model
-    computes, such as the frequencies of rotary embeddings.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
-        if weight is not None and not weight.is_meta:  # a tied weight stays the same object
-            weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
-        register(module, name, weight)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
@@ -66,8 +46,10 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
         stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
     output = set() if head == "lm" else {OUTPUT}
     unused = tied if head == "lm" else {*tied, OUTPUT, SCORE}
+    has_one_dtype = model.dtype == torch.float32 or not model._keep_in_fp32_modules_strict
     return (
         not buffers
+        and has_one_dtype
         and expected.keys() - stored.keys() <= output
         and stored.keys() - expected.keys() <= unused
         and all(stored[name] == expected[name] for name in expected.keys() & stored.keys())
@@ -75,10 +57,27 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
 
 
 def load_held_weights(path: Path, model: PreTrainedModel) -> None:
-    """Fill this rank's part of each parameter of a model from a checkpoint; not a collective."""
+    """Fill this rank's part of each parameter of a model but adapters from a checkpoint; not a collective."""
     with ExitStack() as files, torch.no_grad():
         stored = open_weight_files(path, files)
-        for name, weight in model.named_parameters():
+        for name, weight in _base_parameters(model).items():
             if numel(held_box(weight)):
                 for block in blocks_of(model, name, weight, local_shard(weight.detach())):
                     block.values.copy_(read_stacked(stored, block.tensor, box_slices(block.box)))
+
+
+def draw_held_weights(seed: int, model: PreTrainedModel) -> None:
+    """Fill this rank's part of each parameter of a model but adapters with random weights; not a collective.
+
+    The weights are those that a process draws which has the whole model.
+    """
+    parameters = _base_parameters(model)
+    with torch.no_grad():
+        for name, values in drawn_weights(model.config, seed):
+            if name in parameters and numel(box := held_box(parameters[name])):
+                local_shard(parameters[name].detach()).copy_(values[box_slices(box)])
+
+
+def _base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but adapters, by HF name."""
+    return {base_name(name): x for name, x in model.named_parameters() if ".lora_" not in name}

@@ -63,6 +63,14 @@ class TrainedModel:
         index, num = replicate_index(next(self.module.parameters()))
         return islice(self.states(), index, None, num)
 
+    def saved_sizes(self) -> list[int]:
+        """Return the bytes of each value of `saved_states` after the first step; allocates no state."""
+        pairs = held_blocks(self.model, self.module, self.module.head, self.head)
+        sizes = (block.values.nbytes for _, blocks in pairs for block in blocks)
+        num_kinds = 1 if self.optimizer is None else 1 + len(saved_kinds(self.optimizer.name))
+        index, num = replicate_index(next(self.module.parameters()))
+        return [size for size in islice(sizes, index, None, num) for _ in range(num_kinds)]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every weight that training changes, with its name in the module."""
         return named_parameters(self.model, self.module.head, self.head)

@@ -199,12 +199,7 @@ def _copy_files(
     """
     rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
     prefix = head_prefix(kind) if kind == "value" else None
-    ignored = set(model._keys_to_ignore_on_save or ())
-    whole = {
-        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta")
-        for name, x in stored
-        if name not in ignored and (prefix is None or not name.startswith(prefix))
-    }
+    whole = _whole_tensors(model, kind, stored, dtype)
     files, saved_in = _divide_into_files(model, whole, num_ranks)
     copies: Copies = {}
     head: dict[str, Tensor] = {}
@@ -222,6 +217,36 @@ def _copy_files(
         return files.write(directory, copies, head, config, saved_in)
 
     return write
+
+
+def copied_sizes(
+    model: PreTrainedModel,
+    head: nn.Module,
+    settings: ModelSettings,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> list[int]:
+    """Return the bytes of each tensor that `copy_model` copies on this rank, but for a merged model."""
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    stored = _changing_tensors(model, head, settings.head)
+    if settings.lora is not None:
+        return [dtype.itemsize * x.numel() for _, x in stored] if rank == 0 else []
+    whole = _whole_tensors(model, settings.head, stored, dtype)
+    files, _ = _divide_into_files(model, whole, num_ranks)
+    return [x.nbytes for name, x in whole.items() if files.writer(name) == rank]
+
+
+def _whole_tensors(
+    model: PreTrainedModel, kind: str, stored: Sequence[Named], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of a model's files but a value head's, whole and on the meta device."""
+    prefix = head_prefix(kind) if kind == "value" else None
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return {
+        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta")
+        for name, x in stored
+        if name not in ignored and (prefix is None or not name.startswith(prefix))
+    }
 
 
 def _divide_into_files(

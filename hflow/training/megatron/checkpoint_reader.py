@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hflow.models.expert_tensors import file_shapes, read_stacked
+from hflow.models.drawn_weights import drawn_weights
+from hflow.models.expert_tensors import file_shapes, read_stacked, stacked_views
 from hflow.models.heads import SCORE, head_prefix
+from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors, open_weight_files
 from hflow.shapes.model_shape import ModelShape
-from hflow.training.fsdp.build import build_model, scalar_head
-from hflow.training.fsdp.weight_export import named_weights
+from hflow.training.fsdp.build import scalar_head
 from hflow.training.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.types.tensor_slices import box_slices
 
@@ -25,32 +26,50 @@ ReadBlock = Callable[[TensorPart], Tensor]
 
 
 @contextmanager
-def open_weights(settings: ModelSettings, shape: ModelShape) -> Iterator[ReadBlock]:
+def open_weights(
+    settings: ModelSettings, shape: ModelShape, parameters: Iterable[MappedParameter] = ()
+) -> Iterator[ReadBlock]:
     """Open a model's weights; yield a function that reads blocks of them.
 
-    Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the whole
-    model, with the weights that the torch backend draws.
+    Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the weights
+    that the torch backend draws, one tensor at a time, and keeps the blocks of its parameters.
+
+    Args:
+        settings: the model's settings.
+        shape: the model's sizes.
+        parameters: the parameters whose blocks will be read; a checkpoint has any block.
 
     Raises:
         BackendError: if the checkpoint has no readable weights, or those of another model.
     """
-    if settings.path is None:
-        model, head = build_model(settings)
-        drawn = dict(named_weights(model, head, settings.head, model.dtype))
-        yield lambda part: drawn[part.tensor][box_slices(part.box)]
-        return
-    path = Path(settings.path)
     head_tensors = _head_tensors(settings, shape)
     with ExitStack() as files:
-        tensors = open_weight_files(path, files)
-        _check(path, tensors, shape)
+        if settings.path is None:
+            drawn = _draw_blocks(settings, [part for row in parameters for part in row.parts])
+        else:
+            tensors = open_weight_files(Path(settings.path), files)
+            _check(Path(settings.path), tensors, shape)
 
         def read(part: TensorPart) -> Tensor:
             if part.tensor in head_tensors:
                 return head_tensors[part.tensor][box_slices(part.box)]
+            if settings.path is None:
+                return drawn[part]
             return read_stacked(tensors, part.tensor, box_slices(part.box))
 
         yield read
+
+
+def _draw_blocks(settings: ModelSettings, parts: Iterable[TensorPart]) -> dict[TensorPart, Tensor]:
+    """Return blocks of a model with random weights, copied so that only they have memory."""
+    wanted: dict[str, list[TensorPart]] = {}
+    for part in parts:
+        wanted.setdefault(part.tensor, []).append(part)
+    config = read_config(settings)
+    drawn = stacked_views(config.model_type, drawn_weights(config, settings.seed))
+    return {
+        part: tensor[box_slices(part.box)].clone() for name, tensor in drawn for part in wanted.get(name, ())
+    }
 
 
 @torch.no_grad()

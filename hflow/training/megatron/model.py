@@ -182,7 +182,7 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     with translate_errors(settings.name):
         shape = supported_shape(hf_config, settings.head)
         stage = _uninitialized_stage(settings, hf_config, shape, parallel)
-        with open_weights(settings, shape) as read:
+        with open_weights(settings, shape, stage.parameters) as read:
             load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)
     stage.module.requires_grad_(settings.trainable)
     return stage

@@ -270,10 +270,10 @@ def load_master_weights(
     """Read separate master weights from the model's checkpoint, one parameter at a time."""
     if not master_weights:
         return
-    with open_weights(settings, stage.shape) as read:
-        for parameter in stage.parameters:
-            if parameter.name in master_weights:
-                master = master_weights[parameter.name]
-                whole = torch.empty(parameter.shape, dtype=torch.float32)
-                load_parameters([parameter], {parameter.name: whole}, read)
-                master.shard.copy_(whole.view(-1)[master.start : master.stop])
+    parameters = [parameter for parameter in stage.parameters if parameter.name in master_weights]
+    with open_weights(settings, stage.shape, parameters) as read:
+        for parameter in parameters:
+            master = master_weights[parameter.name]
+            whole = torch.empty(parameter.shape, dtype=torch.float32)
+            load_parameters([parameter], {parameter.name: whole}, read)
+            master.shard.copy_(whole.view(-1)[master.start : master.stop])

@@ -7,7 +7,12 @@ looks for a plan that fits.
 """
 
 from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, check_memory, margin_warnings
-from hflow.planner.forecast.memory.host import check_host_memory, host_memory, host_memory_warnings
+from hflow.planner.forecast.memory.host import (
+    check_host_memory,
+    host_memory,
+    host_memory_warnings,
+    pinning_seconds,
+)
 from hflow.planner.forecast.memory.phases import engine_caches, memory_phases, unknown_models
 
 __all__ = [
@@ -19,5 +24,6 @@ __all__ = [
     "host_memory_warnings",
     "margin_warnings",
     "memory_phases",
+    "pinning_seconds",
     "unknown_models",
 ]

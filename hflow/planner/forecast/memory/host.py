@@ -24,6 +24,8 @@ from hflow.planner.weights.weight_routes import store_bytes, stored_bytes
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
 _INPUTS = "inputs of layers"
+PINNED_BYTES_PER_SECOND = 2**30
+"""Host memory that the processes of a machine pin in a second (an estimate; pages of 4 KiB)."""
 _ASLEEP = "weights (asleep)"
 _BASE = "base weights"
 _IN_STORE = "weights in the object store"
@@ -173,6 +175,12 @@ def published_by(plan: Plan, request: PlanRequest, route: WeightRoute) -> Iterat
             relayed = route.moved_bytes * engines.get(machine, 0) // len(dst.heads)
             items += item(MemoryCategory.BUFFERS, relayed, _RELAYED)
         yield machine, items
+
+
+def pinning_seconds(row: HostMemory) -> float:
+    """Return the seconds in which a machine pins the memory for copies of checkpoints, which it does once."""
+    ends = transfer.SAVED_WEIGHTS, transfer.SAVED_STATE
+    return sum(item.num_bytes for item in row.items if item.name.endswith(ends)) / PINNED_BYTES_PER_SECOND
 
 
 def check_host_memory(rows: Iterable[HostMemory]) -> None:

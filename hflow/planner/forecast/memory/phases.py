@@ -59,6 +59,10 @@ class MemoryContext:
         """Return an engine's weight route, or None where its weights never change."""
         return next((route for route in self.plan.weights if route.dst == rank.replica.name), None)
 
+    def keeps_cache(self, rank: Rank) -> bool:
+        """Return whether an engine keeps its cache while it loads new weights: on devices of its own."""
+        return any(name == rank.replica.name for name, _ in self.plan.schedule.publishers)
+
     def shares_weights(self, rank: Rank) -> bool:
         """Return whether an engine uses the fp32 weights of its trainer in place."""
         route = self.route_to(rank)
@@ -314,10 +318,11 @@ def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept
     devices.
     """
     plan = context.plan
-    engines = [engine_needs(plan, r, context.workloads) for r in ranks if r.replica.role == "gen"]
+    engines = [engine_needs(context, r, context.workloads) for r in ranks if r.replica.role == "gen"]
     used = _resident(context, ranks, GENERATE, inferred, {}).total() + kept.total()
     known = {engine.replica: engine.cache_bytes for engine in plan.engines}
-    return size_caches(engines, plan.cluster.memory_bytes, used, known)
+    loads_beside = any(context.keeps_cache(engine.rank) for engine in engines)
+    return size_caches(engines, plan.cluster.memory_bytes, used, known, loads_beside=loads_beside)
 
 
 @dataclass(frozen=True)
@@ -328,6 +333,8 @@ class EngineNeeds:
     load: EngineLoad
     step: int
     """Bytes of a decode step."""
+    loading: int
+    """Bytes of loading new weights."""
 
     @property
     def memory(self) -> EngineMemory:
@@ -335,14 +342,20 @@ class EngineNeeds:
         return engine_kind(self.rank.replica.backend).memory
 
 
-def engine_needs(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineNeeds:
-    """Return the load of an engine's rank, with the bytes of a decode step under it."""
-    load = engine_load(plan, rank, workloads)
-    return EngineNeeds(rank, load, engine_kind(rank.replica.backend).memory.decode_step(rank, load).total())
+def engine_needs(context: MemoryContext, rank: Rank, workloads: dict[str, Workload]) -> EngineNeeds:
+    """Return the load of an engine's rank, with the bytes that it needs for it beside weights and cache."""
+    load = engine_load(context.plan, rank, workloads)
+    step = engine_kind(rank.replica.backend).memory.decode_step(rank, load).total()
+    return EngineNeeds(rank, load, step, _weight_transfer(context, rank).total())
 
 
 def size_caches(
-    engines: Iterable[EngineNeeds], capacity: int, used: int, limits: Mapping[str, int | None]
+    engines: Iterable[EngineNeeds],
+    capacity: int,
+    used: int,
+    limits: Mapping[str, int | None],
+    *,
+    loads_beside: bool,
 ) -> dict[str, int]:
     """Return the bytes of the KV cache of each engine on a device.
 
@@ -353,10 +366,11 @@ def size_caches(
         capacity: the device's memory.
         used: bytes that everything but caches and decode steps takes while engines generate.
         limits: engine -> most bytes of its cache; None: no limit.
+        loads_beside: whether engines keep their caches while they load new weights.
     """
     caches: dict[str, int] = {}
     for engine in engines:
-        used += engine.step
+        used += max(engine.step, engine.loading) if loads_beside else engine.step
         cache = engine.memory.cache_bytes(engine.rank, engine.load, capacity, used)
         limit = limits.get(engine.rank.replica.name)
         cache = cache if limit is None else min(cache, limit)
@@ -432,7 +446,7 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mappin
     """Return an engine's weights, and its cache while it does not generate.
 
     A sleeping engine keeps both on a CPU. On an accelerator it frees them: it drops weights that the next
-    wake replaces, and keeps others in the host's memory.
+    wake replaces, and keeps others in the host's memory. On devices of its own it only pauses.
     """
     is_asleep = phase not in (GENERATE, WAKE)
     if is_asleep and not rank.on_cpu:
@@ -441,7 +455,7 @@ def _engine_state(context: MemoryContext, rank: Rank, phase: str, caches: Mappin
     items = Items()
     if not context.shares_weights(rank):
         items += item(MemoryCategory.WEIGHTS, engine_weights(rank), "weights" + suffix)
-    if rank.on_cpu and phase != GENERATE:
+    if phase != GENERATE and (rank.on_cpu or context.keeps_cache(rank)):
         items += item(MemoryCategory.KV_CACHE, caches[rank.replica.name], "KV cache" + suffix)
     return items
 
@@ -468,7 +482,17 @@ def _generation(context: MemoryContext, rank: Rank, cache: int) -> Items:
 def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
     if rank.replica.role == "gen":
         route = context.route_to(rank)
-        return transfer.receive_weights(rank, route) if route else Items()
+        if route is None:
+            return Items()
+        source = context.plan.replica(route.src)
+        is_sharded = training_backend(source.backend).traits.shards_weights
+        num_parts = source.layout.fsdp_size if is_sharded else source.layout.tensor
+        if route.how == "gather":
+            num_parts = 1
+        items = transfer.receive_weights(rank, route, num_parts)
+        if rank.on_cpu or route.how == "shared":
+            return items
+        return items + engine_kind(rank.replica.backend).memory.layer_being_loaded(rank, num_parts)
     routes = context.routes_from(rank)
     return transfer.send_weights(rank, routes[0]) if routes else Items()
 

@@ -26,6 +26,7 @@ COMPARE_BYTES = 1 + 8
 """Bytes per entry of a bucket that is compared with an earlier one (`weights/delta.py`): a mask, and at most
 one place in `int64`."""
 RECEIVED_LAST = "weights received last"
+SAVED_WEIGHTS = "copy of the weights"
 SAVED_STATE = "copy of the optimizer's state"
 
 
@@ -105,17 +106,29 @@ def handed_over_buckets(rank: Rank) -> Items:
     return item(MemoryCategory.BUFFERS, MAX_BUCKETS * bucket, "buckets handed over")
 
 
-def receive_weights(rank: Rank, route: WeightRoute) -> Items:
-    """Return the items of an engine's rank while it receives weights: one tensor in host memory.
+def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
+    """Return the items of an engine's rank while it receives weights, without what its engine adds.
 
-    Until then, buckets are where their transport keeps them (`memory/host.py`). What a worker hands over is
-    copied.
+    On a CPU that is one tensor. Until then, buckets are where their transport keeps them (`memory/host.py`).
+    On a GPU it is a bucket of each sender, and what is received ahead of the loading. `ipc` opens the
+    buckets of the devices' trainers where they are. What a worker hands over is copied.
+
+    Args:
+        rank: a rank of an engine.
+        route: the engine's route.
+        num_senders: the number of ranks that each have a part of every tensor.
     """
     if route.hands_over:
         return handed_over_buckets(rank)
-    if route.how != "pull" or not rank.on_cpu:
+    if route.how != "pull":
         return Items()
-    return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+    if rank.on_cpu:
+        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+    if channel_traits(route.transport).needs_one_device:
+        return Items()
+    bucket = largest_bucket(rank.trained_shape, rank.width, num_parts=num_senders)
+    ahead = min(BUCKET_BYTES, rank.width * num_parameters(rank.trained_shape))
+    return item(MemoryCategory.BUFFERS, num_senders * bucket + ahead, "buckets")
 
 
 def save_checkpoint(rank: Rank) -> Items:
@@ -150,7 +163,7 @@ def checkpoint_copies(rank: Rank) -> Items:
     if state and (layout := rank.replica.layout).replicate > 1:  # tensors take turns over replicate indices
         most = saved_state_bytes(rank.config) * largest_tensor(rank.trained_shape)
         state += -(-most // layout.fsdp_size)
-    return item(MemoryCategory.WEIGHTS, weights, "copy of the weights") + item(
+    return item(MemoryCategory.WEIGHTS, weights, SAVED_WEIGHTS) + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE
     )
 

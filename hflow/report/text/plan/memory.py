@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hflow.base.text import format_bytes, format_ranges_briefly, format_share, pluralize
+from hflow.base.text import format_bytes, format_ranges_briefly, format_seconds, format_share, pluralize
 from hflow.planner.forecast.communicators import communicators
+from hflow.planner.forecast.memory import pinning_seconds
 from hflow.planner.plan.forecast import HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.rows import Plan
 from hflow.report.text.section import GAP, Section, dim, number, table, text
@@ -152,6 +153,8 @@ def _host_lines(rows: Iterable[HostMemory]) -> Iterator[str]:
         machines, each = ("machine", "") if is_one else ("machines", " each")
         size = f"{format_bytes(row.total)}{of_all}{each}"
         yield f"host memory of {machines} {format_ranges_briefly(row.machines)}: {size}: {words}"
+        if seconds := pinning_seconds(row):
+            yield f"copies of checkpoints are pinned once, in about {format_seconds(seconds)}"
 
 
 def _within_budget(classes: Sequence[DeviceClass]) -> tuple[list[DeviceClass], list[DeviceClass]]:
