@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hflow.base.devices import is_gpu
+from hflow.models.device import initialized_accelerator
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -45,11 +48,11 @@ class PinnableMemory:
         self._is_pinned = False
 
     def pin(self) -> None:
-        """Pin the memory, unless that was tried before. CUDA must be initialized."""
+        """Pin the memory, unless that was tried before. The GPU must be initialized."""
         if self._is_tried:
             return
         self._is_tried = True
-        cudart: Any = torch.cuda.cudart()
+        cudart = _runtime()
         error = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
         self._is_pinned = int(error) == 0
         if not self._is_pinned:
@@ -61,9 +64,15 @@ class PinnableMemory:
         if not self._is_pinned:
             return
         self._is_pinned = False
-        cudart: Any = torch.cuda.cudart()
-        if error := int(cudart.cudaHostUnregister(self.bytes.data_ptr())):
+        if error := int(_runtime().cudaHostUnregister(self.bytes.data_ptr())):
             torch.cuda.check_error(error)
+
+
+def _runtime() -> Any:
+    """Return the functions of CUDA's runtime."""
+    accelerator = initialized_accelerator()
+    assert accelerator is not None, "memory is pinned for a GPU that this process uses"
+    return accelerator.cudart()
 
 
 def _forget_cuda_error() -> None:
@@ -96,8 +105,9 @@ class HostCopies:
         """Make copies inside; they are complete when this ends, and those made before are gone."""
         self._num_used = 0
         yield
-        if self._num_used:
-            torch.cuda.current_stream().synchronize()
+        accelerator = initialized_accelerator()
+        if self._num_used and accelerator is not None:
+            accelerator.current_stream().synchronize()
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a contiguous copy in host memory, in a dtype or the tensor's own."""
@@ -106,7 +116,7 @@ class HostCopies:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, source: torch.device) -> Tensor:
         """Return host memory for what will be copied from a device."""
-        if not _is_pinned_for(source):
+        if not is_gpu(source.type):
             return torch.empty(shape, dtype=dtype)
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         index, self._num_used = self._num_used, self._num_used + 1
@@ -117,10 +127,6 @@ class HostCopies:
             self._kept[index] = _pinned(num_bytes)
         memory = self._kept[index].bytes
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _is_pinned_for(source: torch.device) -> bool:
-    return source.type == "cuda"
 
 
 def _pinned(num_bytes: int) -> PinnableMemory:

@@ -76,8 +76,8 @@ class VllmStepper(Stepper):
         """Build vLLM's engine, in this process and its ranks."""
         self._settings = settings
         self._decode = decode
-        self._engine = LLMEngine.from_vllm_config(
-            _vllm_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
+        self._engine = LLMEngine.fromengine_config(
+            engine_config(settings), disable_log_stats=settings.arguments["disable_log_stats"]
         )
         self._core = self._engine.engine_core
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
@@ -249,7 +249,8 @@ class VllmStepper(Stepper):
         recorded += self._expert_rows.pack(experts, len(request.ids) - 1 - len(recorded))
 
 
-def _vllm_config(settings: ProcessSettings) -> VllmConfig:
+def engine_config(settings: ProcessSettings) -> VllmConfig:
+    """Return the configuration of vLLM's engine, which vLLM has validated for the machine's devices."""
     arguments = EngineArgs(
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
