@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
-from hflow.base.devices import is_gpu
+from hflow.base.devices import collective_backend, is_gpu
 from hflow.models.settings import ModelSettings
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import Experts, ModelShape
@@ -99,7 +99,7 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, model),
         # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
-        batch_p2p_comm=is_gpu(settings.device),
+        batch_p2p_comm=collective_backend(settings.device) == "nccl",
         batch_p2p_sync=False,  # streams wait for what is received; the host need not
         init_method=_skip_init,
         output_layer_init_method=_skip_init,
