@@ -31,6 +31,7 @@ import pretend_attention
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
@@ -558,6 +559,7 @@ def _install() -> None:
     torch.UntypedStorage.size = _size  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     torch.Tensor.pin_memory = _pin  # type: ignore[method-assign,assignment]
+    _device_constructors()  # `with torch.device(...)` keeps torch's own functions, which those here call
     for name in ("empty", "empty_like", "zeros"):
         setattr(torch, name, _pinning(getattr(torch, name)))
     _libraries.extend((fallback, kernels))
