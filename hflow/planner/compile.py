@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+from hflow.base.devices import is_gpu
 from hflow.graph.ir import EdgeKind, Graph
 from hflow.graph.model import Model
 from hflow.planner.checks.unrunnable import unrunnable_reasons
@@ -79,7 +80,7 @@ def compile_plan(
     plan = dataclasses.replace(plan, unrunnable=unrunnable)
     estimates = build_forecast(plan, request)
     estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
-    if simulate is not None and (candidates or with_limits or plan.cluster.device == "cuda"):
+    if simulate is not None and (candidates or with_limits or is_gpu(plan.cluster.device)):
         estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
     if with_limits:
         basis = Basis(graph, request, searched, simulate, plan.engines)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
@@ -104,7 +105,7 @@ def measure_hardware(
     file = file or Path(f"{name}.yaml")
     hardware = machine_hardware(name)
     kind = hardware.device.type
-    if kind == "cuda" and not torch.cuda.is_available():
+    if is_gpu(kind) and not torch.cuda.is_available():
         raise ConfigError(f"{name} cannot be measured: torch finds no CUDA device; set --device cpu")
     _check_writable(file)
     threads = torch.get_num_threads()
@@ -129,7 +130,7 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
     Raises:
         ConfigError: if no hardware file is for the device.
     """
-    hardware = machine_hardware(device_at_hand() if kind == "cuda" else "cpu")
+    hardware = machine_hardware(device_at_hand() if is_gpu(kind) else "cpu")
     dtype = _dtype(kind)
     model, batch = measure.LAYERS[kind]
     host = hardware.calibration.host_times(backend)
@@ -159,7 +160,7 @@ def device_at_hand() -> str:
 def machine_hardware(name: str) -> Hardware:
     """Return the figures of a machine with as many of these devices as are at hand, at least two."""
     devices = known_devices(Path("recipe.py"))
-    is_cuda = name in devices and devices[name].type == "cuda"
+    is_cuda = name in devices and is_gpu(devices[name].type)
     num = max(2, torch.cuda.device_count()) if is_cuda else 2
     return cluster_hardware(RunConfig(name="profile", cluster=f"{name}-1x{num}"), Path("recipe.py"))[1]
 
@@ -171,7 +172,7 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
     unmeasured = list(NEVER_MEASURED)
 
     report("collectives")
-    num_ranks = torch.cuda.device_count() if kind == "cuda" else NUM_PROCESSES
+    num_ranks = torch.cuda.device_count() if is_gpu(kind) else NUM_PROCESSES
     sharded = measure.sharded_steps(num_ranks) if kind == "cpu" else []
     found = replace(
         shipped,
@@ -180,18 +181,18 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
         is_measured=True,
     )
-    if kind == "cuda" and num_ranks > 1:
+    if is_gpu(kind) and num_ranks > 1:
         sizes = measure.collectives(kind, num_ranks)
         found = replace(found, intra=fit_link(sizes, hardware.intra))
         missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
-    elif kind == "cuda":
+    elif is_gpu(kind):
         unmeasured.append("intra")
 
     with measure.neighbours(kind, num_ranks - 1) as neighbours_train:
         found = _with_kernels(replace(hardware, calibration=found), report, missed)
         neighbours_train.set()
         found = _with_training(replace(hardware, calibration=found), sharded, report, missed)
-    if kind == "cuda":
+    if is_gpu(kind):
         unmeasured.append("time per tensor")
     return replace(found, missed=missed, unmeasured=tuple(unmeasured))
 
@@ -282,7 +283,7 @@ def _with_training(
 
 def _dtype(kind: str) -> Literal["bf16", "fp32"]:
     """Return the precision of the models that are measured."""
-    return "bf16" if kind == "cuda" else "fp32"
+    return "bf16" if is_gpu(kind) else "fp32"
 
 
 def _sharded_steps(
@@ -319,7 +320,7 @@ def _with_overheads(
     report("a short run")
     device = hardware.device
     num_devices = NUM_PROCESSES
-    if device.type == "cuda":
+    if is_gpu(device.type):
         num_devices = max(1, torch.cuda.device_count())
         torch.cuda.empty_cache()  # the run needs the memory
     try:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
 from hflow.engines.embedded.engine import EmbeddedEngine
@@ -113,7 +114,7 @@ def repeated(work: Callable[[], object], device: str) -> float:
     """Return the seconds of some work."""
 
     def wait() -> None:
-        if device == "cuda":
+        if is_gpu(device):
             torch.cuda.synchronize()
 
     work()
@@ -130,7 +131,7 @@ def repeated(work: Callable[[], object], device: str) -> float:
 
 def products(device: str, dtype: str) -> list[ProductTime]:
     """Return the seconds of products of matrices, by their shape."""
-    num_rows, sides = (CUDA_ROWS, CUDA_SIDES) if device == "cuda" else (ROWS, SIDES)
+    num_rows, sides = (CUDA_ROWS, CUDA_SIDES) if is_gpu(device) else (ROWS, SIDES)
     found = []
     for m, (k, n) in product(num_rows, sides):
         rows = torch.randn(m, k, device=device).to(DTYPES[dtype])
@@ -141,7 +142,7 @@ def products(device: str, dtype: str) -> list[ProductTime]:
 
 def attention_flops(device: str, dtype: str) -> float:
     """Return the FLOP/s of causal attention over a long sequence, counting only the pairs that it needs."""
-    heads, tokens, size = 8, 2048 if device == "cuda" else 512, 64
+    heads, tokens, size = 8, 2048 if is_gpu(device) else 512, 64
     q, k, v = (torch.randn(tokens, heads, size, device=device).to(DTYPES[dtype]) for _ in range(3))
     layout = PackedLayout.of(np.array([tokens]), device, DTYPES[dtype])
     seconds = repeated(lambda: attend(q, k, v, layout, None), device)
@@ -150,14 +151,14 @@ def attention_flops(device: str, dtype: str) -> float:
 
 def copy_rate(device: str) -> float:
     """Return the bytes of memory per second that a long copy reads and writes."""
-    source = torch.zeros((1024 if device == "cuda" else 128) * MIB, dtype=torch.uint8, device=device)
+    source = torch.zeros((1024 if is_gpu(device) else 128) * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / repeated(lambda: target.copy_(source), device)
 
 
 def cold_products(device: str, dtype: str) -> list[ProductTime]:
     """Return the seconds of products with few rows, whose weights come from memory, as in decoding."""
-    sides = CUDA_SIDES if device == "cuda" else SIDES
+    sides = CUDA_SIDES if is_gpu(device) else SIDES
     found = []
     for k, n in sides:
         weights = torch.randn(n, k, device=device).to(DTYPES[dtype])
@@ -177,7 +178,7 @@ def _each_product(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
 
 def host_copy_rate(device: str) -> float:
     """Return the bytes per second from the memory of the machine to the device."""
-    source = torch.zeros(128 * MIB, dtype=torch.uint8, pin_memory=device == "cuda")
+    source = torch.zeros(128 * MIB, dtype=torch.uint8, pin_memory=is_gpu(device))
     target = torch.empty_like(source, device=device)
     return source.numel() / repeated(lambda: target.copy_(source, non_blocking=True), device)
 
@@ -239,7 +240,7 @@ def _time_sharded_steps(
 def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> None:
     """Time collectives on one rank; rank 0 writes what it measured."""
     use_one_core(device)
-    if device == "cuda":
+    if is_gpu(device):
         torch.cuda.set_device(rank)
     backend, file = ("nccl", "gloo")[device == "cpu"], Path(directory) / "rendezvous"
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
@@ -284,7 +285,7 @@ def _seconds_together(work: Callable[[], object], device: str) -> float:
     dist.barrier()
     start = time.perf_counter()
     work()
-    if device == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

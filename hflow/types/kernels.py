@@ -11,6 +11,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hflow.base.devices import has_cuda_api, is_gpu
 from hflow.base.errors import BackendError
 
 MAX_HEAD_SIZE = 256
@@ -42,14 +43,14 @@ class AttentionKernel(StrEnum):
 def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> AttentionKernel:
     """Return the kernel for packed sequences: of training, log-probs and prompts.
 
-    Variable-length kernels compute in half precision on CUDA only.
+    Variable-length kernels compute in half precision on GPUs only.
 
     Args:
         device: `cpu`, `cuda`.
         dtype: the dtype of q, k and v: `fp32`, `bf16`.
         has_flash_attn: whether the package flash-attn is installed.
     """
-    if device != "cuda" or dtype == "fp32":
+    if not is_gpu(device) or dtype == "fp32":
         return AttentionKernel.SDPA
     return AttentionKernel.FLASH_ATTN if has_flash_attn else AttentionKernel.VARLEN
 
@@ -76,7 +77,7 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
         device: `cpu`, `cuda`.
         dtype: the dtype of q, k and v: `fp32`, `bf16`.
     """
-    if device == "cuda":
+    if has_cuda_api(device):
         return AttentionKernel.TRITON
     return AttentionKernel.PRODUCTS if dtype == "fp32" else AttentionKernel.SDPA
 
@@ -164,7 +165,7 @@ def unsupported(device: str, dtype: str) -> str:
 
     It multiplies fp32 in TF32, which has 10 bits of mantissa, while fp32 means 23 everywhere else.
     """
-    if device != "cuda":
+    if not has_cuda_api(device):
         return f"the cluster is {device}"
     return "" if dtype == "bf16" else f"{TE_PACKAGE} multiplies {dtype} in TF32"
 

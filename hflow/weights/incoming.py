@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hflow.base.devices import is_gpu
 from hflow.types.tensor_slices import BUCKET_BYTES
 from hflow.weights.buckets import (
     IncomingTensor,
@@ -90,16 +91,17 @@ class IncomingWeights:
         if not self._streams:
             return assemble_tensors([self._local_slices()], self.storage)
         device = torch.device(self._device)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        if is_gpu(device.type):
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
         return prefetched(self._received(device), lambda arrived: arrived.tensor.nbytes, BUCKET_BYTES)
 
     def _received(self, device: torch.device) -> Iterator[IncomingTensor]:
-        # The thread uses the caller's CUDA stream, so that the tensors are complete when they are loaded.
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        # The thread uses the caller's stream, so that the tensors are complete when they are loaded.
+        accelerator: Any = torch.get_device_module(device) if is_gpu(device.type) else None
+        stream = None if accelerator is None else accelerator.current_stream(device)
 
         def assemble() -> Iterator[IncomingTensor]:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with nullcontext() if stream is None else accelerator.stream(stream):
                 streams = [self._slices(handles, device) for handles in self._streams]
                 yield from assemble_tensors([*streams, self._local_slices()], self.storage)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
+from hflow.base.devices import collective_backend, is_gpu
 from hflow.planner.plan.rows import Replica
 from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
@@ -52,13 +53,13 @@ class ProcessGroups:
         """
         limit = datetime.timedelta(seconds=timeout)
         listen_where(rank.address.rpartition(":")[0])
-        if device == "cuda":
-            torch.cuda.set_device(0)
+        if is_gpu(device):
+            torch.get_device_module(device).set_device(0)
         leave_process_groups()
         self._num_members = len(rank.members)
         self._store = _rendezvous_store(rank.address, limit)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            collective_backend(device),
             store=self._store,
             rank=rank.members.index(rank.worker),
             world_size=len(rank.members),

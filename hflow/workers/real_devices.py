@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError, RunError
 from hflow.base.machine_memory import machine_memory
 from hflow.base.text import format_ranges
@@ -204,7 +205,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
                     f"{where} has {f'{package} {theirs}' if theirs else f'no {package}'}, but this process "
                     f"has {package} {ours}. Install the same on all machines"
                 )
-        if plan.cluster.device == "cuda":
+        if has_cuda_api(plan.cluster.device):
             _check_gpu(where, process, plan.cluster)
             hosted = [replica for replica in plan.replicas if worker in replica.workers]
             names = {replica.name for replica in hosted}
@@ -212,7 +213,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             _check_layers(where, process, [c for c in plan.layers if c.replica in names])
             _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
             _check_allocator(where, process, [route for route in plan.weights if route.src in names])
-    if plan.cluster.device != "cuda":
+    if not has_cuda_api(plan.cluster.device):
         return
     _check_host_memory(plan, found)
     kinds: dict[str, list[int]] = {}

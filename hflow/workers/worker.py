@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hflow.base.devices import is_gpu
 from hflow.base.durable_files import FileChecksum, WriteError
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.model_files import copy_other_files
@@ -608,7 +609,7 @@ class Worker:
     def _lend_memory(self) -> None:
         """Free what this process keeps for later, if an engine may need it first."""
         if self._lends_memory:
-            torch.cuda.empty_cache()
+            torch.get_device_module(self._plan.cluster.device).empty_cache()
 
     def _add_span(self, span: Span) -> None:
         self._mailboxes[self._hosted[0]].add_span(span)
@@ -619,7 +620,7 @@ def lends_memory(plan: Plan, hosted: Sequence[int]) -> bool:
 
     It allocates its cache when it wakes, by what the plan says is free; torch keeps what a node has freed.
     """
-    return plan.cluster.device == "cuda" and bool(_engines_beside(plan, hosted))
+    return is_gpu(plan.cluster.device) and bool(_engines_beside(plan, hosted))
 
 
 def has_ranks_beside_trainers(plan: Plan) -> bool:

@@ -34,7 +34,7 @@ from hflow.base.errors import BackendError, RunError
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
-from hflow.engines.process.engine import EngineLaunch, ProcessEngine, _write_config
+from hflow.engines.process.engine import EngineLaunch, ProcessEngine, write_config
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.vllm.engine import vllm_launch
 from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS
@@ -619,7 +619,7 @@ def run_script(name: str, seed: int, directory: Path) -> dict[int, GenerationRes
     """Return the results of a vLLM engine, by request."""
     setup = setup_of("experts", 1)
     launch = launch_of(name, setup)
-    model = _write_config(setup.settings, read_config(setup.settings), directory / "model")
+    model = write_config(setup.settings, read_config(setup.settings), directory / "model")
     settings = ProcessSettings(
         name=name,
         library=launch.library,

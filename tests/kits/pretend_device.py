@@ -27,9 +27,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pretend_attention
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
@@ -76,7 +78,11 @@ class HostSync:
 
 _recordings: list[list[HostSync]] = []
 _pinned: set[int] = set()
-"""Addresses of pinned storages."""
+"""Addresses of storages that torch has pinned."""
+_registered: set[int] = set()
+"""Addresses of storages that the device's runtime has pinned."""
+_ALREADY_REGISTERED = 712
+"""`cudaErrorHostMemoryAlreadyRegistered`."""
 _freed: set[int] = set()
 """Addresses of storages whose memory is free."""
 
@@ -136,11 +142,33 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 def _pin(tensor: Tensor) -> Tensor:
     """Return a copy in memory that counts as pinned, as long as it exists."""
-    pinned = tensor.clone()
-    address = pinned.untyped_storage().data_ptr()
+    return _mark_pinned(tensor.clone())
+
+
+def _mark_pinned(tensor: Tensor) -> Tensor:
+    """Count the memory of a CPU tensor as pinned, as long as it exists."""
+    address = tensor.untyped_storage().data_ptr()
     _pinned.add(address)
-    weakref.finalize(pinned, _pinned.discard, address)
-    return pinned
+    weakref.finalize(tensor.untyped_storage(), _pinned.discard, address)
+    return tensor
+
+
+def pinned_by_address() -> frozenset[int]:
+    """Return the addresses of memory that the device's runtime has pinned and not unpinned."""
+    return frozenset(_registered)
+
+
+def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that makes tensors, and can pin them although torch has no allocator for it."""
+
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        if not pin_memory:
+            return tensor
+        assert tensor.device == _CPU, "only memory of the CPU can be pinned"
+        return _mark_pinned(tensor)
+
+    return made
 
 
 _resize_storage = torch.UntypedStorage.resize_
@@ -156,6 +184,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     else:
         ctypes.memset(address, 0xFF, storage.nbytes())  # NaN in every float type
         _freed.add(address)
+        weakref.finalize(storage, _freed.discard, address)
     return storage
 
 
@@ -255,15 +284,69 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if not _is_here(target):
-        _record("copy to the host")
-    elif not _is_here(source) and not (non_blocking and source.untyped_storage().data_ptr() in _pinned):
+        if not (non_blocking and _is_pinned(target)):
+            _record("copy to the host")
+    elif not _is_here(source) and not (non_blocking and _is_pinned(source)):
         _record("copy to the device that is not pinned and non_blocking")
     (_to_cpu(target) if _is_here(target) else target).copy_(_to_cpu(source) if _is_here(source) else source)
     return target
 
 
+def _set_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Give a tensor all of a storage."""
+    return tensor.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+
+
+def _flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    assert is_causal, "hflow uses causal attention"
+    assert not dropout, "hflow uses no dropout"
+    given = [_to_cpu(x) for x in (q, k, v, query_starts, key_starts)]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out, sums = pretend_attention.forward(*given[:3], (given[3], given[4]), (max_q, max_k), factor)
+    return (_to_device(out), _to_device(sums), *(torch.empty(0, device=NAME) for _ in range(3)))
+
+
+def _flash_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *_: Any,
+    scale: float | None = None,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    given = [_to_cpu(x) for x in (gradient, q, k, v, query_starts, key_starts)]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    gradients = pretend_attention.backward(*given[:4], (given[4], given[5]), factor)
+    return tuple(map(_to_device, gradients))
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _pinned | _registered
+
+
 class _Module:
     """The device's module, `torch.pretend`."""
+
+    num_emptied = 0
 
     def is_available(self) -> bool:
         return True
@@ -296,8 +379,32 @@ class _Module:
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def empty_cache(self) -> None:
+        """Count the call: nothing is kept."""
+        self.num_emptied += 1
+
+    def cudart(self) -> _Runtime:
+        return _Runtime()
+
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: random numbers are the CPU generator's."""
+
+
+class _Runtime:
+    """The functions of CUDA's runtime that pin memory. Each page can be pinned once."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if address in _registered:
+            return _ALREADY_REGISTERED
+        _registered.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        _registered.remove(address)
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return "already registered"
 
 
 class _Event:
@@ -434,7 +541,14 @@ def _install() -> None:
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     kernels = torch.library.Library("aten", "IMPL")
-    made = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy}
+    made = {
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "_copy_from": _copy,
+        "set_.source_Storage": _set_storage,
+        "_flash_attention_forward": _flash_forward,
+        "_flash_attention_backward": _flash_backward,
+    }
     for name, kernel in made.items():
         kernels.impl(name, kernel, "PrivateUse1")
     for name in _VIEWS:
@@ -445,4 +559,7 @@ def _install() -> None:
     torch.UntypedStorage.size = _size  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     torch.Tensor.pin_memory = _pin  # type: ignore[method-assign,assignment]
+    _device_constructors()  # `with torch.device(...)` keeps torch's own functions, which those here call
+    for name in ("empty", "empty_like", "zeros"):
+        setattr(torch, name, _pinning(getattr(torch, name)))
     _libraries.extend((fallback, kernels))

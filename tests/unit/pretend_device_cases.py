@@ -16,12 +16,19 @@ from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.models import attention_kernels
+from hflow.models.host_copy import HostCopies
+from hflow.models.host_offload import HostOffload
 from hflow.models.settings import ModelSettings
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import pack_batch, prepare_batch
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
+from hflow.types.kernels import AttentionKernel
+from hflow.weights.buckets import pack_buckets
+from hflow.weights.channels import make_channel
+from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.incoming import IncomingWeights
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +140,69 @@ def test_grouped_queries_in_fp32_have_repeated_keys(device):
     wanted = attention_kernels.padded_attention(q, k, v, None)
     got = attention_kernels.padded_attention(*(x.to(device) for x in (q, k, v)), None)
     torch.testing.assert_close(got.cpu(), wanted)
+
+
+def test_packed_attention_in_bf16_is_the_flash_kernel(device):
+    """Also where the last sequence has more keys than queries, and query heads share key heads."""
+    lengths, num_keys = (5, 1, 4), (5, 1, 9)
+    starts = [torch.tensor(x).cumsum(0).int() for x in ((0, *lengths), (0, *num_keys))]
+    q, k, v = (torch.randn(n, heads, 8).bfloat16() for n, heads in ((10, 4), (15, 2), (15, 2)))
+    wanted = [x.clone().requires_grad_() for x in (q, k, v)]
+    rows = []
+    for i, (num, most) in enumerate(zip(lengths, num_keys, strict=True)):
+        queries, keys = slice(starts[0][i], starts[0][i] + num), slice(starts[1][i], starts[1][i] + most)
+        one = [x[part].transpose(0, 1)[None] for x, part in zip(wanted, (queries, keys, keys), strict=True)]
+        mask = torch.zeros(num, most).masked_fill(torch.ones(num, most).triu(most - num + 1) > 0, -torch.inf)
+        rows.append(attention_kernels.padded_attention(*one, None, mask.bfloat16())[0].transpose(0, 1))
+    torch.cat(rows).square().sum().backward()
+    there = [x.to(device).requires_grad_() for x in (q, k, v)]
+    kernel = attention_kernels.kernel_of(torch.device(device), torch.bfloat16)
+    places = tuple(x.to(device) for x in starts)
+    got = attention_kernels.varlen_attention(kernel, *there, places, (5, 9), None)
+    got.square().sum().backward()
+    torch.testing.assert_close(got.detach().cpu(), torch.cat(rows).detach(), atol=2e-2, rtol=2e-2)
+    for x, expected in zip(there, wanted, strict=True):
+        torch.testing.assert_close(x.grad.cpu(), expected.grad, atol=5e-2, rtol=5e-2)
+    assert kernel is AttentionKernel.VARLEN
+
+
+# ----------------------------------------------------------------------------------------- copies
+def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
+    copies, values = HostCopies(), [torch.randn(n, device=device) for n in (3, 1000)]
+    with host_syncs() as syncs, copies.copying():
+        copied = [copies.copy(x) for x in values]
+    assert [sync.kind for sync in syncs] == ["synchronize"]
+    torch.testing.assert_close(copied, [x.cpu() for x in values])
+    assert len(pretend_device.pinned_by_address()) == 2
+    del copies
+    assert not pretend_device.pinned_by_address()
+
+
+def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device):
+    weight = torch.randn(50, device=device)
+    wanted, num_emptied = weight.cpu(), torch.get_device_module(device).num_emptied
+    offload = HostOffload("all", lambda: [weight])
+    with host_syncs() as syncs:
+        offload.start()
+        assert torch.get_device_module(device).num_emptied == num_emptied + 1
+        with offload.on_device():
+            torch.testing.assert_close(weight.cpu(), wanted)
+    assert [sync.kind for sync in syncs if sync.place] == []
+    with pytest.raises(RuntimeError, match="free"):
+        weight.sum()
+
+
+def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
+    values = torch.arange(12.0, device=device)
+    settings = ChannelSettings("shared", "a-0", "")
+    channel = make_channel(settings)
+    piece = WeightSlice("w", (12,), ((0, 12),), 0)
+    sent = [channel.send((1,), bucket) for bucket in pack_buckets([(piece, values)])]
+    incoming = list(IncomingWeights(settings, 1, device, [sent]))
+    assert [one.tensor.tolist() for one in incoming] == [values.tolist()]
+    assert {one.tensor.device.type for one in incoming} == {device}
+    assert len(pretend_device.pinned_by_address()) == 2
+    channel.close()
 
 
 # -------------------------------------------------------------------------------------- generation

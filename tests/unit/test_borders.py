@@ -144,3 +144,15 @@ def test_one_of_a_kind_is_named_in_its_folder_and_in_few_places(kind: str):
     pattern, own, others = BORDERS[kind]
     assert (PACKAGE / own).exists()
     assert set(places(pattern, own)) == set(others)
+
+
+def test_kinds_of_devices_are_compared_in_one_place():
+    """Elsewhere predicates of `base/devices.py` are called, which the pretend accelerator satisfies too."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(x, ast.Constant) and x.value == "cuda" for x in (node.left, *node.comparators))
+    }
+    assert found == {"base/devices.py", "training/megatron/cpu_shim.py"}  # the latter reads megatron's code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ BATCH = kit.make_batch(kit.LENGTHS)
 def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Copies from a CPU as from a GPU; the calls of `pin` and `unpin`."""
     calls: list[str] = []
-    monkeypatch.setattr(host_copy, "_is_pinned_for", lambda source: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", torch.cpu.current_stream)
-    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: calls.append("wait"), raising=False)
+    stream = SimpleNamespace(synchronize=lambda: calls.append("wait"))
+    accelerator = SimpleNamespace(current_stream=lambda: stream)
+    monkeypatch.setattr(host_copy, "is_gpu", lambda kind: True)
+    monkeypatch.setattr(host_copy, "initialized_accelerator", lambda: accelerator)
     for name in ("pin", "unpin"):
         monkeypatch.setattr(PinnableMemory, name, lambda self, name=name: calls.append(name))
     return calls
@@ -92,7 +94,7 @@ def test_checkpoints_are_equal(tmp_path: Path, unpinned: list[str], name: str) -
         save(backend, tmp_path / f"kept-{step}")
     assert "pin" in unpinned
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "_is_pinned_for", lambda source: False)
+        patch.setattr(host_copy, "is_gpu", lambda kind: False)
         save(backend, tmp_path / "plain")
     wanted, got, first = (tensors(tmp_path / name) for name in ("plain", "kept-1", "kept-0"))
     assert wanted.keys() == got.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.weights.buckets import Bucket, pack_buckets, unpack_bucket, verify_bucket
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings, WeightChannel
+from hflow.weights.channels.shared import channel as channel_of_shared_memory
 
 
 def bucket(num_entries: int = 12) -> Bucket:
@@ -99,8 +101,9 @@ def test_shared_memory_that_cannot_be_pinned_is_used_as_it_is(
     sent = [bucket(num) for num in (12, 100, 1000, 10_000)]
     handles = [sender.send((1,), one) for one in sent]
     receiver.receive(handles[0], 1)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    accelerator = SimpleNamespace(cudart=lambda: driver)
+    for module in (channel_of_shared_memory, host_copy):
+        monkeypatch.setattr(module, "initialized_accelerator", lambda: accelerator)
     monkeypatch.setattr(host_copy, "_forget_cuda_error", lambda: driver.calls.append("forget"))
     for _ in range(2):
         for one, handle in zip(sent[1:], handles[1:], strict=True):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError, ConfigError, nearest
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
@@ -256,7 +257,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs | None:
         """Return the captured decode steps; None where kernels are not launched by a host."""
-        if self._device.type != "cuda":
+        if not has_cuda_api(self._device.type):
             return None
         limits = self._options.max_running, self._max_length
         return DecodeGraphs(decoder, self._cache, self._device, *limits, cuda_capture())

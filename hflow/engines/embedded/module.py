@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import BackendError, nearest
 from hflow.engines.embedded.attention import ATTENTION
 from hflow.models.adapter import adapter_weights, add_adapter
@@ -134,7 +135,7 @@ class FreedParameters:
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=is_gpu(tensor.device.type))
     return copied.copy_(tensor)
 
 

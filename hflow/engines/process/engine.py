@@ -62,9 +62,8 @@ class ProcessEngine(GenerationEngine):
         Raises:
             BackendError: if the library cannot build the model.
         """
-        settings, config = setup.settings, read_config(setup.settings)
-        longest = setup.options["max_model_len"]
-        self._max_length: int = min(longest, max_length(config) or longest)
+        config = read_config(setup.settings)
+        self._max_length = _longest_sequence(setup, config)
         self._vocab_size = int(config.vocab_size)
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
         self._records = setup.records
@@ -72,23 +71,9 @@ class ProcessEngine(GenerationEngine):
         self._unfinished: set[int] = set()
         self._finished: list[tuple[int, GenerationResult]] = []
         """Received, but not returned yet."""
-        name = f"the {launch.library} engine of {settings.name!r}"
+        name = engine_name(setup, launch)
         self._process = EngineProcess(name, Path(setup.log) if setup.log else None)
-        directory = settings.path or _write_config(settings, config, self._process.directory / "model")
-        process_settings = ProcessSettings(
-            name=name,
-            library=launch.library,
-            stepper=launch.stepper,
-            settings=settings,
-            arguments=launch.arguments(directory, self._max_length),
-            temporary=str(self._process.directory),
-            tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
-            cores=tuple(sorted({core for cores in setup.cores for core in cores})),
-            reads_checkpoint=reads_checkpoint(setup),
-            sleeps=setup.shares_devices and settings.device != "cpu",
-            records=setup.records,
-        )
-        self._process.start(launch.environment, process_settings)
+        self._process.start(launch.environment, process_settings(setup, launch, self._process.directory))
 
     @property
     @override
@@ -178,6 +163,42 @@ class ProcessEngine(GenerationEngine):
         return finished
 
 
+def engine_name(setup: EngineSetup, launch: EngineLaunch) -> str:
+    """Return the engine's name, for errors."""
+    return f"the {launch.library} engine of {setup.settings.name!r}"
+
+
+def process_settings(setup: EngineSetup, launch: EngineLaunch, directory: Path) -> ProcessSettings:
+    """Return the settings from which the process builds its engine.
+
+    Args:
+        setup: the engine's setup.
+        launch: starts the engine's library.
+        directory: a temporary directory, where the config of a model without a checkpoint is written.
+    """
+    settings, config = setup.settings, read_config(setup.settings)
+    model = settings.path or write_config(settings, config, directory / "model")
+    return ProcessSettings(
+        name=engine_name(setup, launch),
+        library=launch.library,
+        stepper=launch.stepper,
+        settings=settings,
+        arguments=launch.arguments(model, _longest_sequence(setup, config)),
+        temporary=str(directory),
+        tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
+        cores=tuple(sorted({core for cores in setup.cores for core in cores})),
+        reads_checkpoint=reads_checkpoint(setup),
+        sleeps=setup.shares_devices and settings.device != "cpu",
+        records=setup.records,
+    )
+
+
+def _longest_sequence(setup: EngineSetup, config: Any) -> int:
+    """Return the maximum tokens of a sequence: what is configured, or what the model's positions allow."""
+    longest: int = setup.options["max_model_len"]
+    return min(longest, max_length(config) or longest)
+
+
 def reads_checkpoint(setup: EngineSetup) -> bool:
     """Return whether the engine reads the weights of a checkpoint when it is built.
 
@@ -188,7 +209,7 @@ def reads_checkpoint(setup: EngineSetup) -> bool:
     return setup.settings.path is not None and not is_replaced
 
 
-def _write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
+def write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
     """Write the config of a model that starts from random weights, as libraries read it.
 
     Returns:

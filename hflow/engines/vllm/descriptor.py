@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.devices import is_gpu
 from hflow.engines.vllm import memory
 from hflow.engines.vllm.checks import (
     CUDA_INSTALL,
@@ -43,7 +44,7 @@ def _remark(served: ServedModel) -> str | None:
 
 
 def _find_variation(device: str) -> Variation | None:
-    if device == "cuda":
+    if is_gpu(device):
         return None
     return Variation(
         "on CPUs, vLLM's kernels round by the sequences that are decoded together, which depends on timing",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
 from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan, graph_sizes
@@ -39,7 +40,7 @@ def environment(setup: EngineSetup) -> dict[str, str]:
         # Forked ranks would hold the connection to the worker open. vLLM spawns them on a CPU by itself.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    if setup.settings.device == "cuda":
+    if is_gpu(setup.settings.device):
         # Without a list, the process has the devices of this one.
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(setup.devices)} if setup.devices else {}
         return variables | devices | {"CUDA_DEVICE_MAX_CONNECTIONS": _CUDA_QUEUES}

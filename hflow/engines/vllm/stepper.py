@@ -82,7 +82,7 @@ class VllmStepper(Stepper):
         """Build vLLM's engine, in this process and its ranks."""
         self._settings = settings
         self._decode = decode
-        config = _vllm_config(settings)
+        config = engine_config(settings)
         with _compile_turn(config):
             self._engine = LLMEngine.from_vllm_config(
                 config, disable_log_stats=settings.arguments["disable_log_stats"]
@@ -264,7 +264,8 @@ def _compile_turn(config: VllmConfig) -> AbstractContextManager[None]:
     return compile_turn(config.compute_hash(), Path(envs.VLLM_CACHE_ROOT) / "hflow", _LOG)
 
 
-def _vllm_config(settings: ProcessSettings) -> VllmConfig:
+def engine_config(settings: ProcessSettings) -> VllmConfig:
+    """Return the configuration of vLLM's engine, which vLLM has validated for the machine's devices."""
     arguments = EngineArgs(
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,

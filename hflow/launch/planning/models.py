@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.files import read_json_object
 from hflow.base.model_files import check_model_config
@@ -91,7 +92,7 @@ def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", 
         return dtype
     if spec.init_from is not None:
         return model_dtype(config, spec.init_from, device)
-    return "bf16" if device == "cuda" else "fp32"
+    return "bf16" if is_gpu(device) else "fp32"
 
 
 def overruled_architectures(config: RunConfig) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
 from hflow.config.schema import ONE_PROCESS, FaultsConfig
@@ -60,7 +61,7 @@ def refuse_unrunnable(compiled: Compiled) -> None:
 
 def _refuse_missing_gpus(compiled: Compiled) -> None:
     """Refuse a plan for GPUs on a machine that would start Ray and has too few."""
-    if compiled.plan.cluster.device == "cuda" and compiled.config.workers == "ray":
+    if is_gpu(compiled.plan.cluster.device) and compiled.config.workers == "ray":
         make_processes(compiled.plan).refuse_impossible()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+from hflow.base.devices import is_gpu
 from hflow.config.schema import ONE_PROCESS
 from hflow.graph.ir import Level, Node, NodeSpec
 from hflow.graph.queries import root_stream
@@ -77,12 +78,12 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             "workers=inproc is one process and cannot use several machines. Set workers=ray, or a cluster of "
             "one machine."
         )
-    elif plan.cluster.device == "cuda" and plan.cluster.num_devices > 1 and workers in ONE_PROCESS:
+    elif is_gpu(plan.cluster.device) and plan.cluster.num_devices > 1 and workers in ONE_PROCESS:
         yield (
             f"workers=inproc is one process, which uses one GPU. Set workers=ray, or cluster="
             f"{device_of(plan.cluster.name)}-1x1."
         )
-    elif plan.cluster.device == "cuda" and plan.deterministic and workers in ONE_PROCESS:
+    elif is_gpu(plan.cluster.device) and plan.deterministic and workers in ONE_PROCESS:
         yield (
             "deterministic=true needs environment variables that are set before a process uses CUDA, which "
             "workers=inproc does not do. Set workers=ray."

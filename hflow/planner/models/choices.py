@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from hflow.base.devices import is_gpu
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation, descriptor, engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
@@ -134,7 +135,7 @@ CUDA_VARIABLES = {
 
 def deterministic_variables(plan: Plan, worker: int) -> dict[str, str]:
     """Return the environment variables that one worker needs so that runs are equal; none on CPUs."""
-    if not plan.deterministic or plan.cluster.device != "cuda":
+    if not plan.deterministic or not is_gpu(plan.cluster.device):
         return {}
     variables = dict(CUDA_VARIABLES)
     for replica in plan.replicas:
@@ -166,7 +167,7 @@ def determinism_line(plan: Plan) -> str:
         return ""
     others = [replica.name for replica, _ in _variations(plan.replicas, plan.cluster)]
     equal = "two runs are equal bit for bit" + (f", except by {', '.join(others)}" if others else "")
-    if plan.cluster.device != "cuda":
+    if not is_gpu(plan.cluster.device):
         return (
             f"{equal}, for any number of threads: products of matrices in a fixed order, and torch refuses "
             "operations that it cannot repeat"

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hflow.base.devices import is_gpu
 from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
 from hflow.planner.forecast.memory.phases import (
     GENERATE,
@@ -325,7 +326,7 @@ class GroupMemory:
             near = near_channel(device) if traits(engine.backend).has_own_process else ""
             return (WeightRoute(model, source.name, engine.name, how, near=near),)
         usual = near_channel(device)
-        if device == "cuda" and common != "all":
+        if is_gpu(device) and common != "all":
             usual = CHANNELS.default if common == "some" else broadcast_channel()
         configured = option.config.gen.transport
         transport = usual if configured in ("auto", GATHER) else configured

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from hflow.base.devices import has_cuda_api
+from hflow.base.devices import has_cuda_api
 from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
@@ -108,7 +110,7 @@ def way_of(
         return "pull"
     is_gathered = config.gen.transport == GATHER or (
         config.gen.transport == "auto"
-        and request.cluster.device == "cuda"
+        and has_cuda_api(request.cluster.device)
         and src.layout.world > 1
         and not _can_be_in_place(src, gen)
     )
@@ -219,7 +221,7 @@ def transport_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
 def _obstacle(route: WeightRoute, src: Replica, gen: Replica, request: PlanRequest) -> str | None:
     """Return the reason for which a route's transport cannot carry its weights; None if it can."""
     channel, facts = channel_traits(route.transport), _route_facts(route, src, gen, request)
-    if channel.needs_cuda and facts.device != "cuda":
+    if channel.needs_cuda and not has_cuda_api(facts.device):
         return f"the cluster's devices are {facts.device}, and only GPUs have it"
     if channel.needs_workers_apart and facts.is_one_process:
         return "workers=inproc is one process"

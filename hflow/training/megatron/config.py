@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
+from hflow.base.devices import collective_backend, is_gpu
 from hflow.models.settings import ModelSettings
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import Experts, ModelShape
@@ -98,7 +99,7 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1 and _uses_sequence_parallel(settings, model),
         # Over NCCL, two stages that send to each other must do so in one batch; gloo has no batches.
-        batch_p2p_comm=settings.device == "cuda",
+        batch_p2p_comm=collective_backend(settings.device) == "nccl",
         batch_p2p_sync=False,  # streams wait for what is received; the host need not
         init_method=_skip_init,
         output_layer_init_method=_skip_init,
@@ -230,7 +231,7 @@ def _uses_sequence_parallel(settings: ModelSettings, model: ModelShape) -> bool:
     if model.experts is not None:
         return True
     if settings.sequence_parallel is None:
-        return settings.device == "cuda"
+        return is_gpu(settings.device)
     return settings.sequence_parallel
 
 

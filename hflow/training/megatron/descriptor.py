@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hflow.base.devices import is_gpu
 from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import FAMILIES
@@ -32,7 +33,7 @@ def _make_model(settings: ModelSettings, position: RankPosition) -> Any:
 
 
 def _environment(replica: Replica, device: str) -> Mapping[str, str]:
-    return {HARDWARE_QUEUES: "1"} if device == "cuda" and replica.layout.tensor > 1 else {}
+    return {HARDWARE_QUEUES: "1"} if is_gpu(device) and replica.layout.tensor > 1 else {}
 
 
 def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:

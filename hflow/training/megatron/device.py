@@ -8,6 +8,7 @@ from importlib import metadata
 
 import torch
 
+from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError
 from hflow.models.device import local_device
 from hflow.types.kernels import TE_PACKAGE, import_transformer_engine, installed_transformer_engine
@@ -24,7 +25,7 @@ def prepare(name: str) -> torch.device:
             Transformer Engine, which megatron imports where it is installed, cannot be imported.
     """
     device = local_device(name)
-    if device.type != "cuda":
+    if not has_cuda_api(device.type):
         from hflow.training.megatron import cpu_shim
 
         cpu_shim.install(device.type)

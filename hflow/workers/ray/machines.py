@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import ray
 from ray._private.state import available_resources_per_node
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import RunError
 from hflow.planner.plan.cluster import ClusterSpec
 
@@ -35,7 +36,7 @@ class Machine:
 
     def num_workers(self, device: str) -> int:
         """Return the number of workers that it can hold: one for each GPU or CPU, and each has a CPU."""
-        return int(min(self.cpus, self.gpus) if device == "cuda" else self.cpus)
+        return int(min(self.cpus, self.gpus) if is_gpu(device) else self.cpus)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> Chosen
 
 def _too_few(cluster: ClusterSpec, machines: Sequence[Machine]) -> str:
     """Say what the plan needs and what there is."""
-    is_cuda = cluster.device == "cuda"
+    is_cuda = is_gpu(cluster.device)
     size, plural = cluster.devices_per_node, "s" * (cluster.devices_per_node != 1)
     each = f"{size} GPU{plural} and {size} CPU{plural}" if is_cuda else f"{size} CPU{plural}"
     needed = f"a machine with {each}"

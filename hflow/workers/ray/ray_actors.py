@@ -24,6 +24,7 @@ from ray._private.services import get_ray_address_from_environment
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import RunError, WorkerFailureError
 from hflow.base.waiting import WaitFor, wait_silently
 from hflow.planner.plan.cluster import ClusterSpec
@@ -108,7 +109,7 @@ class RayActors:
                 get_ray_address_from_environment(address, None)
             except ConnectionError:
                 raise _no_cluster(cluster) from None
-        elif address is None and cluster.device == "cuda" and (available := num_gpus()) < cluster.num_devices:
+        elif address is None and is_gpu(cluster.device) and (available := num_gpus()) < cluster.num_devices:
             num = cluster.num_devices
             raise RunError(
                 f"cluster={cluster.name} needs {num} GPU{'s' * (num > 1)}, but this machine has {available}; "
@@ -253,7 +254,7 @@ def reserve(cluster: ClusterSpec) -> Reservation:
 
 
 def _reserve(cluster: ClusterSpec, owns_ray: bool) -> Reservation:
-    num_gpus = int(cluster.device == "cuda")
+    num_gpus = int(is_gpu(cluster.device))
     deadline = time.monotonic() + RESERVE_SECONDS
     while True:
         try:

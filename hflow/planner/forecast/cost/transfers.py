@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from hflow.base.devices import is_gpu
 from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -231,7 +232,7 @@ def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
 
 def _over_pcie(num_bytes: float, replica: ReplicaCosts) -> Iterator[Part]:
     """Yield the seconds of copying bytes between a GPU and the memory of its host; nothing on a CPU."""
-    if replica.hardware.device.type == "cuda":
+    if is_gpu(replica.hardware.device.type):
         yield send(num_bytes, replica.hardware.host, replica.hardware).part("PCIe")
 
 

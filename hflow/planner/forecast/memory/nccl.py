@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from hflow.base.devices import is_gpu
 from hflow.planner.forecast.communicators import rank_messages
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.traits import BackendTraits
@@ -53,7 +54,7 @@ class NcclLinks(NamedTuple):
 
 def nccl_links(hardware: Hardware, devices_per_node: int) -> NcclLinks | None:
     """Return the links of a cluster; None if its devices are not GPUs, or no link has channels."""
-    if hardware.device.type != "cuda" or hardware.intra.channels + hardware.inter.channels == 0:
+    if not is_gpu(hardware.device.type) or hardware.intra.channels + hardware.inter.channels == 0:
         return None
     rack = hardware.device.rack
     domain = rack.devices if rack and hardware.rack == hardware.intra else devices_per_node

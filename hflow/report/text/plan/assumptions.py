@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.devices import is_gpu
 from hflow.base.text import format_count, format_share
 from hflow.planner.plan.calibration import Calibration
 from hflow.planner.plan.cluster import ClusterSpec, used_links
@@ -57,7 +58,7 @@ def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[tuple[str, s
         f"TFLOP/s {rates}; memory {format_count(device.memory_gb_per_s)} GB/s; {device.overhead_gib:g} GiB "
         "for the runtime itself",
     )
-    host = [(hardware.host, "to the host")] if device.type == "cuda" else []
+    host = [(hardware.host, "to the host")] if is_gpu(device.type) else []
     for link, where in (*used_links(cluster, hardware), *host):
         yield (
             link.name,

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hflow.base.devices import is_gpu
 from hflow.base.text import format_bytes, format_ranges_briefly, format_seconds, format_share, pluralize
 from hflow.planner.forecast.communicators import communicators
 from hflow.planner.forecast.memory import pinning_seconds
@@ -133,7 +134,7 @@ def memory_section(plan: Plan, width: int) -> Section:
 
 def communicator_lines(plan: Plan, classes: Iterable[DeviceClass]) -> Iterator[str]:
     """Yield the NCCL communicators of a device of each class that is shown, by their use."""
-    if plan.cluster.device != "cuda":
+    if not is_gpu(plan.cluster.device):
         return
     shown = {one.devices[0]: one for one in classes}
     for device, found in communicators(plan, shown).items():

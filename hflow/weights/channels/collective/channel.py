@@ -36,6 +36,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from typing_extensions import override
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import WorkerFailureError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
@@ -204,7 +205,7 @@ class _Stream:
         self._generation = generation
         self._timeout = timeout
         self._number = 0
-        self._queue: SimpleQueue[tuple[CollectiveBucket, Tensor, torch.cuda.Event | None]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[CollectiveBucket, Tensor, torch.Event | None]] = SimpleQueue()
         self._closed = threading.Event()
         self._error: Exception | None = None
         threading.Thread(target=self._main, name="hflow-broadcast", daemon=True).start()
@@ -223,7 +224,7 @@ class _Stream:
             bucket.header,
         )
         self._number += 1
-        packed = torch.cuda.Event() if device == "cuda" else None
+        packed = torch.get_device_module(device).Event() if is_gpu(device) else None
         if packed is not None:
             packed.record()
         self._queue.put((handle, payload, packed))
@@ -245,7 +246,7 @@ class _Stream:
 
     def _run(self) -> None:
         store, group = connect_store(self._address, self._timeout), None
-        stream: torch.cuda.Stream | None = None
+        stream: Any = None
         while not self._closed.is_set():
             try:
                 handle, payload, packed = self._queue.get(timeout=_QUEUE_SECONDS)
@@ -259,9 +260,10 @@ class _Stream:
             if packed is None:
                 _run_broadcast(group, payload)
                 continue
+            accelerator = torch.get_device_module(payload.device)
             if stream is None:
-                stream = torch.cuda.Stream(payload.device)
-            with torch.cuda.stream(stream):
+                stream = accelerator.Stream(payload.device)
+            with accelerator.stream(stream):
                 packed.wait(stream)
                 _run_broadcast(group, payload)
                 stream.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hflow.base.devices import is_gpu
 from hflow.planner.plan.channels import ChannelKind, ChannelTraits, RouteFacts
 
 
@@ -14,7 +15,7 @@ def _open(settings: Any) -> Any:
 
 
 def _prefer(facts: RouteFacts) -> str | None:
-    if facts.device == "cuda" and not facts.is_one_process and not facts.shares_devices:
+    if is_gpu(facts.device) and not facts.is_one_process and not facts.shares_devices:
         return "NCCL broadcasts between devices"
     return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from typing_extensions import override
 
+from hflow.base.devices import has_cuda_api
 from hflow.base.errors import RunError
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
@@ -57,7 +58,7 @@ class IpcChannel(WeightChannel):
             RunError: when it is not on a GPU.
         """
         payload = bucket.payload
-        if payload.device.type != "cuda":
+        if not has_cuda_api(payload.device.type):
             raise RunError("ipc needs weights on a GPU; set models.NAME.gen.transport=shared")
         torch.cuda.synchronize(payload.device)  # the receiver's stream does not know what packs the bucket
         rebuild, arguments = reduce_tensor(payload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hflow.base.devices import has_cuda_api
 from hflow.planner.plan.channels import ChannelKind, ChannelTraits, RouteFacts
 
 
@@ -14,7 +15,7 @@ def _open(settings: Any) -> Any:
 
 
 def _prefer(facts: RouteFacts) -> str | None:
-    if facts.device != "cuda" or facts.is_one_process or not facts.has_own_process:
+    if not has_cuda_api(facts.device) or facts.is_one_process or not facts.has_own_process:
         return None
     if facts.held_bytes and not facts.moved_bytes:
         return "every engine is on the devices that hold its weights"

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hflow.base.devices import is_gpu
 from hflow.base.errors import WorkerFailureError
+from hflow.models.device import initialized_accelerator
 from hflow.models.host_copy import PinnableMemory
 from hflow.planner.weights.weight_slices import Receivers
 from hflow.weights.buckets import Bucket, BucketHeader
@@ -54,7 +56,7 @@ class SharedChannel(WeightChannel):
         """Copy the bucket into a segment."""
         num_bytes = bucket.payload.numel()
         segment = self._segment(num_bytes)
-        if bucket.payload.device.type == "cuda":
+        if is_gpu(bucket.payload.device.type):
             segment.memory.pin()
         segment.memory.bytes[:num_bytes].copy_(bucket.payload)
         self._used[segment.inode] = segment
@@ -67,7 +69,7 @@ class SharedChannel(WeightChannel):
         key = handle.process, handle.inode
         if key not in self._mapped:
             self._mapped[key] = PinnableMemory(_map(handle))
-        if torch.cuda.is_initialized():  # this process copies the bucket to its GPU
+        if initialized_accelerator() is not None:  # this process copies the bucket to its GPU
             self._mapped[key].pin()
         return handle.header.with_payload(self._mapped[key].bytes[: handle.num_bytes])
 

@@ -1,0 +1,83 @@
+"""Write the parameters of functions of packages that need CUDA to a file of the tests.
+
+    python requirements/signatures.py ARCHIVE ...
+
+`make signatures` downloads the archives, of Transformer Engine and flash-attn. Their sources are read, not
+imported. A parameter `**name` takes all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+OUT = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "signatures.json"
+TE_MODULE = "transformer_engine/pytorch/module"
+FUNCTIONS = {
+    "flash_attn/flash_attn_interface.py": ("flash_attn_varlen_func",),
+    f"{TE_MODULE}/linear.py": ("Linear.__init__", "Linear.forward"),
+    f"{TE_MODULE}/layernorm_linear.py": ("LayerNormLinear.__init__", "LayerNormLinear.forward"),
+    f"{TE_MODULE}/grouped_linear.py": ("GroupedLinear.__init__", "GroupedLinear.forward"),
+    f"{TE_MODULE}/rmsnorm.py": ("RMSNorm.__init__",),
+}
+"""File of a package -> functions in it."""
+
+
+def sources(archive: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each file of `FUNCTIONS` that a wheel or a source distribution has."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in FUNCTIONS.keys() & set(wheel.namelist()):
+                yield name, wheel.read(name).decode()
+        return
+    with tarfile.open(archive) as files:
+        for member in files.getmembers():
+            name = member.name.partition("/")[2]
+            if name in FUNCTIONS and (file := files.extractfile(member)) is not None:
+                yield name, file.read().decode()
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters, in their order."""
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions and methods of a file, as `function` or `Class.method`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    yield f"{node.name}.{method.name}", method
+
+
+def main() -> int:
+    """Read the archives, and write the file. Return 1 if a function is missing."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for archive in map(Path, sys.argv[1:]):
+        match = re.match(r"(\w+)-([\d.]+(?:post\d+)?)", archive.name)
+        assert match is not None, f"{archive} is not named after a package and its version"
+        package = found.setdefault(f"{match[1].replace('_', '-')} {match[2].rstrip('.')}", {})
+        for name, source in sources(archive):
+            known = dict(functions(ast.parse(source)))
+            package.update({wanted: parameters(known[wanted]) for wanted in FUNCTIONS[name]})
+    missing = {name for names in FUNCTIONS.values() for name in names} - {
+        name for package in found.values() for name in package
+    }
+    OUT.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    print(f"{OUT}: {', '.join(found)}" + (f"; missing: {', '.join(sorted(missing))}" if missing else ""))
+    return bool(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

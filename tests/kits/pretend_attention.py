@@ -1,0 +1,87 @@
+"""The flash kernels of torch, computed densely on the CPU for the pretend accelerator.
+
+They refuse the dtypes, head sizes and index types that CUDA's kernels refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hflow.types.kernels import AttentionKernel, head_size_problem
+
+
+class _Sequence(NamedTuple):
+    """A sequence's queries and keys in fp32, by head, and what the forward pass computes of them."""
+
+    queries: slice
+    keys: slice
+    q: Tensor
+    k: Tensor
+    """Keys, repeated for the query heads that share them."""
+    v: Tensor
+    scores: Tensor
+    """`[H, L, M]`, negative infinity where a query does not see a key."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output `[T, H, d]`, and the logarithms of the softmax's sums `[H, T]`."""
+    _check(q, k, v, starts, longest)
+    out, sums = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    for one in _sequences(q, k, v, starts, scale):
+        out[one.queries] = (one.scores.softmax(-1) @ one.v).transpose(0, 1).to(out.dtype)
+        sums[:, one.queries] = one.scores.logsumexp(-1)
+    return out, sums
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. Query heads that share a key head add theirs up."""
+    results = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for one in _sequences(q, k, v, starts, scale):
+        of_out = gradient[one.queries].transpose(0, 1).float()
+        weights = one.scores.softmax(-1)
+        of_weights = of_out @ one.v.mT
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+        parts = (of_scores @ one.k, of_scores.mT @ one.q, weights.mT @ of_out)
+        for result, part, rows in zip(results, parts, (one.queries, one.keys, one.keys), strict=True):
+            heads = result.shape[1]
+            result[rows] = part.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+    of_q, of_k, of_v = (result.to(q.dtype) for result in results)
+    return of_q, of_k, of_v
+
+
+def _sequences(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float
+) -> Iterator[_Sequence]:
+    num_shared = q.shape[1] // k.shape[1]
+    of_queries, of_keys = (x.tolist() for x in starts)
+    for i in range(len(of_queries) - 1):
+        queries, keys = slice(*of_queries[i : i + 2]), slice(*of_keys[i : i + 2])
+        one_q = q[queries].transpose(0, 1).float()
+        one_k, one_v = (x[keys].transpose(0, 1).float().repeat_interleave(num_shared, 0) for x in (k, v))
+        scores = one_q @ one_k.mT * scale
+        num_queries, num_keys = scores.shape[1:]
+        unseen = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
+        yield _Sequence(queries, keys, one_q, one_k, one_v, scores.masked_fill(unseen, -torch.inf))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]) -> None:
+    problem = head_size_problem(AttentionKernel.VARLEN, q.shape[-1])
+    if problem is not None or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        raise RuntimeError(f"heads of sizes {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]}: {problem}")
+    if {x.dtype for x in (q, k, v)} not in ({torch.bfloat16}, {torch.float16}):
+        raise RuntimeError(f"flash attention got {q.dtype}, {k.dtype} and {v.dtype}")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise RuntimeError("the last dimension of queries, keys and values must be contiguous")
+    for x, rows, most in zip(starts, (q, k), longest, strict=True):
+        if x.dtype != torch.int32 or not x.is_contiguous():
+            raise RuntimeError(f"places of sequences are int32, not {x.dtype}")
+        if int(x[-1]) != len(rows) or int(x.diff().max()) > most:
+            raise RuntimeError(f"sequences begin at {x.tolist()}, but there are {len(rows)} rows")
