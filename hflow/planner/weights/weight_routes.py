@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from hflow.base.devices import has_cuda_api
-from hflow.base.devices import has_cuda_api
 from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
