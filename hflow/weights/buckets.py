@@ -141,8 +141,9 @@ class Bucket:
         return self.copied_to(device)
 
     def copied_to(self, device: torch.device) -> Bucket:
-        """Return the bucket with a copy of its payload on a device. It waits, as its checksum does."""
-        return replace(self, payload=self.payload.to(device, copy=True))
+        """Return the bucket with a copy of its payload on a device."""
+        payload = self.payload.to(device, copy=True)  # waits: once per bucket, as its checksum does
+        return replace(self, payload=payload)
 
 
 def pack_buckets(

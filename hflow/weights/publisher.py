@@ -160,7 +160,7 @@ class WeightPublisher:
         return self._routes.hands_over(replica) and self._handed_over.get(replica) != version
 
     def handed_over(self, replica: str) -> list[IncomingWeights]:
-        """Return what each tensor rank of a replica's engine takes from the worker on its device."""
+        """Return the weights that each rank of a replica's engine takes from the worker on its device."""
         settings = self._settings[replica]
         return [
             IncomingWeights(

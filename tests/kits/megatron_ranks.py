@@ -124,7 +124,7 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
     """Return the weighted sum of the output. Each tensor rank sums its part of the vocabulary."""
     weights = kit.output_weights(pack, stage.head)
     if stage.head == "lm":
-        output = stage.logits(hidden).float()
+        output = stage.output_matrix.logits(hidden).float()
         parts = [torch.empty_like(output) for _ in range(stage.parallel.tensor)]
         dist.all_gather(parts, output.detach().contiguous(), group=stage.parallel.groups.tp)
         outputs.append(torch.cat(parts, dim=-1))

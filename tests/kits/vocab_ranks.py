@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from late_megatron import megatron
 from torch import Tensor
 
-from hflow.training.loop import output
+from hflow.training.loop import logprobs
+from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
 
 NUM_ROWS, HIDDEN, VOCAB, PART = 11, 6, 13, 8
 """The second rank has 5 of the 13 tokens and 3 rows of padding."""
-PADDED = -1e30
 TEMPERATURES = (1.0, 0.3)
-CHUNKS = (PART * NUM_ROWS, PART * 4)
-"""Logits that may exist at once: those of all rows, and those of four."""
+CHUNKS = (NUM_ROWS, 4)
+"""Rows whose logits may exist at once: all, or four, of which two are in fp32."""
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,7 +59,7 @@ def run(rank: int, directory: str) -> None:
 
 def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) -> Any:
     """Return measures, top-k, gradients of the hidden states (summed) and of this rank's matrix."""
-    output.LOGITS_PER_CHUNK = size
+    logprobs.CHUNK_BYTES, logprobs.LOGITS_PER_TILE = 4 * PART * size, PART * (size // 2)
     rows, matrix, drawn, others = (x[:num_rows] if len(x) == NUM_ROWS else x for x in inputs())
     part = torch.zeros(PART, HIDDEN)
     mine = matrix[rank * PART : (rank + 1) * PART]
@@ -68,14 +67,8 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
     rows.requires_grad_()
     part.requires_grad_()
 
-    def logits(hidden: Tensor) -> Tensor:
-        found = hidden @ part.T
-        found[:, len(mine) :] = PADDED
-        return found
-
-    parallel = megatron("vocab_parallel").VocabParallelLogits(
-        rows, logits, rank * PART, PART, dist.group.WORLD, temperature
-    )
+    mine_of = OutputMatrix(part, None, rank * PART, len(mine), dist.group.WORLD)
+    parallel = MatrixLogits(rows, mine_of, temperature)
     found, ids = measures(parallel, drawn, others)
     combine(found).backward()
     assert rows.grad is not None
@@ -85,9 +78,7 @@ def compute(rank: int, temperature: float, size: int, num_rows: int = NUM_ROWS) 
 
 def by_hand(rank: int) -> tuple[float, ...]:
     """Return the log-prob of token 0 and the entropy of logits 0 and ln 3, one per rank, and their slopes."""
-    logit = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
-    logprobs, entropy = megatron("vocab_parallel").vocab_parallel_logprobs(
-        logit, torch.tensor([[0]]), rank, dist.group.WORLD, True
-    )
-    slopes = [torch.autograd.grad(x.sum(), logit, retain_graph=True)[0].item() for x in (logprobs, entropy)]
-    return logprobs.item(), entropy.item(), *slopes
+    weight = torch.tensor([[0.0, math.log(3)][rank : rank + 1]], requires_grad=True)
+    logits = MatrixLogits(torch.ones(1, 1), OutputMatrix(weight, None, rank, None, dist.group.WORLD), 1.0)
+    found = [logits.measure([name], torch.tensor([0]))[0] for name in ("logprobs", "entropy")]
+    return *[x.item() for x in found], *[torch.autograd.grad(x.sum(), weight)[0].item() for x in found]

@@ -90,7 +90,7 @@ from hflow.planner.plan.workload import Workload
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import num_parameters, num_tensors, tensors
 from hflow.training.fsdp.sharding import MIN_UNIT_BYTES as BACKEND_UNIT_BYTES
-from hflow.training.loop.output import LOGITS_PER_CHUNK
+from hflow.training.loop import logprobs
 
 
 # ------------------------------------------------------------------------------ FLOPs and weights
@@ -156,7 +156,7 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
 
 
 def test_the_planners_traits_of_the_torch_backend_are_right():
-    assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
+    assert activations.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
     assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
 
@@ -447,12 +447,12 @@ def test_offloaded_inputs_of_layers_are_copied_twice():
 
 
 def test_logits_that_do_not_fit_are_made_twice():
-    # 2^26 logits of a vocabulary of 100 are 671,088 rows.
-    fits, large = work(671_000.0), work(672_000.0)
-    one = side(tokens_per_microbatch=10**6)
+    # 2^29 bytes of logits of a vocabulary of 100 are 1,342,177 rows in fp32.
+    fits, large = work(1_342_000.0), work(1_343_000.0)
+    one = side(tokens_per_microbatch=10**7)
     seconds = [named(train(one, amount, 1))["forward and backward"] for amount in (fits, large)]
-    assert seconds[0] == pytest.approx(3 * 2 * 153_856 * 671_000 / 1e12)
-    assert seconds[1] == pytest.approx((3 * 153_856 + 6_400) * 2 * 672_000 / 1e12)
+    assert seconds[0] == pytest.approx(3 * 2 * 153_856 * 1_342_000 / 1e12)
+    assert seconds[1] == pytest.approx((3 * 153_856 + 6_400) * 2 * 1_343_000 / 1e12)
 
 
 def test_few_tokens_are_bound_by_reading_the_weights_for_every_micro_batch():

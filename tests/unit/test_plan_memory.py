@@ -53,7 +53,7 @@ from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
-from hflow.training.loop.output import LOGITS_PER_CHUNK
+from hflow.training.loop import logprobs
 from hflow.training.megatron import memory as megatron_memory
 
 NUM_7B = 6_738_415_616
@@ -66,7 +66,8 @@ def model_state(asked):
 
 # ---------------------------------------------------------------------- entries and model state
 def test_descriptors_of_backends_are_right():
-    assert activations.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
+    assert activations.CHUNK_BYTES == logprobs.CHUNK_BYTES
+    assert activations.LOGITS_PER_TILE == logprobs.LOGITS_PER_TILE
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
     assert EngineOptions().max_tokens_per_step == parts.PREFILL_TOKENS
 
@@ -228,10 +229,13 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
 
 
 def test_logits_exist_in_chunks():
-    # 2^26 / 32,000 = 2,097 rows; logits, log-probs, exponents, products; only the first two without gradient.
+    # 2^29 / 4 / 32,000 = 4,194 rows. Of 2^22 / 32,000 = 131 of them a copy, and in training exponentials.
     asked = rank(LLAMA_7B)
-    assert activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True) == 16 * 2_097 * 32_000
-    assert activations.logits(asked, microbatch(900, 800), with_gradient=False) == 8 * 800 * 32_000
+    assert (
+        activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True)
+        == (4 * 4_194 + 8 * 131) * 32_000
+    )
+    assert activations.logits(asked, microbatch(900, 100), with_gradient=False) == (4 + 4) * 100 * 32_000
 
 
 def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():

@@ -85,7 +85,8 @@ def test_topk_and_logprobs_of():
 def test_chunked_logits_give_the_same_outputs(monkeypatch, body):
     backend = kit.model()
     wanted = infer(backend, body)
-    monkeypatch.setattr("hflow.training.loop.output.LOGITS_PER_CHUNK", 3 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.logprobs.CHUNK_BYTES", 4 * 3 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.logprobs.LOGITS_PER_TILE", 2 * kit.VOCAB)
     np.testing.assert_allclose(infer(backend, body), wanted, atol=1e-6)
 
 
@@ -93,7 +94,8 @@ def test_chunked_logits_give_the_same_gradients(monkeypatch):
     shards = kit.whole(kit.make_batch(kit.LENGTHS))
     one, other = kit.model(), kit.model()
     wanted = one.train(kit.CALLS["token-mean"], shards, 0)
-    monkeypatch.setattr("hflow.training.loop.output.LOGITS_PER_CHUNK", 4 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.logprobs.CHUNK_BYTES", 4 * 4 * kit.VOCAB)
+    monkeypatch.setattr("hflow.training.loop.logprobs.LOGITS_PER_TILE", 3 * kit.VOCAB)
     assert other.train(kit.CALLS["token-mean"], shards, 0) == pytest.approx(wanted, abs=1e-5)
     for name, tensor in kit.weights(one).items():
         torch.testing.assert_close(kit.weights(other)[name], tensor, atol=1e-5, rtol=0)

@@ -102,12 +102,11 @@ class _Step:
         """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
 
     def forward(self) -> Items:
-        """Return the activations at the end of the forward pass, and the logits."""
+        """Return the activations at the end of the forward pass, the logits, and the matrix's gradient."""
         kept = activations.kept_outside_layers(self.rank, self.batch)
         logits = activations.logits(self.rank, self.batch, with_gradient=True)
-        return item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept) + item(
-            MemoryCategory.LOGITS, logits
-        )
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept)
+        return layers + item(MemoryCategory.LOGITS, logits) + _gradients(self.output)
 
     def final_norm(self) -> Items:
         """Return the activations during the backward pass of the final norm."""

@@ -1,21 +1,20 @@
 """The root module: runs the forward pass and the body in one call, so that sharded weights are whole in both.
 
-Axes: T packed tokens, U computed tokens, N learned tokens, C rows of a chunk, V vocabulary, D hidden.
+Axes: T packed tokens, U computed tokens, N learned tokens, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from hflow.models.expert_replay import REPLAYED
 from hflow.models.host_offload import activations_in_host_memory
 from hflow.training.loop.inputs import PackedBatch
-from hflow.training.loop.output import LmOutput, ScalarOutput, in_chunks
+from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
+from hflow.training.loop.output import LmOutput, ScalarOutput
 from hflow.types import Output
 
 Result = TypeVar("Result")
@@ -72,69 +71,8 @@ class PackedModel(nn.Module):
             return zero
         if self.head_kind == "lm":
             rows = hidden.index_select(0, packed.computed_rows(packed.targets - 1))
-            logits = WholeLogits(rows, self.head, temperature)
+            assert isinstance(self.head, nn.Linear)
+            logits = MatrixLogits(rows, OutputMatrix(self.head.weight, self.head.bias), temperature)
             return consume(LmOutput(logits, packed, get_requested()))
         padding_id = getattr(self.backbone.config, "pad_token_id", None)
         return consume(ScalarOutput(packed.expand(self.head(hidden)), packed, self.head_kind, padding_id))
-
-
-Measure = Callable[..., tuple[Tensor, ...]]
-"""Makes tensors of C rows from log-probs `[C, V]` and C rows of further inputs."""
-
-
-@dataclass(frozen=True)
-class WholeLogits:
-    """`loop.output.Logits` from an output matrix that this rank has whole. Logits exist chunk by chunk."""
-
-    rows: Tensor
-    """Hidden states `[N, D]`."""
-    head: nn.Module
-    """The output matrix, `[N, D]` -> `[N, V]`."""
-    temperature: float
-    """Logits are divided by it."""
-
-    def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
-        """Compute some of `logprobs` and `entropy`, in one pass."""
-
-        def compute(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-            measures = {"logprobs": lambda: _picked(logprobs, ids), "entropy": lambda: _entropy(logprobs)}
-            return tuple(measures[name]() for name in names)
-
-        return self._apply(compute, ids)
-
-    def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` likeliest tokens and their log-probs."""
-        ids, logprobs = self._apply(lambda logprobs: logprobs.topk(k, dim=-1)[::-1])
-        return ids, logprobs
-
-    def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Return the log-probs of given tokens."""
-        (logprobs,) = self._apply(lambda logprobs, rows: (logprobs.gather(-1, rows),), ids)
-        return logprobs
-
-    def _apply(self, measure: Measure, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Apply `measure` to the log-softmax of the logits, chunk by chunk."""
-
-        def step(hidden: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            logits = self.head(hidden).float()
-            if self.temperature != 1.0:
-                logits = logits / self.temperature
-            return measure(torch.log_softmax(logits, dim=-1), *others)
-
-        return in_chunks(step, _vocab_size(self.head), self.rows, *inputs)
-
-
-def _vocab_size(head: nn.Module) -> int:
-    """Return V, the rows of the output matrix."""
-    assert isinstance(head.weight, Tensor)
-    return len(head.weight)
-
-
-def _picked(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probs of given ids: `[C, V]`, `[C]` -> `[C]`."""
-    return logprobs.gather(-1, ids[:, None]).squeeze(-1)
-
-
-def _entropy(logprobs: Tensor) -> Tensor:
-    """Return the entropy in nats of each row: `[C, V]` -> `[C]`."""
-    return -(logprobs.exp() * logprobs).sum(-1)

@@ -59,7 +59,8 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
     kept = activations.kept_by_layers(rank, batch, num_layers, layer)
     in_layers = item(MemoryCategory.ACTIVATIONS, kept)
-    yield in_layers + _head(rank, batch, with_gradient=True)
+    matrix = item(MemoryCategory.GRADIENTS, rank.width * rank.sizes.output)
+    yield in_layers + _head(rank, batch, with_gradient=True) + matrix
     needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
     buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from hflow.models.device import local_device
@@ -33,6 +33,7 @@ from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.build import HEADS, check_choice
+from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -48,9 +49,6 @@ from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import supported_shape
 from hflow.types.kernels import LayerKernels
 
-PADDING_LOGIT = -1e30
-"""Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""
-
 _RNG = "model-parallel-rng"
 """Name of megatron's random state for dropout in sharded regions, which must exist without dropout too."""
 
@@ -61,7 +59,7 @@ class Stage:
 
     module: GPTModel
     """Called with `inputs(...)`. Returns the input of the next stage. The last stage returns hidden states
-    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`. With context
+    `[U, D]`, the same on all tensor ranks, for `output_matrix` or the scalar `output_layer`. With context
     parallelism, U is the number of the rank's own rows, everywhere in this module."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
@@ -146,25 +144,25 @@ class Stage:
         first = self.parallel.t * num_rows if self.row_multiple > 1 else 0
         return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return this rank's logits `[N, V' / T]` of hidden states `[N, D]`, on the last stage.
+    @property
+    def output_matrix(self) -> OutputMatrix:
+        """The rank's rows of the output matrix, on the last stage.
 
-        Rank t's logits start at token `t * V' / T`; padding has `PADDING_LOGIT`. Gradients of the hidden
-        states are summed over the tensor ranks in the model's own backward pass.
+        Gradients of the hidden states are summed over the tensor ranks in the model's own backward pass.
         """
         if self.shape.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
         else:
             weight = self.module.output_layer.weight
         num_valid = min(max(self.shape.vocab - self.vocab_start, 0), self.vocab_rows)
-        return _local_logits(rows, weight, num_valid)
+        return OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp)
 
     def zero_loss(self, hidden: Tensor) -> Tensor:
         """Return a loss of 0 whose backward pass gives all weights gradients, of 0, on the last stage.
 
         Gradients of a bucket are summed over data ranks once all of its weights have theirs.
         """
-        head = self.logits if self.head == "lm" else self.module.output_layer
+        head = self.output_matrix.logits if self.head == "lm" else self.module.output_layer
         zero: Tensor = head(hidden[:0]).sum()
         return zero
 
@@ -266,17 +264,3 @@ def _for_scalar_head(hidden: Tensor, tp_group: ProcessGroup, sequence_parallel: 
         hidden, tensor_parallel_output_grad=False, group=tp_group
     )
     return gathered
-
-
-def _local_logits(rows: Tensor, weight: Tensor, num_valid: int) -> Tensor:
-    """Return logits `[N, V' / T]` of hidden states `[N, D]` from `_for_logits`.
-
-    Args:
-        rows: hidden states.
-        weight: this rank's rows of the output matrix, `[V' / T, D]`.
-        num_valid: number of rows that are not padding.
-    """
-    logits = linear(rows, weight)
-    if num_valid < len(weight):
-        logits[:, num_valid:] = PADDING_LOGIT
-    return logits

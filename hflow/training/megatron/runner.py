@@ -31,7 +31,7 @@ from hflow.training.megatron.model import Stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.schedule import PipelineSchedule, StageTokens
-from hflow.training.megatron.vocab_parallel import stage_output
+from hflow.training.megatron.stage_output import stage_output
 from hflow.types import Output
 from hflow.types.recorded import requestable_kinds
 

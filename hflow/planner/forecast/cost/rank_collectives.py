@@ -8,7 +8,6 @@ step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -30,7 +29,6 @@ from hflow.planner.forecast.cost.flops import (
     layers_parameters,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
 from hflow.planner.forecast.memory.rank import FP32_BYTES
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import ModelShape, expert_layers
@@ -173,13 +171,9 @@ def tensor_collectives(
 
 def _vocabulary_sums(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:
     """Yield the exchanges of a vocabulary's parts for each learned token: a maximum, and three sums."""
-    learned = work.learned / passes.num
-    logits = learned * replica.shape.vocab / replica.layout.tensor
-    num_chunks = max(1, math.ceil(logits / LOGITS_PER_CHUNK))
-    times = passes.num * num_chunks * (1 + (passes.backward if num_chunks > 1 else 0))
-    row = FP32_BYTES * learned / num_chunks
-    yield Collectives("all-reduce", "tensor", row, times)
-    yield Collectives("all-reduce", "tensor", 3 * row, times)
+    row = FP32_BYTES * work.learned / passes.num
+    yield Collectives("all-reduce", "tensor", row, passes.num)
+    yield Collectives("all-reduce", "tensor", 3 * row, passes.num)
 
 
 def stage_messages(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:

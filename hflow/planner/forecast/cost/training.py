@@ -32,7 +32,7 @@ from hflow.planner.forecast.cost.rank_collectives import (
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part, roofline
 from hflow.planner.forecast.cost.transfers import offload
-from hflow.planner.forecast.memory.activations import LOGITS_PER_CHUNK
+from hflow.planner.forecast.memory.activations import CHUNK_BYTES
 from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.shapes.layout import stage_layers
 
@@ -257,7 +257,7 @@ def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
 def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:
     learned = work.learned / num_microbatches(replica, work)
     logits = learned * replica.shape.vocab / replica.layout.tensor
-    return replica.shape.head == "lm" and logits > LOGITS_PER_CHUNK
+    return replica.shape.head == "lm" and logits * replica.itemsize > CHUNK_BYTES
 
 
 def _stage_bytes(replica: ReplicaCosts) -> float:

@@ -17,8 +17,9 @@ from hflow.shapes.model_shape import ModelShape, expert_layers, mean_mlp_rows, m
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
 average (`models/packed_attention.py`)."""
-LOGITS_PER_CHUNK = 1 << 26
-"""Logits that exist at once on a rank (`training/loop/output.py`)."""
+CHUNK_BYTES, LOGITS_PER_TILE = 1 << 29, 1 << 22
+"""Bytes of the logits that exist at once on a rank, and how many of them exist in fp32
+(`training/loop/logprobs.py`)."""
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
@@ -149,18 +150,20 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
 
 
 def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
-    """Return the bytes of the logits that exist at once, and of what is computed of them in fp32.
+    """Return the bytes of the logits that exist at once, and of a tile of them in fp32.
 
-    Training: logits, log-probs, their exponentials and the product of both, as the losses of the library
-    compute log-probs and entropy together. Inference: logits and log-probs. A scalar head has its input in
-    fp32 instead.
+    Training: a tile's logits and their exponentials, as the losses of the library compute log-probs and
+    entropy together. Inference: the exponentials take the place of the logits. A scalar head has its input
+    in fp32 instead.
     """
     shape = rank.shape
     if shape.head != "lm":
         return FP32_BYTES * shape.hidden * batch.tokens
     vocab = -(-shape.vocab // rank.tensor)
-    num_rows = min(batch.num_learned, max(LOGITS_PER_CHUNK // vocab, 1))
-    return (4 if with_gradient else 2) * FP32_BYTES * num_rows * vocab + reordered_output(rank)
+    num_rows = min(batch.num_learned, max(CHUNK_BYTES // (rank.width * vocab), 1))
+    tile = min(num_rows, max(LOGITS_PER_TILE // vocab, 1))
+    of_tile = (2 if with_gradient else 1) * FP32_BYTES * tile * vocab
+    return rank.width * num_rows * vocab + max(of_tile, reordered_output(rank))
 
 
 def reordered_output(rank: Rank) -> int:

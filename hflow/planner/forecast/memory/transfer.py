@@ -102,8 +102,9 @@ def _received_last(rank: Rank, route: WeightRoute) -> Items:
 
 def handed_over_buckets(rank: Rank) -> Items:
     """Return the items of the buckets that a worker hands over; the engine copies as many."""
-    bucket = largest_bucket(rank.trained_shape, rank.width)
-    return item(MemoryCategory.BUFFERS, MAX_BUCKETS * bucket, "buckets handed over")
+    sizes = _buckets((rank.width * size for size in piece_sizes(rank.trained_shape)), BUCKET_BYTES)
+    together = max(sum(sizes[i : i + MAX_BUCKETS]) for i in range(len(sizes)))
+    return item(MemoryCategory.BUFFERS, together, "buckets handed over")
 
 
 def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
