@@ -39,7 +39,8 @@ def known_communicators(command: str) -> set[int]:
         return {2, 3}  # each of five trainers sends to one of three engines, which pass it on
     if "8x80g" not in command and command != "grpo_7b.py":
         return {2} if "2x24g" in command else {0}
-    return {2} if command.startswith("ppo.py") and "1.5b" not in command else {1}  # engines of two ranks
+    has_tensor_ranks = command.startswith("ppo.py") and ("7b" in command or "8b" in command)
+    return {2} if has_tensor_ranks else {1}
 
 
 @pytest.mark.first(6)

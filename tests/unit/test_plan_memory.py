@@ -695,7 +695,7 @@ def test_a_worker_and_an_engine_hold_two_buckets_that_are_handed_over():
     plan = compile_plan(graphs.grpo(), request)
     assert [(route.how, route.near) for route in plan.weights] == [("gather", "ipc")]
     wake = phase(memory_phases(plan, request), "wake")
-    assert named(wake.transient)["buckets handed over"] == 2 * 2 * transfer.largest_bucket(SMALL, 4)
+    assert named(wake.transient)["buckets handed over"] == 2 * transfer.largest_bucket(SMALL, 4)
     assert "actor@train published weights" not in named(wake.resident)
 
 

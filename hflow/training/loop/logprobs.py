@@ -210,7 +210,7 @@ def _fill_statistics(out: Tensor, logits: Tensor, temperature: float, *, with_en
         exponentials = x.exp() if with_entropy else x.exp_()
         out[1, tile] = exponentials.sum(-1)
         if with_entropy:
-            out[2, tile] = torch.linalg.vecdot(exponentials, x)
+            out[2, tile] = x.mul_(exponentials).sum(-1)
 
 
 def _combined(
