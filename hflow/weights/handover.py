@@ -13,6 +13,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -50,7 +51,8 @@ class HandedOver:
         with self._connect() as connection:
             while (handle := self._next(connection)) is not None:
                 yield handle
-                connection.send_bytes(b"taken")
+                with suppress(OSError):  # a sender that has ended is found by reading
+                    connection.send_bytes(b"taken")
 
     def _connect(self) -> Connection:
         deadline = time.monotonic() + self.timeout
