@@ -57,10 +57,25 @@ FORKED_RANKS = [
 ]
 """Their ranks are forked from one server, which imports torch and megatron once (`ranks.start`)."""
 
+FORKED_PROGRAMS = [
+    "test_faults.py",
+    "test_ledger_runs.py",
+    "test_pretend_device.py",
+    "test_closed_output.py",
+    "test_killed_run.py",
+    "test_debug.py",
+    "test_core_binding.py",
+    "test_dsl_load.py",
+    "test_forked_python.py",
+    "test_judges.py",
+]
+"""Their programs are forked from one server, which imports torch and hflow once (`forked_python`)."""
+
 LONGEST = [
     "test_public_types.py",
     *FORKED_RANKS,
     *SHARED_WORKERS,
+    *FORKED_PROGRAMS,
     "test_hangs.py",
     "test_vllm_runs.py",
     "test_replaced_workers.py",
@@ -150,7 +165,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             name = Path(file).name
             if name in FORKED_RANKS:
                 return "forked ranks"
-            return "shared workers" if with_ray and name in SHARED_WORKERS else file
+            if with_ray and name in SHARED_WORKERS:
+                return "shared workers"
+            return "forked programs" if name in FORKED_PROGRAMS else file
 
     return ByStartUp(config, log)
 
