@@ -7,11 +7,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.pathlib import import_path
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -201,11 +203,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
 
 
+def _import_from_another_file(worker: dict[str, Any], config: pytest.Config) -> None:
+    """Import the test files that are asked for, beginning at another one in each process of tests.
+
+    Where no file is compiled yet, each process compiles a part of them, and reads the others' from the disk.
+    """
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    files = [
+        path
+        for path in sorted(Path(__file__).parent.glob("*/test_*.py"))
+        if any(path.is_relative_to(one) for one in asked) and not pytest_ignore_collect(path, config)
+    ]
+    start = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
+    for path in files[start:] + files[:start]:
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and says so
+            import_path(path, root=config.rootpath, consider_namespace_packages=False)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Python's garbage collector leaves alone what is imported, instead of looking at it again and again."""
     gc.disable()
     try:
+        if (worker := getattr(session.config, "workerinput", None)) is not None:
+            _import_from_another_file(worker, session.config)
         return (yield)
     finally:
         gc.enable()
