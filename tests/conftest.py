@@ -7,11 +7,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.pathlib import import_path
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -57,10 +59,25 @@ FORKED_RANKS = [
 ]
 """Their ranks are forked from one server, which imports torch and megatron once (`ranks.start`)."""
 
+FORKED_PROGRAMS = [
+    "test_faults.py",
+    "test_ledger_runs.py",
+    "test_pretend_device.py",
+    "test_closed_output.py",
+    "test_killed_run.py",
+    "test_debug.py",
+    "test_core_binding.py",
+    "test_dsl_load.py",
+    "test_forked_python.py",
+    "test_judges.py",
+]
+"""Their programs are forked from one server, which imports torch and hflow once (`forked_python`)."""
+
 LONGEST = [
     "test_public_types.py",
     *FORKED_RANKS,
     *SHARED_WORKERS,
+    *FORKED_PROGRAMS,
     "test_hangs.py",
     "test_vllm_runs.py",
     "test_replaced_workers.py",
@@ -150,7 +167,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             name = Path(file).name
             if name in FORKED_RANKS:
                 return "forked ranks"
-            return "shared workers" if with_ray and name in SHARED_WORKERS else file
+            if with_ray and name in SHARED_WORKERS:
+                return "shared workers"
+            return "forked programs" if name in FORKED_PROGRAMS else file
 
     return ByStartUp(config, log)
 
@@ -184,11 +203,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu-check`"))
 
 
+def _import_from_another_file(worker: dict[str, Any], config: pytest.Config) -> None:
+    """Import the test files that are asked for, beginning at another one in each process of tests.
+
+    Where no file is compiled yet, each process compiles a part of them, and reads the others' from the disk.
+    """
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    files = [
+        path
+        for path in sorted(Path(__file__).parent.glob("*/test_*.py"))
+        if any(path.is_relative_to(one) for one in asked) and not pytest_ignore_collect(path, config)
+    ]
+    start = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
+    for path in files[start:] + files[:start]:
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and says so
+            import_path(path, root=config.rootpath, consider_namespace_packages=False)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Python's garbage collector leaves alone what is imported, instead of looking at it again and again."""
     gc.disable()
     try:
+        if (worker := getattr(session.config, "workerinput", None)) is not None:
+            _import_from_another_file(worker, session.config)
         return (yield)
     finally:
         gc.enable()

@@ -22,9 +22,13 @@ BINARIES = {"raylet": "raylet", "gcs_server": "gcs"}
 """Name of a program -> its role."""
 
 
-def adopt_orphans() -> None:
-    """Make descendants of this process that lose their parent its children, so that none is overlooked."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+def adopt_orphans(does: bool = True) -> None:
+    """Make descendants of this process that lose their parent its children, so that none is overlooked.
+
+    Args:
+        does: False: from now on, it does not.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 
 HERE = Path(__file__).parent
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 def results_of(script: str, out: Path, *options: str) -> list[dict[str, Any]]:
     """Run a script in a process of its own, which adopts what runs leave behind, and return its results."""
     command = [sys.executable, HERE / script, *options, "--out", out]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    ended = forked_python.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert out.is_file(), ended.stdout[-3000:]
     results: list[dict[str, Any]] = json.loads(out.read_text())
     assert [problem for result in results for problem in result["problems"]] == []

@@ -13,9 +13,11 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import psutil
 import pytest
 from runs import ROOT, TINY
@@ -68,14 +70,14 @@ class Terminal:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._ours, theirs = pty.openpty()
-        self.child = subprocess.Popen(
+        self.child = forked_python.Popen(
             words,
             cwd=ROOT,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from command_line import CommandLine
 
@@ -61,7 +62,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def debugged(recipe: Path, typed: str) -> subprocess.CompletedProcess[str]:
     """Run a recipe, and type into its terminal. Not in this process, whose debugger pytest replaces."""
     command = [sys.executable, "-m", "hflow", "run", str(recipe), "workers=debug"]
-    return subprocess.run(command, input=typed, capture_output=True, text=True, check=False)
+    return forked_python.run(command, input=typed, capture_output=True, text=True)
 
 
 def test_a_body_stops_at_its_breakpoint_and_has_no_time_limit(recipe: Path) -> None:

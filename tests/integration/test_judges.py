@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from chat_stub import ChatStub
 from runs import TINY, run, steps_of
@@ -228,7 +229,7 @@ def test_what_a_killed_run_has_spent_counts_when_it_resumes(recipe: Path, tmp_pa
         options = [*SMALL, "steps=4", f"services.judge.url={server.url}", f"out={tmp_path}"]
         prices = ["services.judge.request_price=0.5", "services.judge.budget=5"]
         command = [sys.executable, "-m", "hflow", "run", str(recipe), *options, *prices]
-        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        processes.append(forked_python.Popen(command, stderr=subprocess.PIPE, text=True))
         error = processes[0].communicate()[1]
         assert processes[0].returncode == -signal.SIGKILL, error
         directory = tmp_path / "rubric" / "latest"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from command_line import CommandLine
 
@@ -67,7 +67,7 @@ def test_a_killed_run_is_not_what_it_was_when_it_ended_before(
     assert "done after 1 steps" in hflow.prints("report", "mine")
     Path("kill").write_text("")
     command = [sys.executable, "-m", "hflow", "run", "--resume", "mine", "steps=5"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert forked_python.run(command, capture_output=True).returncode == -9
     assert "failed or killed after 1 of 5 steps" in hflow.prints("report", "mine")
     run = Path("runs/mine/latest")
     kept = read_trace(run / "trace.json")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from rich.console import Console
 from runs import ROOT, TINY, run, steps_of
@@ -246,7 +247,7 @@ def test_a_run_with_too_many_refusals_leaves_a_consistent_ledger(tmp_path: Path)
 def test_a_stopped_run_leaves_a_consistent_ledger(tmp_path: Path):
     (tmp_path / "picky.py").write_text(RECIPE)
     command = [sys.executable, "-m", "hflow", "run", str(tmp_path / "picky.py"), f"out={tmp_path}"]
-    child = subprocess.Popen(
+    child = forked_python.Popen(
         [*command, *ASKED, *INPROC, "steps=100000"],
         cwd=ROOT,
         stdout=subprocess.PIPE,

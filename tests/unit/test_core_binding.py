@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import forked_python
 import pytest
 
 from hflow.base.errors import ConfigError, HflowError
@@ -70,7 +71,7 @@ print([sorted(cores) for cores in seen], torch.get_num_threads())
 
 def child(first: int, last: int) -> subprocess.CompletedProcess[str]:
     code = CHILD.format(first=first, last=last)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return forked_python.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def test_a_process_keeps_to_its_cores() -> None:

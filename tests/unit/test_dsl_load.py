@@ -1,10 +1,10 @@
 """Recipe files: reading them, their bodies, and a configuration's overrides."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import cloudpickle
+import forked_python
 import pytest
 
 from hflow.base.errors import ConfigError, RecipeError
@@ -103,9 +103,7 @@ def test_a_body_travels_by_value_to_a_process_without_the_file(tmp_path: Path):
         "audited = bodies['audit'](reward=torch.tensor([0.125, 1.0]), scale=3.0)\n"
         "print(bodies['score']('4', '4'), audited.tolist())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forked_python.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split(maxsplit=1) == ["1.0", "[0.375, 0.5]\n"], done.stderr
 
 

@@ -4,11 +4,11 @@ The pretend accelerator must be added to torch before the first backward pass, a
 ends.
 """
 
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import forked_python
 import megatron_twins as twins
 import pretend_ranks
 import pytest
@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("pretend_device_cases.py")
 
 def test_backends_engine_and_a_run_work_on_the_pretend_accelerator():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked_python.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:]  # also if no case was found
 
 
