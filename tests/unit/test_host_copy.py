@@ -24,7 +24,7 @@ def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Copies from a CPU as from a GPU; the calls of `pin` and `unpin`."""
     calls: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: calls.append("wait"))
-    accelerator = SimpleNamespace(current_stream=lambda: stream)
+    accelerator = SimpleNamespace(current_stream=lambda: stream, set_device=lambda device: None)
     monkeypatch.setattr(host_copy, "is_gpu", lambda kind: True)
     monkeypatch.setattr(host_copy, "initialized_accelerator", lambda: accelerator)
     for name in ("pin", "unpin"):

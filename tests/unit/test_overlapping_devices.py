@@ -172,9 +172,9 @@ def test_layouts_on_sets_that_overlap_are_chosen() -> None:
     chosen = compiled(sets, *LARGE, *MEGATRON)
     assert {name for name, _ in chosen.plan.forecast.layouts} == set(layouts(chosen))
     assert chosen.plan.replica("actor@gen").workers[-1] == 7
-    assert layouts(chosen)["actor@gen"] == "d4t2p1"
+    assert layouts(chosen)["actor@gen"] == "d2t4p1"
     assert chosen.plan.forecast.period is not None
-    for engines in ("d8t1", "d2t4"):
+    for engines in ("d8t1", "d4t2"):
         other = compiled(sets.replace("all", f"all:{engines}"), *LARGE, *MEGATRON).plan.forecast
         assert other is not None
         assert other.period is not None
