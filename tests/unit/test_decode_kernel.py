@@ -16,9 +16,18 @@ INTERPRETED = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
+import triton.runtime.interpreter as interpreter
 from hflow.models.decode_kernel import triton_decode_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+patch = interpreter._patch_lang_tensor
+
+def patch_for_numpy(tensor, scope):
+    patch(tensor, scope)
+    # Triton 3.6 calls int() with an array of one number, which numpy 2.5 refuses.
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+interpreter._patch_lang_tensor = patch_for_numpy
 torch.manual_seed(0)
 lengths = torch.tensor([1, 64, 65, 150, 17], dtype=torch.int32)
 for dtype, heads, kv_heads, size in (
