@@ -87,9 +87,10 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(f".{_NAME}.", "."): weight for name, weight in named if ".lora_" in name}
 
 
-def base_name(name: str) -> str:
-    """Return the HF name of a weight that may have an adapter beside it."""
-    return name.replace(".base_layer.", ".")
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but adapters, by HF name."""
+    named = model.named_parameters()
+    return {name.replace(".base_layer.", "."): weight for name, weight in named if ".lora_" not in name}
 
 
 @contextmanager

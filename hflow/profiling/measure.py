@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear
 
-from hflow.base.devices import is_gpu
+from hflow.base.devices import collective_backend, is_gpu
 from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
 from hflow.engines.embedded.engine import EmbeddedEngine
@@ -242,8 +242,10 @@ def _time_collectives(rank: int, ranks: int, device: str, directory: str) -> Non
     use_one_core(device)
     if is_gpu(device):
         torch.cuda.set_device(rank)
-    backend, file = ("nccl", "gloo")[device == "cpu"], Path(directory) / "rendezvous"
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
+    file = Path(directory) / "rendezvous"
+    dist.init_process_group(
+        collective_backend(device), init_method=f"file://{file}", rank=rank, world_size=ranks
+    )
     times = []
     for num_bytes in COLLECTIVE_BYTES:
         num_elements = num_bytes // 4 // ranks

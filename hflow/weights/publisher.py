@@ -164,7 +164,10 @@ class WeightPublisher:
         settings = self._settings[replica]
         return [
             IncomingWeights(
-                settings, receiver, self._device, [HandedOver(_address(settings, receiver), settings.timeout)]
+                settings,
+                receiver,
+                self._device,
+                [HandedOver(_address(settings, replica, receiver), settings.timeout)],
             )
             for receiver, _ in self._routes.incoming(replica)
         ]
@@ -186,7 +189,9 @@ class WeightPublisher:
         settings, (worker,) = self._settings[replica], self._routes.itself
         if replica not in self._channels:
             self._channels[replica] = make_channel(settings)
-        sender = HandoverSender(self._channels[replica], _address(settings, worker), settings.timeout)
+        sender = HandoverSender(
+            self._channels[replica], _address(settings, replica, worker), settings.timeout
+        )
         backend = self._routes.source(replica)
         outgoing = OutgoingWeights(outgoing_tensors((worker,), backend, is_sender=True))
         with closing(sender), backend.on_device():
@@ -401,9 +406,8 @@ def channel_settings(
     return settings
 
 
-def _address(settings: ChannelSettings, worker: int) -> str:
-    """Return the address at which a worker hands weights over."""
-    replica = settings.owner.rpartition("-")[0]
+def _address(settings: ChannelSettings, replica: str, worker: int) -> str:
+    """Return the address at which a worker hands a replica's weights over."""
     return handover_address(f"{replica}-{worker}", settings.directory)
 
 

@@ -112,7 +112,7 @@ def test_a_second_backward_pass_is_an_error():
 
 
 def test_no_more_logits_exist_than_a_chunk_and_a_tile(monkeypatch):
-    """Of 64 rows 8 have logits at once, in bf16, and 2 of these in fp32."""
+    """Logits exist for 8 rows of 64 at a time, in bf16, and for 2 of these in fp32."""
     num, vocab = 64, 1000
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 8 * vocab)
     monkeypatch.setattr(logprobs, "LOGITS_PER_TILE", 2 * vocab)

@@ -322,25 +322,20 @@ class GroupMemory:
         source, engine = (replace(one, layout=option.layout, workers=(0,)) for one in (source, engine))
         engine = engine if common == "all" else replace(engine, workers=(1,))
         how = way_of(source, engine, option.config, self._problem.request)
-        if how != "pull":
-            near = near_channel(device) if traits(engine.backend).has_own_process else ""
-            return (WeightRoute(model, source.name, engine.name, how, near=near),)
-        usual = near_channel(device)
-        if is_gpu(device) and common != "all":
-            usual = CHANNELS.default if common == "some" else broadcast_channel()
-        configured = option.config.gen.transport
-        transport = usual if configured in ("auto", GATHER) else configured
-        held = 0
-        if common != "none" and option.replica.role != "gen":
-            held = _held_bytes(option, self._problem)
-        route = WeightRoute(model, source.name, engine.name, "pull", transport=transport, held_bytes=held)
-        return (
-            replace(
+        route = WeightRoute(model, source.name, engine.name, how)
+        if how == "pull":
+            usual = near_channel(device)
+            if is_gpu(device) and common != "all":
+                usual = CHANNELS.default if common == "some" else broadcast_channel()
+            configured = option.config.gen.transport
+            has_held = common != "none" and option.replica.role != "gen"
+            route = replace(
                 route,
+                transport=usual if configured in ("auto", GATHER) else configured,
+                held_bytes=_held_bytes(option, self._problem) if has_held else 0,
                 delta=option.config.gen.delta,
-                near=near_transport(route, engine, self._problem.request),
-            ),
-        )
+            )
+        return (replace(route, near=near_transport(route, engine, self._problem.request)),)
 
 
 def _common_of(option: ReplicaOption, common: Mapping[str, CommonDevices]) -> CommonDevices:

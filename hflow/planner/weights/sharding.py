@@ -52,6 +52,11 @@ def num_publishers(traits: BackendTraits, layout: Layout) -> int:
     return layout.fsdp_size if traits.shards_weights else layout.world
 
 
+def num_slices(traits: BackendTraits, layout: Layout) -> int:
+    """Return the number of parts into which a replica's ranks divide each tensor."""
+    return layout.fsdp_size if traits.shards_weights else layout.tensor
+
+
 def rank_tensors(
     shape: ModelShape, traits: BackendTraits, layout: Layout, coords: Coords
 ) -> Iterator[tuple[TensorSpec, Box]]:

@@ -126,10 +126,8 @@ def _with_transport(
     route: WeightRoute, src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
 ) -> WeightRoute:
     """Return the route with its transport, which only a `pull` route has, and that to engines' processes."""
-    if route.how == "gather" and traits(gen.backend).has_own_process:
-        return replace(route, near=near_channel(request.cluster.device))
     if route.how != "pull":
-        return route
+        return replace(route, near=near_transport(route, gen, request))
     transport, why = str(config.gen.transport), "as configured"
     if transport in ("auto", GATHER):  # `transport_reasons` refuses the second
         transport, why = _choice(_route_facts(route, src, gen, request))
@@ -138,11 +136,14 @@ def _with_transport(
 
 
 def near_transport(route: WeightRoute, gen: Replica, request: PlanRequest) -> str:
-    """Return the transport of slices on an engine's own device; empty where it makes no difference."""
-    if channel_traits(route.transport).buckets == "device":
+    """Return the transport of weights to an engine's process on their device.
+
+    Empty where there is no such process, or the transport of a `pull` route does that, too.
+    """
+    takes_any = route.how == "gather" or route.held_bytes
+    if not takes_any or channel_traits(route.transport).buckets == "device":
         return ""
-    has_own = route.held_bytes and traits(gen.backend).has_own_process
-    if not has_own or request.settings.get("workers") in ONE_PROCESS:
+    if not traits(gen.backend).has_own_process or request.settings.get("workers") in ONE_PROCESS:
         return ""
     near = near_channel(request.cluster.device)
     return "" if near == route.transport else near

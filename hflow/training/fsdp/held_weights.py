@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from hflow.models.adapter import base_name
+from hflow.models.adapter import base_parameters
 from hflow.models.drawn_weights import drawn_weights
 from hflow.models.expert_tensors import file_shapes, read_stacked, stacked_views
 from hflow.models.heads import SCORE
@@ -60,7 +59,7 @@ def load_held_weights(path: Path, model: PreTrainedModel) -> None:
     """Fill this rank's part of each parameter of a model but adapters from a checkpoint; not a collective."""
     with ExitStack() as files, torch.no_grad():
         stored = open_weight_files(path, files)
-        for name, weight in _base_parameters(model).items():
+        for name, weight in base_parameters(model).items():
             if numel(held_box(weight)):
                 for block in blocks_of(model, name, weight, local_shard(weight.detach())):
                     block.values.copy_(read_stacked(stored, block.tensor, box_slices(block.box)))
@@ -71,13 +70,8 @@ def draw_held_weights(seed: int, model: PreTrainedModel) -> None:
 
     The weights are those that a process draws which has the whole model.
     """
-    parameters = _base_parameters(model)
+    parameters = base_parameters(model)
     with torch.no_grad():
         for name, values in drawn_weights(model.config, seed):
             if name in parameters and numel(box := held_box(parameters[name])):
                 local_shard(parameters[name].detach()).copy_(values[box_slices(box)])
-
-
-def _base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model but adapters, by HF name."""
-    return {base_name(name): x for name, x in model.named_parameters() if ".lora_" not in name}

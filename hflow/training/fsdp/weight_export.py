@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hflow.base.durable_files import WriteFiles
-from hflow.models.adapter import adapter_weights, base_name, save_adapter
+from hflow.models.adapter import adapter_weights, base_parameters, save_adapter
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, save_head, saved_config
 from hflow.models.host_copy import HostCopies
@@ -111,7 +111,7 @@ def merged_weights(
 
 def _base_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
     """Return every weight but adapters, as this rank stores it."""
-    base = [(base_name(name), x) for name, x in model.named_parameters() if ".lora_" not in name]
+    base = base_parameters(model).items()
     return [(name, weight.detach()) for name, weight in (*base, *_scalar_weights(head, kind))]
 
 

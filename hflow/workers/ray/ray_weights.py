@@ -121,7 +121,7 @@ class RayWeights:
         return _Publication(handles, call, dict(zip(references, reports, strict=True)), num_losses)
 
     def _call_workers(self, engine: Replica, workers: Sequence[int], method: str, *arguments: Any) -> Any:
-        """Send a message to workers of a generation replica; return what waits for their answers."""
+        """Send a message to workers of a generation replica; return an awaitable of their answers."""
         answers = {worker: self._send(worker, method, *arguments) for worker in workers}
         return self._wait_all(_replica_call(engine, method, *arguments), answers)
 

@@ -67,23 +67,21 @@ def load_weights(
     if route.how == "shared":
         return _checksums(replica.trained_weights * replica.itemsize, replica)
     merged = _merge(replica) if merges else []
+    num = replica.num_trained_tensors if num_tensors is None else num_tensors
+    tensors = Part("tensors", num * replica.hardware.calibration.transfers.tensor_us * 1e-6, LATENCY)
     if route.how == "gather":
-        return [*_gather(route, replica, ranks, num_tensors), *merged]
+        return [*_gather(route, replica, ranks), tensors, *merged]
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
     num_copies = 2 if route.delta else 1
     copy = Part("copy", num_copies * 2 * needed / replica.rates.stream, MEMORY)
-    num = replica.num_trained_tensors if num_tensors is None else num_tensors
-    calls = num * replica.hardware.calibration.transfers.tensor_us * 1e-6
     arrival = _arrival(route, replica, ranks, network, needed, num_sources, has_relays)
     # What arrived is summed for the rank's part and again after loading; what was sent, also when it arrives.
     sent = route.moved_bytes + _near_bytes(route)
     checksums = _checksums(2 * needed + sent / replica.layout.world, replica)
-    return [*arrival, copy, Part("tensors", calls, LATENCY), *checksums, *merged]
+    return [*arrival, copy, tensors, *checksums, *merged]
 
 
-def _gather(
-    route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement, num_tensors: int | None
-) -> list[Part]:
+def _gather(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement) -> list[Part]:
     """Return the seconds in which each rank gathers all weights and loads its part.
 
     Whole tensors are written once by the collective, and where they are handed over to an engine's process,
@@ -97,10 +95,8 @@ def _gather(
     loaded = replica.trained_weights * replica.itemsize
     num_copies = 2 if route.hands_over else 0
     copy = Part("copy", 2 * (loaded + num_copies * whole) / replica.rates.stream, MEMORY)
-    num = replica.num_trained_tensors if num_tensors is None else num_tensors
-    calls = num * replica.hardware.calibration.transfers.tensor_us * 1e-6
     checksums = _checksums((3 if route.hands_over else 1) * whole + loaded, replica)
-    return [latency.part("all-gather"), copy, Part("tensors", calls, LATENCY), *checksums]
+    return [latency.part("all-gather"), copy, *checksums]
 
 
 def _merge(replica: ReplicaCosts) -> Iterator[Part]:

@@ -32,7 +32,9 @@ from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.routing import rank_order
 from hflow.planner.plan.rows import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
+from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max
+from hflow.planner.weights.sharding import num_slices
 from hflow.shapes.layout import Layout
 
 Ranks = tuple[Rank, ...]
@@ -485,10 +487,8 @@ def _weight_transfer(context: MemoryContext, rank: Rank) -> Items:
         if route is None:
             return Items()
         source = context.plan.replica(route.src)
-        is_sharded = training_backend(source.backend).traits.shards_weights
-        num_parts = source.layout.fsdp_size if is_sharded else source.layout.tensor
-        if route.how == "gather":
-            num_parts = 1
+        is_gathered = route.how == "gather"
+        num_parts = 1 if is_gathered else num_slices(traits(source.backend), source.layout)
         items = transfer.receive_weights(rank, route, num_parts)
         if rank.on_cpu or route.how == "shared":
             return items

@@ -18,7 +18,7 @@ from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.rows import WeightRoute
-from hflow.planner.weights.sharding import num_publishers
+from hflow.planner.weights.sharding import num_publishers, num_slices
 from hflow.shapes.model_shape import ModelShape, num_parameters, tensors
 from hflow.types.tensor_slices import BUCKET_BYTES, MAX_BUCKETS
 
@@ -219,7 +219,7 @@ def _largest_slice_bucket(rank: Rank) -> int:
 
 def _num_slices(rank: Rank) -> int:
     """Return the number of parts into which ranks divide each tensor."""
-    return rank.replica.layout.fsdp_size if _shards_weights(rank) else rank.tensor
+    return num_slices(rank.traits, rank.replica.layout)
 
 
 def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
