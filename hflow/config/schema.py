@@ -232,6 +232,8 @@ class SourceConfig:
     """The source's name of a column that the recipe declares, as in `{prompt: question}`."""
     limit: Int | None = Field(default=None, ge=1)
     """Maximum number of rows; null: all."""
+    fetch_images: StrictBool = False
+    """Whether images that rows name by the URL of a website are fetched, whenever a row is read."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.types import Engine, Output, Sequences, State, TensorDict, Tokenizer, Unit
+from hflow.types import Engine, Image, Output, Sequences, State, TensorDict, Tokenizer, Unit
 from hflow.types.units import Provided
 
 Form = Literal["tensor", "sample", "group", "weights"]
@@ -17,7 +17,8 @@ lists over the members of a group, or single weight tensors."""
 
 ALLOWED_TYPES: dict[Form, str] = {
     "tensor": "PerToken, PerSequence, PerGroup, Text or Json",
-    "sample": "str, float, int, bool, list[float], list[int], list[bool], Messages, dict or list[dict]",
+    "sample": "str, float, int, bool, list[float], list[int], list[bool], Messages, Image, list[Image], dict or "
+    "list[dict]",
     "group": "a list over the members, such as list[float] or list[str], or one float, int or bool per group",
     "weights": "Tensor",
 }
@@ -32,8 +33,11 @@ PROVIDED_TYPES: dict[Any, str] = {
 }
 """Annotations of parameters that the framework provides, and the kind of each."""
 
+_SAMPLE_SCALAR = {Unit.MESSAGES: "list[dict]", Unit.IMAGE: "Image", Unit.IMAGES: "list[Image]"}
 _BATCH_SCALAR = {Unit.TEXT: "list[str]", Unit.JSON: "list[Any]"}
 _NUMBERS = (float, int, bool)
+_OF_SAMPLES = (Unit.MESSAGES, Unit.IMAGE, Unit.IMAGES)
+"""Units that bodies of whole batches do not read; they read messages as `Json`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def read_hint(hint: Any, form: Form) -> FieldType | None:
     """Return the type that an annotation names in a body of this form, or None if it names none."""
     if form == "tensor":
         unit = unit_of(hint)
-        if unit in (None, Unit.MESSAGES):  # a batch reads the messages of its samples as Json
+        if unit is None or unit in _OF_SAMPLES:
             return None
         return FieldType(unit, _BATCH_SCALAR.get(unit, "tensor"))
     if form == "weights":
@@ -57,7 +61,11 @@ def read_hint(hint: Any, form: Form) -> FieldType | None:
 
 
 def unit_of(hint: Any) -> Unit | None:
-    """Return the unit of `PerToken`, `PerSequence`, `PerGroup`, `Text`, `Messages` or `Json`, else None."""
+    """Return the unit that an annotation names as it is, such as `PerToken`, `Text` or `list[Image]`, else None."""
+    if hint is Image:
+        return Unit.IMAGE
+    if _item_type(hint) is Image:
+        return Unit.IMAGES
     metadata = getattr(hint, "__metadata__", ())
     return next((item for item in metadata if isinstance(item, Unit)), None)
 
@@ -108,8 +116,8 @@ def result_hints(hint: Any) -> list[Any]:
 def _sample_type(hint: Any) -> FieldType | None:
     if hint is str:
         return FieldType(Unit.TEXT, "str")
-    if unit_of(hint) is Unit.MESSAGES:
-        return FieldType(Unit.MESSAGES, "list[dict]")
+    if (unit := unit_of(hint)) in _OF_SAMPLES:
+        return FieldType(unit, _SAMPLE_SCALAR[unit])
     if hint in _NUMBERS:
         return FieldType(Unit.SEQUENCE, hint.__name__)
     if _is_dict(hint):

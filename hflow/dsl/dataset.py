@@ -11,7 +11,7 @@ from hflow.graph.errors import caller_location
 from hflow.graph.ir import DatasetSpec
 from hflow.types import Unit
 
-_COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE)
+_COLUMN_UNITS = (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.SEQUENCE, Unit.IMAGE, Unit.IMAGES)
 
 
 class Dataset:
@@ -21,8 +21,8 @@ class Dataset:
 
     Args:
         name: the dataset's key under `data` in the configuration.
-        **columns: the columns that the recipe reads, each `Text`, `Messages`, `Json` or `PerSequence` (a
-            number).
+        **columns: the columns that the recipe reads, each `Text`, `Messages`, `Json`, `PerSequence` (a
+            number), `Image` or `list[Image]`.
 
     Raises:
         RecipeError: if there is no column or a column has another type.
@@ -53,7 +53,7 @@ class Dataset:
         unit = unit_of(hint)
         if unit is None or unit not in _COLUMN_UNITS:
             raise RecipeError(
-                f"{self.where}: Dataset({self.name!r}): column {column!r} must be Text, Messages, Json or "
-                f"PerSequence, not {hint_text(hint)}"
+                f"{self.where}: Dataset({self.name!r}): column {column!r} must be Text, Messages, Json, "
+                f"PerSequence, Image or list[Image], not {hint_text(hint)}"
             )
         return unit

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.types.engine import EngineStats, SleepLevel
+from hflow.types.image import PlacedImage
 from hflow.types.recorded import extend_recorded
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class EngineDriver:
         generated: GenerationResult | None = None,
         on_interrupt: Callable[[GenerationResult], None] | None = None,
         on_tokens: Callable[[DrawnTokens], None] | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> GenerationResult:
         """Generate; cancelling the awaiting task cancels the request.
 
@@ -72,6 +74,7 @@ class EngineDriver:
                 the thread that interrupts it.
             on_tokens: called on the event loop after engine steps, with the tokens since the last call. Those
                 of the last steps may only be in the result. What it raises, `submit` raises.
+            images: the images of the prompt.
 
         Raises:
             BackendError: when the engine refuses the request.
@@ -86,6 +89,7 @@ class EngineDriver:
             loop.create_future(),
             on_interrupt=on_interrupt,
             on_tokens=on_tokens,
+            images=tuple(images),
         )
         if generated is not None:
             request.generated = generated
@@ -290,6 +294,7 @@ class _Request:
     on_tokens: Callable[[DrawnTokens], None] | None = None
     num_sent: int = 0
     """Number of tokens that `on_tokens` has received."""
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_unsent_start(self) -> int:
@@ -326,12 +331,12 @@ class _Request:
         """Add the rest of the request to an engine: its prompt with the tokens so far, and fewer to draw."""
         num_generated = len(self.generated.ids)
         if not num_generated:
-            engine.add(self.request_id, self.prompt_ids, self.params)
+            engine.add(self.request_id, self.prompt_ids, self.params, self.images)
             return
         params = dataclasses.replace(
             self.params, max_tokens=self.params.max_tokens - num_generated, num_resumed=num_generated
         )
-        engine.add(self.request_id, self.prompt_ids + self.generated.ids, params)
+        engine.add(self.request_id, self.prompt_ids + self.generated.ids, params, self.images)
 
 
 _Answer = tuple[_Request, GenerationResult | HflowError]

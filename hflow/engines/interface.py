@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
+from hflow.types.image import PlacedImage
 from hflow.types.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -112,13 +113,20 @@ class GenerationEngine(abc.ABC):
     """
 
     @abc.abstractmethod
-    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[PlacedImage] = (),
+    ) -> None:
         """Queue a request; later calls of `step` draw its tokens.
 
         Args:
             request_id: a number that no other unfinished request has.
             prompt_ids: tokens to continue, including those drawn before an interruption.
             params: how to draw.
+            images: the images of the prompt. An engine that takes none is never given any, as the plan checks.
 
         Raises:
             BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hflow.base.errors import BackendError
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
 from hflow.types.engine import find_sampling_problem
+from hflow.types.image import PlacedImage
 from hflow.types.recorded import recorded_kind
 
 Decode = Callable[[Sequence[int]], str]
@@ -34,6 +35,8 @@ class GenerationRequest:
     versions: list[int] = field(default_factory=list)
     recorded: dict[str, list[bytes]] = field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
+    images: tuple[PlacedImage, ...] = ()
+    """The images of the prompt."""
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Append a token that was drawn.
@@ -72,6 +75,7 @@ def new_request(
     vocab_size: int,
     decode: Decode | None,
     records: Collection[str] = (),
+    images: Sequence[PlacedImage] = (),
 ) -> GenerationRequest:
     """Return a request of an engine that can serve it.
 
@@ -83,6 +87,7 @@ def new_request(
         vocab_size: the model's vocabulary size.
         decode: the engine's, to find stop strings.
         records: the kinds that the engine records (`RecordedKind`).
+        images: the images of the prompt.
 
     Raises:
         BackendError: if the prompt is empty, too long or has unknown tokens, if no token can be drawn with
@@ -118,6 +123,7 @@ def new_request(
         num_prompt=len(prompt_ids),
         max_length=min(len(prompt_ids) + params.max_tokens, max_length),
         stop_ids=frozenset(params.stop_ids),
+        images=tuple(images),
     )
 
 

@@ -16,7 +16,8 @@ from time import time
 from typing import Any, TypeVar
 
 from hflow.base.errors import DataError, EpisodeError
-from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
+from hflow.data.text.chat import processed_images
+from hflow.data.text.messages import check_prompt, normal_messages, normal_tools, with_images
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.data.text.tool_formats.interface import ToolFormat
 from hflow.data.text.tool_formats.registry import tool_format
@@ -30,6 +31,7 @@ from hflow.episodes.endpoint.server import EndpointServer
 from hflow.episodes.recorded_effects import RecordedEffects
 from hflow.episodes.trajectories import append_messages, append_turn, prompt_trajectory
 from hflow.types import ToolCall, Trajectory
+from hflow.types.image import ProcessedImage
 
 T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
@@ -77,6 +79,7 @@ class EpisodeEngine:
         tools: Sequence[Tool] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        images: Sequence[Any] | None = None,
         on_part: Callable[[ReplyPart], None] | None = None,
     ) -> Trajectory:
         """Generate one turn and return the trajectory with it.
@@ -90,6 +93,7 @@ class EpisodeEngine:
             max_tokens: most tokens to generate in this turn; the node's by default.
             stop: texts that end the turn; the node's by default. Their tokens remain in the
                 trajectory, but the completion ends before them.
+            images: images for the places that a prompt has for them, or in front of its last text of the user.
             on_part: called with tokens as they are drawn, and the text in front of tool calls that they make
                 certain. The last ones are only in the trajectory.
 
@@ -105,7 +109,7 @@ class EpisodeEngine:
         if offered:
             self._format.check(offered)
             self._effects.offer(offered)
-        start = self._start(prompt, offered)
+        start = self._start(prompt, offered, images)
         params = self._turn_params(max_tokens, stop)
         format_stops = self._format.stop if offered else ()
         generated = await self._effects.complete(
@@ -114,6 +118,7 @@ class EpisodeEngine:
             start.input_ids,
             dataclasses.replace(params, stop=(*params.stop, *format_stops)) if format_stops else params,
             None if on_part is None else self._part_sink(on_part, start, offered, params.stop),
+            start.pixels,
         )
         text = cut_at_stop(self._tokenizer.decode_answer(generated.ids), params.stop)
         turn = append_turn(start, generated, text, self._parse_calls(text, offered))
@@ -239,20 +244,37 @@ class EpisodeEngine:
         self._effects.counts["malformed_calls"] += parsed.num_malformed
         return parsed.calls
 
-    def _start(self, prompt: Prompt, tools: tuple[Tool, ...]) -> Trajectory:
+    def _start(
+        self, prompt: Prompt, tools: tuple[Tool, ...], images: Sequence[Any] | None = None
+    ) -> Trajectory:
         """Return the trajectory that the turn is appended to."""
         if isinstance(prompt, Trajectory):
+            if images is not None:
+                raise DataError("images= is for prompts; add images to a trajectory with add(role, image)")
             start = self._append_pending(prompt, tools)
         else:
             said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            messages = tuple(normal_messages(said))
+            messages = tuple(with_images(normal_messages(said), images))
             check_prompt(messages)
+            processed = self._processed(messages)
             if isinstance(prompt, str) and not self._has_template_tools(tools):
-                ids = self._tokenizer.encode_prompt(prompt)
+                ids, placed = self._tokenizer.encode_content(messages[0]["content"])
             else:
                 ids = self._tokenizer.template().prompt(messages, self._template_schemas(tools))
-            start = prompt_trajectory(ids, messages)
+                placed = self._tokenizer.placed(ids, processed)
+            start = prompt_trajectory(ids, messages, placed)
         return dataclasses.replace(start, tools=tools) if tools else start
+
+    def _processed(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
+        """Return what the model takes of the images in messages.
+
+        Raises:
+            EpisodeError: if an image is damaged, or the model does not take it.
+        """
+        try:
+            return processed_images(self._tokenizer.images, messages)
+        except DataError as error:  # refuses the sample: only decoding shows that a file is damaged
+            raise EpisodeError(str(error)) from error
 
     def _append_pending(self, trajectory: Trajectory, tools: tuple[Tool, ...]) -> Trajectory:
         """Encode and append the pending messages of a trajectory."""
@@ -265,14 +287,17 @@ class EpisodeEngine:
                 pending = self._with_result_ids(pending, trajectory.completion)
             check_prompt(pending)
             trajectory = dataclasses.replace(trajectory, pending=pending)
+            num_before, processed = len(trajectory.input_ids), self._processed(pending)
             if template is not None:
                 end = self._tokenizer.turn_end(trajectory.input_ids, self._params.stop)
                 ids = template.continuation(pending, end, self._template_schemas(tools))
             else:
-                ids = self._tokenizer.encode("".join(m["content"] for m in pending))
+                contents = [message["content"] for message in pending]
+                ids = self._tokenizer.encode_added(contents)
+            placed = self._tokenizer.placed(ids, processed, num_before)
         except DataError as error:  # the episode added the message, so no dataset row is at fault
             raise EpisodeError(f"a message that the episode added cannot be encoded: {error}") from error
-        return append_messages(trajectory, ids)
+        return append_messages(trajectory, ids, placed)
 
     def _with_result_ids(self, messages: Sequence[dict[str, Any]], turn: str) -> tuple[dict[str, Any], ...]:
         """Return messages in which the results of a turn's calls have the ids that the template needs."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from hflow.base.errors import EpisodeError
 from hflow.engines.interface import SamplingParams
+from hflow.types.image import PlacedImage
 
 _REPLAY_RULE = "A journal can only be replayed by the body that wrote it."
 
@@ -150,11 +151,15 @@ class JournalRecorder:
             raise EpisodeError(f"effect {index} of the replayed episode is {difference}. {_REPLAY_RULE}")
 
 
-def completion_request(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+def completion_request(
+    prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[PlacedImage] = ()
+) -> dict[str, Any]:
     """Return the `request` of a completion's entry: a digest of the prompt, and the limits."""
-    digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8).hexdigest()
+    content = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8)
+    for start, image in images:
+        content.update(f"{start} {image.digest}".encode())
     return {
-        "prompt": digest,
+        "prompt": content.hexdigest(),
         "num_prompt": len(prompt_ids),
         "max_tokens": params.max_tokens,
         "stop": list(params.stop),

@@ -20,6 +20,7 @@ from hflow.processes.error_location import error_line
 from hflow.sandboxes.providers import Sandboxes
 from hflow.types import EpisodeState
 from hflow.types.engine import environment_number, replay_of
+from hflow.types.image import PlacedImage
 from hflow.types.sandbox import ToolFailed, sandbox_of
 
 Function = Callable[..., Any]
@@ -103,6 +104,7 @@ class RecordedEffects:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         on_tokens: Callable[[DrawnTokens], None] | None = None,
+        images: tuple[PlacedImage, ...] = (),
     ) -> GenerationResult:
         """Generate tokens, except those that the journal has.
 
@@ -112,14 +114,17 @@ class RecordedEffects:
             prompt_ids: tokens of the prompt.
             params: how to sample.
             on_tokens: the argument of `EngineDriver.submit`. Not called for recorded completions.
+            images: the images of the prompt.
         """
-        index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params))
+        index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params, images))
         if entry.is_done:
             recorded: GenerationResult = entry.outcome
             return recorded
         on_interrupt = partial(self._recorder.record, index, is_done=False)
         with self.status.during(EpisodeState.GENERATING):
-            generated = await driver.submit(prompt_ids, params, entry.outcome, on_interrupt, on_tokens)
+            generated = await driver.submit(
+                prompt_ids, params, entry.outcome, on_interrupt, on_tokens, images
+            )
         self._recorder.record(index, generated)
         return generated
 

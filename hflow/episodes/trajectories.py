@@ -8,10 +8,13 @@ from typing import Any
 
 from hflow.engines.interface import GenerationResult
 from hflow.types import ToolCall, Trajectory
+from hflow.types.image import PlacedImage
 from hflow.types.recorded import extend_recorded
 
 
-def prompt_trajectory(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
+def prompt_trajectory(
+    ids: Sequence[int], messages: tuple[Mapping[str, Any], ...], pixels: tuple[PlacedImage, ...] = ()
+) -> Trajectory:
     """Return a trajectory of a prompt, of which nothing is learned."""
     return Trajectory(
         input_ids=tuple(ids),
@@ -19,11 +22,20 @@ def prompt_trajectory(ids: Sequence[int], messages: tuple[Mapping[str, Any], ...
         behav_logprobs=(0.0,) * len(ids),
         versions=(-1,) * len(ids),
         messages=messages,
+        pixels=pixels,
     )
 
 
-def append_messages(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
-    """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again."""
+def append_messages(
+    trajectory: Trajectory, ids: Sequence[int], pixels: tuple[PlacedImage, ...] = ()
+) -> Trajectory:
+    """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again.
+
+    Args:
+        trajectory: the trajectory.
+        ids: the new tokens.
+        pixels: the images among them, placed in the whole sequence.
+    """
     added = prompt_trajectory(ids, trajectory.pending)
     return dataclasses.replace(
         trajectory,
@@ -32,6 +44,7 @@ def append_messages(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
         behav_logprobs=trajectory.behav_logprobs + added.behav_logprobs,
         versions=trajectory.versions + added.versions,
         messages=trajectory.messages + added.messages,
+        pixels=trajectory.pixels + pixels,
         pending=(),
     )
 

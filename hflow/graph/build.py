@@ -14,14 +14,16 @@ from hflow.base.errors import RecipeError, nearest
 from hflow.graph.check import check_graph, warnings_of
 from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, state_edges, weight_edges
 from hflow.graph.errors import recipe_error
-from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields
+from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields, sees
 from hflow.graph.framework_reads import (
     check_lists,
     check_prox,
+    check_readers_of_images,
     check_recorded_kinds,
     computes_own_prox,
     cut_parameters,
     framework_parameters,
+    image_parameters,
     replayed_parameters,
     resolve_prox,
     unread_prox,
@@ -44,6 +46,7 @@ def bind_node(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment, fi
         *framework_parameters(node, trains_own_samples(node, spec, assignment)),
         *replayed_parameters(node, spec, assignment),
         *cut_parameters(node, spec, assignment),
+        *image_parameters(node, spec, assignment),
     )
     reads: list[Read] = []
     unbound: list[str] = []
@@ -76,8 +79,9 @@ def unbound_notes(
     taken = {name for read in node.reads for name in (read.field, read.parameter)}
     scopes = _scopes(node.spec, spec, assignment, fields)
     names = [name for scope in scopes for name in scope if name not in taken]
+    is_blind = not sees(spec.models, node.spec)
     for parameter in node.spec.parameters:
-        if parameter.name in node.unbound:
+        if parameter.name in node.unbound and not (is_blind and parameter.unit is Unit.IMAGES):
             yield f"{node.name}({parameter.name}) keeps its default{nearest(parameter.field, names)}"
 
 
@@ -213,6 +217,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     check_graph(graph)
     check_recorded_kinds(graph)
     check_lists(graph)
+    check_readers_of_images(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hflow.base.errors import RecipeError
 from hflow.graph.errors import recipe_error
 from hflow.graph.ir import TRAJECTORY_FIELDS, NodeSpec, RecipeSpec, Stream
+from hflow.graph.model import Model
 from hflow.graph.streams import StreamAssignment, dataset_columns
 from hflow.types import Unit
 from hflow.types.recorded import requested_kinds
+from hflow.types.trajectory import PIXELS
 
 UNIT_NAMES: Mapping[Unit, str] = {
     Unit.TOKEN: "PerToken",
@@ -19,6 +21,9 @@ UNIT_NAMES: Mapping[Unit, str] = {
     Unit.TEXT: "Text",
     Unit.MESSAGES: "Messages",
     Unit.JSON: "Json",
+    Unit.IMAGE: "Image",
+    Unit.IMAGES: "list[Image]",
+    Unit.PIXELS: "pixels",
 }
 """Units as recipes write them."""
 
@@ -76,8 +81,15 @@ def _source_fields(spec: RecipeSpec, stream: Stream) -> dict[str, Field]:
             raise RecipeError(
                 f"{where}: column {name!r} has the name of a trajectory field. Rename the column"
             )
+    if sees(spec.models, source):
+        units[PIXELS] = Unit.PIXELS
     trajectory = {name: Field(name, stream.name, stream.source, unit) for name, unit in units.items()}
     return {**columns, **trajectory}
+
+
+def sees(models: Sequence[Model], source: NodeSpec) -> bool:
+    """Return whether the trajectories of a generate or encode node have images, as its model sees."""
+    return any(model.vision for model in models if model.name in source.models[:1])
 
 
 def _check_new(spec: RecipeSpec, node: NodeSpec, name: str, fields: Mapping[str, Field]) -> None:

@@ -12,6 +12,8 @@ on the stream reads it, without its body.
 after the other. Every train and infer node of the stream reads the trajectory of each token, to compute each
 by itself.
 
+**Images**: every train and infer node of a stream whose model sees reads them.
+
 **Groups**: a train or infer body that uses the groups of its `Sequences` reads `group`, by which
 micro-batches keep groups whole. The language adds this read (`dsl/recipe.py`).
 """
@@ -22,11 +24,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hflow.graph.errors import recipe_error
+from hflow.graph.field_table import sees
 from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
 from hflow.types.recorded import requested_kinds
-from hflow.types.trajectory import TRAJECTORY
+from hflow.types.trajectory import PIXELS, TRAJECTORY
 
 PROX = "prox_logprobs"
 _INTERPOLATING = ("loglinear", "metrics")
@@ -170,6 +173,46 @@ def cut_parameters(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignmen
     if node.verb not in ("train", "infer") or not is_cut:
         return ()
     return (Parameter(f"@{TRAJECTORY}", TRAJECTORY, Unit.TOKEN, "tensor"),)
+
+
+def image_parameters(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment) -> tuple[Parameter, ...]:
+    """Return the parameter with which a train or infer node reads the images of its stream.
+
+    Raises:
+        RecipeError: if its model only reads text.
+    """
+    source = assignment.stream(assignment.stream_of[node.name]).source
+    made_by = next(other for other in spec.nodes if other.name == source)
+    if node.verb not in ("train", "infer") or not sees(spec.models, made_by):
+        return ()
+    for model in spec.models:
+        if model.name in node.models and not model.vision:
+            raise recipe_error(
+                node.where,
+                node.name,
+                f"the samples of {made_by.name} have images, but model {model.name!r} only reads text. Declare "
+                f"Model({model.name!r}, vision=True, ...), or encode the samples for it without images",
+            )
+    return (Parameter(f"@{PIXELS}", PIXELS, Unit.PIXELS, "tensor"),)
+
+
+def check_readers_of_images(graph: Graph) -> None:
+    """Check that a node which prompts a model with images has one that sees.
+
+    Raises:
+        RecipeError: if it has not.
+    """
+    for node in graph.nodes:
+        read = next((read for read in node.reads if read.unit in (Unit.IMAGE, Unit.IMAGES)), None)
+        if read is not None and node.spec.opens_stream and not sees(graph.models, node.spec):
+            model = node.spec.models[0]
+            raise recipe_error(
+                node.spec.where,
+                node.name,
+                f"it prompts with images, but model {model!r} only reads text. Declare Model({model!r}, "
+                "vision=True, ...)",
+                read.parameter,
+            )
 
 
 def check_lists(graph: Graph) -> None:

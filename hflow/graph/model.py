@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from hflow.base.errors import RecipeError, nearest
 from hflow.base.validation import is_name
 from hflow.graph.errors import SourceLocation, caller_location
+from hflow.shapes.model_shape import LEFT_OUT_BY_DEFAULT
 
 Head = Literal["lm", "value", "score"]
 """The output layer of a model."""
@@ -23,6 +24,8 @@ class Model:
         name: the model's key under `models` in the configuration.
         head: `lm` returns log-probs, `value` one value per token, `score` one number per sequence.
         trainable: whether `train` and `update` nodes may write the model. Default: frozen.
+        vision: whether it sees images: a vision-language model. Its samples have images, if their prompts or
+            tools have.
         init_from: the model whose initial weights this one starts from. A checkpoint's path is
             `models.NAME.path` in the configuration.
 
@@ -34,6 +37,7 @@ class Model:
     _: KW_ONLY
     head: Head = "lm"
     trainable: bool = False
+    vision: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
     init_from: Model | None = None
     where: SourceLocation = field(default_factory=caller_location)
     """The line that declares the model."""

@@ -24,6 +24,9 @@ UNITS = {
     Unit.TEXT: "text",
     Unit.MESSAGES: "messages",
     Unit.JSON: "JSON",
+    Unit.IMAGE: "an image",
+    Unit.IMAGES: "images",
+    Unit.PIXELS: "pixels",
 }
 _ARGUMENT = re.compile(r"(\w+): (.*)")
 _SECTIONS = ("Args:", "Returns:", "Raises:")

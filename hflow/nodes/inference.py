@@ -4,37 +4,51 @@ from __future__ import annotations
 
 from hflow.base.errors import DataError
 from hflow.dsl import encode, generate, infer
-from hflow.types import Engine, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
+from hflow.types import Engine, Image, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
 
 
 @generate()
-async def actor_gen(engine: Engine, prompt: str) -> Trajectory:
-    """Generate one completion of the prompt."""
-    return await engine.complete(prompt)
+async def actor_gen(engine: Engine, prompt: str, images: list[Image] | None = None) -> Trajectory:
+    """Generate one completion of the prompt.
+
+    Args:
+        engine: generates.
+        prompt: the text.
+        images: images for the places `<image>` of the prompt, or in front of it.
+    """
+    return await engine.complete(prompt, images=images)
 
 
 @generate()
-async def chat_gen(engine: Engine, prompt: Messages, *, system: str | None = None) -> Trajectory:
+async def chat_gen(
+    engine: Engine, prompt: Messages, images: list[Image] | None = None, *, system: str | None = None
+) -> Trajectory:
     """Generate the assistant's next message of a conversation, with the model's chat template.
 
     Args:
         engine: generates.
         prompt: the messages so far. A text is one message of the user.
+        images: images for the places that the messages have for them, or in front of the last text of the user.
         system: a system message in front of conversations that do not begin with one of their own.
     """
     has_own = prompt[0]["role"] == "system"
     first = [] if system is None or has_own else [{"role": "system", "content": system}]
-    return await engine.complete([*first, *prompt])
+    return await engine.complete([*first, *prompt], images=images)
 
 
 @encode()
-def chat_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
+def chat_view(tokenizer: Tokenizer, messages: Messages, images: list[Image] | None = None) -> Trajectory:
     """Encode a conversation with the model's chat template. Only the assistant's messages are learned.
+
+    Args:
+        tokenizer: encodes.
+        messages: the conversation.
+        images: images for the places that it has for them, or in front of the last text of the user.
 
     Raises:
         DataError: if it has none.
     """
-    talk = tokenizer.chat(messages)
+    talk = tokenizer.chat(messages, images)
     if not talk.num_tokens:
         raise DataError(
             "the chat template marks no token as the assistant's, so there is nothing to learn; add a "
@@ -44,9 +58,16 @@ def chat_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
 
 
 @encode()
-def sft_view(tokenizer: Tokenizer, prompt: str, answer: str) -> Trajectory:
-    """Encode a prompt and its answer. Only the answer is learned."""
-    return tokenizer.join(prompt, answer)
+def sft_view(tokenizer: Tokenizer, prompt: str, answer: str, images: list[Image] | None = None) -> Trajectory:
+    """Encode a prompt and its answer. Only the answer is learned.
+
+    Args:
+        tokenizer: encodes.
+        prompt: the text.
+        answer: what is learned.
+        images: images for the places `<image>` of the prompt, or in front of it.
+    """
+    return tokenizer.join(prompt, answer, images)
 
 
 @encode(group=2)

@@ -1,6 +1,7 @@
 """The types that recipes and runs share. Importing them imports neither torch nor ray."""
 
 from hflow.types.engine import Endpoint, Engine, EpisodeState, State, Tokenizer
+from hflow.types.image import Image
 from hflow.types.output import Output
 from hflow.types.sequences import Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
@@ -22,6 +23,7 @@ __all__ = [
     "Endpoint",
     "Engine",
     "EpisodeState",
+    "Image",
     "Json",
     "Messages",
     "Metrics",

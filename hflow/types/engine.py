@@ -169,6 +169,7 @@ class Engine(Protocol):
         tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        images: Sequence[Any] | None = None,
     ) -> Trajectory:
         """Generate a completion and return the trajectory with it.
 
@@ -179,6 +180,9 @@ class Engine(Protocol):
                 JSON schemas in the form of OpenAI's API. Default: those that the trajectory already has.
             max_tokens: largest number of tokens of the completion. Default: the generate node's option.
             stop: texts that end the completion. Default: the generate node's option.
+            images: images for the places that a prompt has for them: `<image>` in a text, or a part
+                `{"type": "image"}` of a message. Without a place they are in front of the user's last text.
+                Each is an `Image`, bytes, a data URL, or an image of Pillow.
         """
         ...
 
@@ -237,12 +241,18 @@ class Tokenizer(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
-    def join(self, prompt: str, answer: str) -> Trajectory:
-        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned."""
+    def join(self, prompt: str, answer: str, images: Sequence[Any] | None = None) -> Trajectory:
+        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned.
+
+        Images are in the places `<image>` of the prompt, or in front of it.
+        """
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """Return a trajectory of messages in the chat template. The messages of assistants are learned."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> Trajectory:
+        """Return a trajectory of messages in the chat template. The messages of assistants are learned.
+
+        Images are in the places that the messages have for them.
+        """
         ...
 
 

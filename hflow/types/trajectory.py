@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hflow.types.image import Image, PlacedImage
 from hflow.types.recorded import Recorded, check_recorded
 
 STOP_REASONS = ("stop", "length", "tool_calls", "abort")
@@ -14,6 +15,8 @@ STOP_REASONS = ("stop", "length", "tool_calls", "abort")
 
 TRAJECTORY = "trajectory"
 """The field with the trajectory of each token, counted from 0 in its episode."""
+PIXELS = "pixels"
+"""The field with the images that a model sees."""
 TRAJECTORIES = "trajectories"
 """The field with messages, completion and counts of each trajectory of an episode."""
 
@@ -56,6 +59,9 @@ class Trajectory:
     """The completions that generated its turns, in order: the position of the first token, and the seed.
     A token depends on the tokens before it, the seed and its position, so trajectories that begin with the
     same tokens of the same seeds share these draws."""
+
+    pixels: tuple[PlacedImage, ...] = field(default=(), compare=False, repr=False)
+    """The images among its tokens, in their order."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behav_logprobs), len(self.versions)}
@@ -103,6 +109,15 @@ class Trajectory:
         """Number of learned tokens."""
         return sum(self.loss_mask)
 
-    def add(self, role: str, text: Any) -> Trajectory:
-        """Return the trajectory with one more message. The next `complete` encodes it."""
-        return dataclasses.replace(self, pending=(*self.pending, {"role": role, "content": str(text)}))
+    def add(self, role: str, content: Any) -> Trajectory:
+        """Return the trajectory with one more message. The next `complete` encodes it.
+
+        Args:
+            role: `user` or `tool`.
+            content: a text, an `Image`, or a list of both. Anything else is written as text.
+        """
+        is_shown = isinstance(content, Image) or (
+            isinstance(content, list) and any(isinstance(part, Image) for part in content)
+        )
+        said = (content if isinstance(content, list) else [content]) if is_shown else str(content)
+        return dataclasses.replace(self, pending=(*self.pending, {"role": role, "content": said}))

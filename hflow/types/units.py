@@ -36,11 +36,15 @@ class Unit(enum.StrEnum):
     TEXT = "text"
     MESSAGES = "messages"
     JSON = "json"
+    IMAGE = "image"
+    IMAGES = "images"
+    PIXELS = "pixels"
+    """What a model sees of a sample: the `ProcessedImage`s of its trajectory, which bodies do not read."""
 
     def widens_to(self, wanted: Unit) -> bool:
         """Return whether a field of this unit can be read as `wanted`: as it is, or repeated.
 
-        A text can be read as messages: one of the user. Messages are JSON.
+        A text can be read as messages: one of the user. Messages are JSON. An image is a list of one.
         """
         if self is wanted or (self, wanted) in _OBJECTS_READ_AS:
             return True
@@ -52,10 +56,14 @@ class Unit(enum.StrEnum):
     @property
     def is_object(self) -> bool:
         """Whether a sample has one Python object of it, such as a text, and not numbers."""
-        return self in (Unit.TEXT, Unit.MESSAGES, Unit.JSON)
+        return self in (Unit.TEXT, Unit.MESSAGES, Unit.JSON, Unit.IMAGE, Unit.IMAGES, Unit.PIXELS)
 
 
-_OBJECTS_READ_AS = ((Unit.TEXT, Unit.MESSAGES), (Unit.MESSAGES, Unit.JSON))
+_OBJECTS_READ_AS = (
+    (Unit.TEXT, Unit.MESSAGES),
+    (Unit.MESSAGES, Unit.JSON),
+    (Unit.IMAGE, Unit.IMAGES),
+)
 
 
 class Provided(enum.StrEnum):

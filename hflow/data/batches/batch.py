@@ -29,7 +29,7 @@ class Column:
     """One field of a batch.
 
     `values` is `[T]` or `[T, K]` for TOKEN, and `[S]` for SEQUENCE and GROUP, where a group's value is
-    repeated on its members. For TEXT, MESSAGES and JSON it is a list of S objects.
+    repeated on its members. For the units of objects, such as TEXT, it is a list of S of them.
     """
 
     unit: Unit
@@ -37,9 +37,12 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values; of texts, the length in UTF-8."""
+        """Bytes of the values; of texts, the length in UTF-8, and of images that several samples have, once."""
         if isinstance(self.values, np.ndarray):
             return self.values.nbytes
+        if self.unit is Unit.PIXELS:
+            images = {placed.image.digest: placed.image for images in self.values for placed in images}
+            return sum(image.nbytes for image in images.values())
         return sum(len(str(value).encode()) for value in self.values)
 
 

@@ -7,6 +7,7 @@ its id and group, and its values that are not per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from hflow.data.batches.batch import Batch, Column
 from hflow.types import Unit
+from hflow.types.image import PlacedImage
 from hflow.types.trajectory import TRAJECTORY
 
 
@@ -34,6 +36,13 @@ def cut_trajectories(batch: Batch) -> Batch:
         name: column if column.unit is Unit.TOKEN else Column(column.unit, _repeated(column, owners))
         for name, column in batch.columns.items()
     }
+    for name, column in columns.items():
+        if column.unit is Unit.PIXELS:
+            before = (starts - batch.offsets[owners]).tolist()
+            spans = zip(column.values, before, lengths.tolist(), strict=True)
+            columns[name] = Column(
+                column.unit, [_within(images, first, size) for images, first, size in spans]
+            )
     return Batch(batch.samples[owners], batch.groups[owners], lengths, columns)
 
 
@@ -45,6 +54,13 @@ def join_trajectories(rows: Batch, samples: Batch) -> Batch:
         samples: the batch before the cut.
     """
     return Batch(samples.samples, samples.groups, samples.lengths, rows.columns)
+
+
+def _within(images: Sequence[PlacedImage], first: int, size: int) -> tuple[PlacedImage, ...]:
+    """Return the images of `size` tokens from `first` on, placed among them."""
+    return tuple(
+        placed._replace(start=placed.start - first) for placed in images if 0 <= placed.start - first < size
+    )
 
 
 def _repeated(column: Column, owners: npt.NDArray[np.int64]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from hflow.base.hub import DATASET_PREFIX
 from hflow.base.registry import Registry
 from hflow.base.validation import CHECKED
 from hflow.config.schema import WeightedSourceConfig
+from hflow.data.images.files import ImageSource
 from hflow.data.rows.generated import GeneratedRows
 from hflow.data.rows.hf_datasets import is_saved, open_hub, open_saved
 from hflow.data.rows.json_lines import JsonLines
@@ -130,7 +132,7 @@ def open_dataset(
         return JoinedRows([open_dataset(source, columns, checks) for source in settings.sources])
     if (settings.path is None) == (settings.generator is None):
         raise DataError("a dataset needs either a path or a generator; set one of them")
-    schema = RowSchema(columns, settings.map, settings.key, checks or {})
+    schema = _schema(settings, columns, checks)
     is_read = settings.path is not None
     source = _open_paths(settings, schema) if is_read else _open_generator(settings, schema)
     if settings.limit is not None:
@@ -154,7 +156,7 @@ def check_columns(
         DataError: for a source without the declared columns, as `open_dataset` raises.
     """
     for source in settings.sources or (settings,):
-        schema = RowSchema(columns, source.map, source.key, checks or {})
+        schema = _schema(source, columns, checks)
         if source.function is not None or (source.generator and not _starts_program(source)):
             _open_generator(source, schema)
         paths = (source.path,) if isinstance(source.path, str) else source.path or ()
@@ -162,7 +164,7 @@ def check_columns(
             names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
             for file in map(Path, sorted(names)):
                 if file.is_file() and file.suffix in _FORMATS:
-                    _reader(file).check_columns(file, schema)
+                    _reader(file).check_columns(file, _with_directory(schema, file.parent))
 
 
 def check_rows(settings: DataSettings, source: RowSource) -> None:
@@ -187,6 +189,24 @@ def check_rows(settings: DataSettings, source: RowSource) -> None:
             source.row(index)
 
 
+def _schema(
+    settings: DataSettings, columns: Mapping[str, Unit], checks: Mapping[str, Check] | None
+) -> RowSchema:
+    images = ImageSource(fetches=settings.fetch_images, key=settings.key)
+    schema = RowSchema(columns, settings.map, settings.key, checks or {}, images)
+    if settings.fetch_images and not {Unit.IMAGE, Unit.IMAGES, Unit.MESSAGES} & {*columns.values()}:
+        raise DataError(
+            f"{settings.key}.fetch_images has no effect, as the recipe declares no column of images or "
+            "messages; remove it"
+        )
+    return schema
+
+
+def _with_directory(schema: RowSchema, directory: Path) -> RowSchema:
+    """Return a schema whose rows may name images by a path, relative to a directory."""
+    return replace(schema, images=replace(schema.images, directory=directory))
+
+
 def _open_paths(settings: DataSettings, schema: RowSchema) -> RowSource:
     paths = (settings.path,) if isinstance(settings.path, str) else settings.path or ()
     names = [name for path in paths for name in _matches(path, schema.key)]
@@ -209,11 +229,11 @@ def _matches(path: str, key: str) -> list[str]:
 
 def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
     if path.startswith(DATASET_PREFIX):
-        return open_hub(path, split, schema)
+        return open_hub(path, split, _with_directory(schema, Path()))
     file = Path(path)
     if file.is_dir():
         if is_saved(file):
-            return open_saved(path, split, schema)
+            return open_saved(path, split, _with_directory(schema, file))
         raise DataError(
             f"{path} is a directory that save_to_disk did not write; set {schema.key}.path to its files, as "
             f"in '{path}/*.jsonl'"
@@ -229,7 +249,7 @@ def _open_path(path: str, split: str, schema: RowSchema) -> RowSource:
             f"{schema.key}.split is {split}, but {path} is a file, all of which would be read; set "
             f"{schema.key}.split={DataSettings.split}, and {schema.key}.limit to read its first rows only"
         )
-    return _reader(file)(file, schema)
+    return _reader(file)(file, _with_directory(schema, file.parent))
 
 
 def _reader(file: Path) -> type[JsonLines] | type[Parquet]:

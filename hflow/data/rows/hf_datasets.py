@@ -38,8 +38,8 @@ class HuggingFaceRows:
 
     def __init__(self, dataset: Any, schema: RowSchema, where: str) -> None:
         schema.check(dataset.column_names, where)
-        self._rows = dataset.select_columns(schema.source_columns).with_format(None)
-        self._types = dataset.features.arrow_schema
+        # As Arrow, since images would be decoded, and encoded again.
+        self._rows = dataset.select_columns(schema.source_columns).with_format("arrow")
         self._schema = schema
         self._where = where
 
@@ -57,10 +57,9 @@ class HuggingFaceRows:
         Raises:
             DataError: if a value does not have its column's declared type.
         """
-        from hflow.data.rows.parquet import json_value
+        from hflow.data.rows.parquet import plain_row
 
-        row = {name: json_value(x, self._types.field(name).type) for name, x in self._rows[index].items()}
-        return self._schema.row(row, self.where(index))
+        return self._schema.row(plain_row(self._rows[index], 0), self.where(index))
 
     def where(self, index: int) -> str:
         """Return the name of a row in errors."""

@@ -84,7 +84,7 @@ class Parquet:
         with _readable(path), pq.ParquetFile(path, memory_map=True) as file:
             batch = next(file.iter_batches(1, columns=schema.source_columns), None)
         if batch is not None and batch.num_rows:
-            schema.row(_row(batch, 0), f"{path} row 0")
+            schema.row(plain_row(batch, 0), f"{path} row 0")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -101,7 +101,7 @@ class Parquet:
             DataError: if a value does not have its column's declared type, or cannot be read.
         """
         try:
-            row = _row(self._table, index)
+            row = plain_row(self._table, index)
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"{self.where(index)} cannot be read: {error}; restore the file") from error
         return self._schema.row(row, self.where(index))
@@ -133,7 +133,8 @@ def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     raise AssertionError("there is a last number of rows")
 
 
-def _row(rows: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
+def plain_row(rows: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
+    """Return a row of Arrow data, as Python values."""
     return {
         field.name: json_value(column[index].as_py(), field.type)
         for field, column in zip(rows.schema, rows.columns, strict=True)

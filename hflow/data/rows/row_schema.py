@@ -8,8 +8,9 @@ from typing import Any
 
 from hflow.base.errors import DataError, nearest, shorten
 from hflow.base.json_text import find_json_problem
+from hflow.data.images.files import NOWHERE, ImageSource, read_image
 from hflow.data.text.messages import normal_messages
-from hflow.types import Unit
+from hflow.types import Image, Unit
 
 Check = Callable[[Sequence[Mapping[str, Any]], str], None]
 """Raises a `DataError` for a conversation that is not what its reader needs. Called with its name, too."""
@@ -29,6 +30,8 @@ class RowSchema:
     """Key of the source in the configuration, for errors."""
     checks: Mapping[str, Check] = field(default_factory=dict)
     """Declared column of messages -> what its readers need."""
+    images: ImageSource = NOWHERE
+    """Where images that rows name may come from."""
 
     def __post_init__(self) -> None:
         """Check that the recipe declares what `names` maps.
@@ -94,6 +97,8 @@ class RowSchema:
         for name, unit in self.units.items():
             if unit is Unit.MESSAGES:
                 values[name] = self._messages(name, values[name], where)
+            elif unit in (Unit.IMAGE, Unit.IMAGES):
+                values[name] = self._images(name, unit, values[name], where)
             elif problem := find_json_problem(values[name]):
                 raise DataError(f"{where}: column {self._source_name(name)!r} {problem}; change the value")
             if not _fits(values[name], unit):
@@ -111,10 +116,21 @@ class RowSchema:
                 f"{path} must be a list of messages, but it is {value!r:.40}; write each message as "
                 '{"role": "user", "content": "..."}, or declare the column as Text or Json'
             )
-        messages = normal_messages(value, path)
+        messages = normal_messages(value, path, self.images)
         if name in self.checks:
             self.checks[name](messages, path)
         return messages
+
+    def _images(self, name: str, unit: Unit, value: Any, where: str) -> Image | list[Image]:
+        path = f"{where}: column {self._source_name(name)!r}"
+        given = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if unit is Unit.IMAGE and len(given) != 1:
+            raise DataError(f"{path} has {len(given)} images; declare it as list[Image]")
+        try:
+            images = [read_image(item, self.images) for item in given]
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        return images[0] if unit is Unit.IMAGE else images
 
     def _source_name(self, name: str) -> str:
         return self.names.get(name, name)
@@ -141,7 +157,7 @@ def _fits(value: Any, unit: Unit) -> bool:
             return _is_number(value)
         case Unit.TOKEN:
             return isinstance(value, list) and all(map(_is_number, value))
-        case Unit.MESSAGES | Unit.JSON:
+        case Unit.MESSAGES | Unit.JSON | Unit.IMAGE | Unit.IMAGES | Unit.PIXELS:
             return True
 
 

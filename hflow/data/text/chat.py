@@ -17,6 +17,9 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from hflow.base.errors import BackendError, DataError, nearest, shorten
+from hflow.data.text.messages import content_parts, image_urls
+from hflow.types.image import ProcessedImage
+from hflow.vision.processor import ImageProcessor
 
 _CHARACTERS_PER_TOKEN = 16
 """Text with fewer characters per token that the model can read is encoded whatever it is."""
@@ -164,6 +167,28 @@ def kwargs_problem(template: str, kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
+def processed_images(processor: ImageProcessor | None, messages: Messages) -> list[ProcessedImage]:
+    """Return what a model takes of the images in messages, in order.
+
+    Raises:
+        DataError: if the model only reads text, or does not take an image.
+    """
+    urls = image_urls(messages)
+    if urls and processor is None:
+        raise DataError(
+            "a message has an image, but the model only reads text; use a vision-language model, or remove it"
+        )
+    return [] if processor is None else [processor.image(url) for url in urls]
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the parts that chat templates know."""
+    if isinstance(message["content"], str):
+        return dict(message)
+    parts = [part if part["type"] == "text" else {"type": "image"} for part in message["content"]]
+    return {**message, "content": parts}
+
+
 class ChatTemplate:
     """A tokenizer's Jinja chat template.
 
@@ -177,6 +202,7 @@ class ChatTemplate:
         stop_ids: Sequence[int],
         max_tokens: int | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Check the template.
 
@@ -185,6 +211,7 @@ class ChatTemplate:
             stop_ids: tokens that end a turn.
             max_tokens: tokens of the model's longest sequence; None: there is no bound.
             kwargs: variables that the template uses.
+            images: prepares images; None: the model only reads text.
 
         Raises:
             DataError: if it is not a Jinja template, renders the same text for all messages, or does not
@@ -192,6 +219,7 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
+        self._images = images
         self._stop_ids = frozenset(stop_ids)
         self._max_tokens = max_tokens
         problem = template_problem(
@@ -258,7 +286,8 @@ class ChatTemplate:
         problem = find_length_problem(self._tokenizer, text, self._max_tokens)
         if problem is not None:
             raise DataError(problem)
-        if _GENERATION_TAG.search(str(self._tokenizer.chat_template)):
+        has_images = any(content_parts(messages))
+        if _GENERATION_TAG.search(str(self._tokenizer.chat_template)) and not has_images:
             ids, mask = self._encode_with_tags(messages)
             check_known(self._tokenizer, text, ids)
             return ids, mask
@@ -296,9 +325,10 @@ class ChatTemplate:
         return spans
 
     def _render(self, messages: Messages, opening: bool, tools: Schemas = ()) -> str:
+        images = processed_images(self._images, messages)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
+                [_for_template(message) for message in messages] if images else list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=opening,
@@ -306,7 +336,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything
             raise DataError(f"the chat template rejects the messages: {error}") from error
-        return text
+        return text if self._images is None else self._images.expand(text, images)
 
     def _encode(self, text: str) -> list[int]:
         problem = find_length_problem(self._tokenizer, text, self._max_tokens)

@@ -3,7 +3,8 @@
 `normal_messages` and `normal_tools` make this form, or say what is wrong. In it,
 
 - a role is one of `system`, `user`, `assistant` and `tool`: `developer` is the newer name of `system`;
-- the content is a text;
+- the content is a text or, of a user or a tool, a list of parts: `{"type": "text", "text": ...}`, and images
+  as `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`;
 - a tool call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with an `id` if it has
   one. Arguments that were given as JSON text are an object, as templates write JSON themselves;
 - keys that are null or an empty list are left out.
@@ -13,12 +14,13 @@ Messages that are in this form already stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hflow.base.errors import DataError, nearest, shorten
 from hflow.base.json_text import find_json_problem, parse_json
-from hflow.types import Unit
+from hflow.data.images.files import NOWHERE, ImageSource, read_image
+from hflow.types import Image, Unit
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,16 +43,25 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "weight": "every message of the assistant is learned; leave it out, or end the conversation before it",
 }
 """Keys that would change what a conversation means, but that no template reads."""
+PLACE = "<image>"
+"""The place of an image in a text of a dataset."""
+_SHOWING = ("user", "tool")
+"""Roles of messages that may have images."""
+_IMAGE_PARTS = ("image_url", "image", "input_image")
+_IMAGE_KEYS = ("image_url", "image", "url", "path", "bytes", "base64")
 _MAX_SHOWN = 80
 """Characters of a wrong value in an error."""
 
 
-def normal_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
+def normal_messages(
+    messages: Any, name: str = "messages", source: ImageSource = NOWHERE
+) -> list[dict[str, Any]]:
     """Return a conversation in its one form.
 
     Args:
         messages: a list of at least one message.
         name: what it is called in errors.
+        source: where images that are given by name may come from.
 
     Raises:
         DataError: for what cannot be put into a chat template, or would mean something else there.
@@ -59,7 +70,7 @@ def normal_messages(messages: Any, name: str = "messages") -> list[dict[str, Any
         raise DataError(f"{name} must be a list with at least one message, but it is {_shown(messages)}")
     if not messages:
         raise DataError(f"{name} must be a list with at least one message, but it is empty")
-    return [_normal_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
+    return [_normal_message(message, f"{name}[{i}]", source) for i, message in enumerate(messages)]
 
 
 def check_prompt(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> None:
@@ -109,10 +120,10 @@ def read_as(value: Any, unit: Unit, wanted: Unit) -> Any:
     """Return a value of one sample as its reader wants it: a text that is read as messages is the user's."""
     if unit is Unit.TEXT and wanted is Unit.MESSAGES:
         return [{"role": "user", "content": value}]
-    return value
+    return [value] if unit is Unit.IMAGE and wanted is Unit.IMAGES else value
 
 
-def _normal_message(message: Any, name: str) -> dict[str, Any]:
+def _normal_message(message: Any, name: str, source: ImageSource) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{name} must be an object with role and content, but it is {_shown(message)}")
     given = {key: value for key, value in message.items() if value is not None and value != []}
@@ -124,7 +135,11 @@ def _normal_message(message: Any, name: str) -> dict[str, Any]:
                 raise DataError(f"{name}.tool_calls is not supported: they are a list of the assistant's")
             found[key] = [_normal_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(value)]
         elif key == "content":
-            found[key] = _content(value, name)
+            found[key] = _content(value, name, source)
+            if isinstance(found[key], list) and role not in _SHOWING:
+                raise DataError(
+                    f"{name}: a message with role {role} has an image, but only those of user and tool can"
+                )
         elif key in _WITHOUT_EFFECT:
             if (key, value) != ("weight", 1):
                 raise DataError(f"{name}.{key} is not supported; {_WITHOUT_EFFECT[key]}")
@@ -152,16 +167,131 @@ def _role(message: Mapping[str, Any], name: str) -> str:
     raise DataError(f"{name}.role must be one of {', '.join(ROLES)}, but it is {_shown(role)}{fix}")
 
 
-def _content(content: Any, name: str) -> str:
+def _content(content: Any, name: str, source: ImageSource) -> str | list[dict[str, Any]]:
+    """Return a text, or parts of which at least one is an image."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list | tuple) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise DataError(f"{name}.content must be text, but it has {_shown(part)}")
-        texts.append(text)
-    return "".join(texts)
+        given = part if isinstance(part, Mapping) else {}
+        kind, text = given.get("type"), given.get("text")
+        if isinstance(part, str) or (kind == "text" and isinstance(text, str)):
+            parts.append({"type": "text", "text": part if isinstance(part, str) else text})
+        elif isinstance(part, Image) or kind in _IMAGE_PARTS:
+            parts.append(_image_part(part, name, source))
+        else:
+            raise DataError(f"{name}.content must be text and images, but it has {_shown(part)}")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _image_part(part: Any, name: str, source: ImageSource) -> dict[str, Any]:
+    """Return an image in its one form; `{"type": "image"}` for one that `with_images` puts there."""
+    value = part
+    if isinstance(part, Mapping):
+        values = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+        if not values:
+            return {"type": "image"}
+        value = values[0]
+        if isinstance(value, Mapping) and "url" in value:
+            value = value["url"]
+    try:
+        return image_part(read_image(value, source))
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
+def image_part(image: Image) -> dict[str, Any]:
+    """Return an image as a part of a message's content."""
+    return {"type": "image_url", "image_url": {"url": image.url}}
+
+
+def image_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the data URLs of the images in messages, in order.
+
+    Raises:
+        DataError: for a place of an image without one.
+    """
+    found = []
+    for part in content_parts(messages):
+        if part["type"] == "image":
+            raise DataError(
+                "a message has a place for an image, but no image; give one with images=, or as image_url"
+            )
+        if part["type"] == "image_url":
+            found.append(part["image_url"]["url"])
+    return found
+
+
+def content_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of those messages whose content is a list."""
+    for message in messages:
+        if isinstance(message["content"], list):
+            yield from message["content"]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content, with `[image]` for images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content or ())
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Return messages with images in their places.
+
+    A place is a part `{"type": "image"}`, or `<image>` in the text of a user, as datasets write it. Without
+    any, the images are in front of the text of the user's last message.
+
+    Args:
+        messages: messages in their one form.
+        images: what `read_image` takes, in the order of the places; None: the messages have all images.
+
+    Raises:
+        DataError: if there are more places than images or fewer, or no message of a user.
+    """
+    if images is None:
+        return [dict(message) for message in messages]
+    found = [_with_places(message) for message in messages]
+    num_places = sum(part["type"] == "image" for part in content_parts(found))
+    parts = [image_part(read_image(image)) for image in images]
+    if num_places == 0 and parts:
+        last = next((m for m in reversed(found) if m["role"] == "user"), None)
+        if last is None:
+            raise DataError("there is no message of a user that images can be put into; add one")
+        text = last["content"]
+        last["content"] = parts + (text if isinstance(text, list) else [{"type": "text", "text": text}])
+        return found
+    if num_places != len(parts):
+        raise DataError(
+            f"the messages have {num_places} places for images, but there are {len(parts)} images; write "
+            f"{PLACE} once for each"
+        )
+    rest = iter(parts)
+    for message in found:
+        if isinstance(message["content"], list):
+            message["content"] = [next(rest) if p["type"] == "image" else p for p in message["content"]]
+    return found
+
+
+def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in which `<image>` of a user's text is a part."""
+    content = message["content"]
+    if message["role"] != "user" or PLACE not in (
+        content
+        if isinstance(content, str)
+        else "".join(part["text"] for part in content if part["type"] == "text")
+    ):
+        return dict(message)
+    parts: list[dict[str, Any]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] != "text":
+            parts.append(part)
+            continue
+        for i, text in enumerate(part["text"].split(PLACE)):
+            parts += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": parts}
 
 
 def _normal_call(call: Any, name: str) -> dict[str, Any]:

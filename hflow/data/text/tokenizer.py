@@ -16,10 +16,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from hflow.base.errors import BackendError, DataError, RecipeError
 from hflow.base.files import read_json_object
-from hflow.data.text.chat import ChatTemplate, check_known, find_length_problem
-from hflow.data.text.messages import normal_messages
+from hflow.data.text.chat import ChatTemplate, check_known, find_length_problem, processed_images
+from hflow.data.text.messages import normal_messages, with_images
 from hflow.data.text.vocabulary import character_vocabulary
 from hflow.types import Trajectory
+from hflow.types.image import PlacedImage, ProcessedImage
+from hflow.vision.interface import vision_family
+from hflow.vision.processor import ImageProcessor, place_images, saved_settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory without any of these holds no tokenizer. transformers would make an empty one."""
@@ -52,6 +55,10 @@ class TokenizerSettings:
     """Stop tokens of a configured architecture, which has no files that name them."""
     max_tokens: int | None = None
     """Tokens of the model's longest sequence. Text that is far longer is refused before it is encoded."""
+    vision: Mapping[str, Any] | None = None
+    """The HF config of a model that sees; None: it only reads text."""
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the image processor, by transformers' names, in place of those of the checkpoint."""
 
 
 class TextTokenizer:
@@ -64,6 +71,7 @@ class TextTokenizer:
         stop_ids: tokens that end a turn: the tokenizer's end-of-text token, and those that
             `generation_config.json` and `config.json` name.
         chat_template: None if the tokenizer has none.
+        images: prepares images for the model; None if it only reads text.
     """
 
     def __init__(self, settings: TokenizerSettings) -> None:
@@ -73,7 +81,10 @@ class TextTokenizer:
             DataError: if the settings do not lead to a tokenizer.
         """
         self.settings = settings
-        self._hf = _load(settings)
+        self.images = image_processor(settings)
+        self._hf = _load(settings, () if self.images is None else self.images.family.special_tokens)
+        if self.images is not None:
+            self._check_image_token(self.images)
         if settings.chat_template is not None:
             self._hf.chat_template = settings.chat_template
         self.prefix_ids = _prefix_ids(self._hf)
@@ -83,7 +94,7 @@ class TextTokenizer:
             raise DataError("template_kwargs are variables of a chat template, but the tokenizer has none")
         max_tokens = settings.max_tokens
         self.chat_template = (
-            ChatTemplate(self._hf, self.stop_ids, max_tokens, settings.template_kwargs)
+            ChatTemplate(self._hf, self.stop_ids, max_tokens, settings.template_kwargs, self.images)
             if has_template
             else None
         )
@@ -151,6 +162,66 @@ class TextTokenizer:
         ids, prefix = self.encode(text), list(self.prefix_ids)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
+    def encode_content(self, content: Any) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the ids of a raw prompt with images, and where these are.
+
+        Args:
+            content: a text, or parts of a message in its one form.
+
+        Raises:
+            BackendError: if the text is too long for the model.
+            DataError: for the reasons of `encode`, and for images that the model does not take.
+        """
+        text, images = self._raw_text([content])
+        ids = self.encode_prompt(text)
+        return ids, self.placed(ids, images)
+
+    def encode_added(self, contents: Sequence[Any]) -> list[int]:
+        """Return the ids of the contents of messages, one after the other.
+
+        Raises:
+            DataError: for the reasons of `encode_content`.
+        """
+        return self.encode(self._raw_text(contents)[0])
+
+    def _raw_text(self, contents: Sequence[Any]) -> tuple[str, list[ProcessedImage]]:
+        """Return the text of contents with all tokens of their images, and the images."""
+        images = processed_images(self.images, [{"content": content} for content in contents])
+        mark = "" if self.images is None else self.images.family.placeholder
+        parts = [
+            part if isinstance(part, str) else part.get("text", mark)
+            for content in contents
+            for part in ([content] if isinstance(content, str) else content)
+        ]
+        text = "".join(parts)
+        return (text if self.images is None else self.images.expand(text, images)), images
+
+    def placed(
+        self, ids: Sequence[int], images: Sequence[ProcessedImage], offset: int = 0
+    ) -> tuple[PlacedImage, ...]:
+        """Return where images are among the tokens `ids`, in a sequence of which they begin at `offset`.
+
+        Raises:
+            DataError: if they are not there.
+        """
+        if self.images is None or not images:
+            return ()
+        return place_images(ids, images, self.images.config["image_token_id"], offset)
+
+    def _check_image_token(self, processor: ImageProcessor) -> None:
+        """Check that tokenizer and model have the same image token.
+
+        Raises:
+            DataError: if they have not.
+        """
+        token, wanted = processor.family.image_token, processor.config.get("image_token_id")
+        found = self._hf.convert_tokens_to_ids(token)
+        if found != wanted:
+            raise DataError(
+                f"the tokenizer has {token!r} as token {found}, but the model's image_token_id is {wanted}; set "
+                "it to the tokenizer's, or use the tokenizer of the model's checkpoint"
+            )
+
     def turn_end(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
         """Return the text that ended a generated turn: its stop token or a stop string; empty if it was cut.
 
@@ -166,10 +237,11 @@ class TextTokenizer:
         text = self.decode_answer(ids[-window:]) if window else ""
         return next((stop for stop in stops if text.endswith(stop)), "")
 
-    def join(self, prompt: str, answer: str | None = None) -> Trajectory:
+    def join(self, prompt: str, answer: str | None = None, images: Sequence[Any] | None = None) -> Trajectory:
         """Return a trajectory of a prompt (masked) and an answer with its end-of-text token (learned).
 
-        An answer whose text already ends with a stop token gets no second one.
+        An answer whose text already ends with a stop token gets no second one. Images are in the places that
+        the prompt has for them (`with_images`).
 
         Raises:
             RecipeError: for anything but two texts.
@@ -190,22 +262,27 @@ class TextTokenizer:
         ids = self.encode(answer)
         if not ids or ids[-1] not in self.stop_ids:
             ids.append(self._hf.eos_token_id)
+        (asked,) = with_images([{"role": "user", "content": prompt}], images)
+        prompt_ids, placed = self.encode_content(asked["content"])
         return Trajectory.learned(
-            tuple(self.encode_prompt(prompt)),
+            tuple(prompt_ids),
             tuple(ids),
-            messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
+            messages=(asked, {"role": "assistant", "content": answer}),
             completion=answer,
             num_turns=1,
+            pixels=placed,
         )
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
+    def chat(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> Trajectory:
         """Encode messages with the chat template. Only the assistant's tokens are learned.
 
+        Images are in the places that the messages have for them (`with_images`).
+
         Raises:
-            DataError: if there is no chat template, it rejects the messages, or the vocabulary lacks a
-                character.
+            DataError: if there is no chat template, it rejects the messages, the vocabulary lacks a character,
+                or the model does not take the images.
         """
-        template, messages = self.template(), normal_messages(messages)
+        template, messages = self.template(), with_images(normal_messages(messages), images)
         ids, mask = template.encode_conversation(messages)
         replies = [m["content"] for m in messages if m["role"] == "assistant"]
         return Trajectory(
@@ -216,6 +293,7 @@ class TextTokenizer:
             messages=tuple(messages),
             completion=replies[-1] if replies else "",
             num_turns=len(replies),
+            pixels=self.placed(ids, processed_images(self.images, messages)),
         )
 
     def template(self) -> ChatTemplate:
@@ -233,8 +311,12 @@ class TextTokenizer:
 
     def save(self, directory: str) -> list[Path]:
         """Write the tokenizer for `AutoTokenizer.from_pretrained`, and return its files."""
-        names = self._hf.save_pretrained(directory)
+        names = [*self._hf.save_pretrained(directory), *self._save_processor(Path(directory))]
         return [path for path in map(Path, names) if path.is_file()]  # it names files that it did not need
+
+    def _save_processor(self, directory: Path) -> list[str]:
+        """Write the image processor, and return its files."""
+        return [] if self.images is None else self.images.save(directory)
 
     def save_for_server(self, directory: Path) -> None:
         """Write the tokenizer for a server of another kind, which replies with what `decode_answer` returns.
@@ -276,7 +358,20 @@ class TextTokenizer:
         return tuple(ids)
 
 
-def _load(settings: TokenizerSettings) -> Any:
+def image_processor(settings: TokenizerSettings) -> ImageProcessor | None:
+    """Return the image processor of a model; None if it only reads text.
+
+    Raises:
+        DataError: if its checkpoint has none, or transformers does not take its settings.
+    """
+    family = None if settings.vision is None else vision_family(settings.vision)
+    if family is None or settings.vision is None:
+        return None
+    saved = saved_settings(None if settings.path is None else Path(settings.path))
+    return ImageProcessor(family, settings.vision, {**saved, **settings.image_settings})
+
+
+def _load(settings: TokenizerSettings, of_images: Sequence[str] = ()) -> Any:
     if settings.path is not None and has_tokenizer(Path(settings.path)):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -293,7 +388,7 @@ def _load(settings: TokenizerSettings) -> Any:
                 "restore its files"
             ) from error
     if settings.alphabet is not None:
-        return character_tokenizer(settings.alphabet)
+        return character_tokenizer(settings.alphabet, of_images)
     if settings.path is not None:
         raise DataError(f"{settings.path} holds no tokenizer; save one there or set an alphabet")
     raise DataError("a tokenizer needs the path of a checkpoint or an alphabet; set one of them")
@@ -358,8 +453,12 @@ def _prefix_ids(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def character_tokenizer(alphabet: str) -> Any:
+def character_tokenizer(alphabet: str, of_images: Sequence[str] = ()) -> Any:
     """Build a Hugging Face tokenizer with one token per character, for models trained on small alphabets.
+
+    Args:
+        alphabet: its characters.
+        of_images: the tokens that mark images, if the model sees.
 
     Raises:
         DataError: if the alphabet is empty or has a character twice.
@@ -371,10 +470,11 @@ def character_tokenizer(alphabet: str) -> Any:
     repeated = [c for i, c in enumerate(alphabet) if c in alphabet[:i]]
     if repeated:
         raise DataError(f"the tokenizer's alphabet has {repeated[0]!r} twice; list each character once")
-    vocab = character_vocabulary(alphabet)
+    vocab = character_vocabulary(alphabet, of_images)
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(of_images))
     # For other programs that read a checkpoint; `TextTokenizer.prompt` adds the token itself.
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,18 @@ from hflow.base.errors import DataError
 from hflow.base.files import read_json_object
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3 of a character tokenizer; the alphabet's characters follow in order."""
+"""Ids 0 to 3 of a character tokenizer. Those that mark images follow, if the model sees, and then the
+alphabet's characters in order."""
 
 
-def character_vocabulary(alphabet: str) -> dict[str, int]:
-    """Return the ids of the tokens of a character tokenizer."""
-    return {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+def character_vocabulary(alphabet: str, of_images: Sequence[str] = ()) -> dict[str, int]:
+    """Return the ids of the tokens of a character tokenizer.
+
+    Args:
+        alphabet: its characters.
+        of_images: the tokens that mark images.
+    """
+    return {token: i for i, token in enumerate((*SPECIAL_TOKENS, *of_images, *alphabet))}
 
 
 def read_vocabulary(path: str | None, alphabet: str | None) -> Mapping[str, int] | None:

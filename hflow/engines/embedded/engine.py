@@ -40,6 +40,7 @@ from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationRes
 from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
+from hflow.types.image import PlacedImage
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
@@ -156,7 +157,13 @@ class EmbeddedEngine(GenerationEngine):
         return self._cache.nbytes
 
     @override
-    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[PlacedImage] = (),
+    ) -> None:
         request = new_request(
             request_id,
             prompt_ids,
@@ -165,6 +172,7 @@ class EmbeddedEngine(GenerationEngine):
             self._vocab_size,
             self._decode,
             self._recorder.kinds,
+            images,
         )
         self._waiting.append(request)
 

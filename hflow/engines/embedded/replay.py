@@ -43,8 +43,14 @@ class RecordingEngine(EmbeddedEngine):
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @override
-    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        super().add(request_id, prompt_ids, params)
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[PlacedImage] = (),
+    ) -> None:
+        super().add(request_id, prompt_ids, params, images)
         self._keys[request_id] = _key(params, prompt_ids)
 
     @override

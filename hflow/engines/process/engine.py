@@ -27,6 +27,7 @@ from hflow.engines.request import new_request
 from hflow.models.hf_config import max_length, read_config, translate_errors
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
+from hflow.types.image import PlacedImage
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
@@ -82,9 +83,22 @@ class ProcessEngine(GenerationEngine):
         return len(self._unfinished)
 
     @override
-    def add(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[PlacedImage] = (),
+    ) -> None:
         request = new_request(
-            request_id, prompt_ids, params, self._max_length, self._vocab_size, self._decode, self._records
+            request_id,
+            prompt_ids,
+            params,
+            self._max_length,
+            self._vocab_size,
+            self._decode,
+            self._records,
+            images,
         )
         self._unfinished.add(request_id)
         self._outbox.append(EngineCall("add", ([request],), has_reply=False))

@@ -22,6 +22,7 @@ from hflow.graph.ir import EPISODE_FIELDS
 from hflow.planner.plan.rows import Plan
 from hflow.types import Trajectory, Unit
 from hflow.types.recorded import RecordedKind, RowFormat, requested_kinds
+from hflow.types.trajectory import PIXELS
 from hflow.workers.interface import NodeProgram, SampleReady, TrajectoryCounts
 from hflow.workers.storage.dataset_rows import DatasetRow
 from hflow.workers.storage.sample_store import SampleStore
@@ -53,6 +54,7 @@ class SampleWriter:
         store: where samples are stored.
         recorded: the kinds of which the streams have a field, and the formats of their entries.
         returns_list: whether an episode returns a list of trajectories.
+        sees: whether the model sees images.
     """
 
     program: NodeProgram
@@ -60,6 +62,7 @@ class SampleWriter:
     store: SampleStore
     recorded: tuple[tuple[RecordedKind, RowFormat], ...] = ()
     returns_list: bool = False
+    sees: bool = False
 
     @classmethod
     def for_node(cls, program: NodeProgram, plan: Plan, store: SampleStore) -> SampleWriter:
@@ -68,7 +71,9 @@ class SampleWriter:
         kinds, shapes = requested_kinds(program.options), dict(plan.shapes)
         formats = [(kind, kind.row_format(shapes[program.models[0]])) for kind in kinds]
         recorded = tuple((kind, form) for kind, form in formats if form is not None)
-        return cls(program, streams, store, recorded, plan.graph.node(program.name).spec.returns_list)
+        returns_list = plan.graph.node(program.name).spec.returns_list
+        sees = any(model.vision for model in plan.graph.models if model.name in program.models[:1])
+        return cls(program, streams, store, recorded, returns_list, sees)
 
     def read(self, result: Any) -> SampleResult:
         """Return a body's result for one sample, checked.
@@ -125,6 +130,8 @@ class SampleWriter:
         for i, stream in enumerate(self.streams):
             trajectory, recorded = result.trajectories[i], result.recorded[i]
             self.store.put_trajectory(stream, sample, group, trajectory, row, parent)
+            if self.sees:
+                self.store.add_value(stream, PIXELS, Unit.PIXELS, (sample,), trajectory.pixels)
             for (name, unit), value in zip(self.program.returns, result.fields[i], strict=True):
                 self.store.add_value(stream, name, Unit(unit), (sample,), value)
             if recorded:

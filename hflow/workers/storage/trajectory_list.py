@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from hflow.types import Trajectory
@@ -25,7 +25,7 @@ def _without(trajectory: Trajectory, earlier: Sequence[Trajectory]) -> Trajector
     draws, repeated = _draws(trajectory), set()
     for other in earlier:
         if shared := draws & _draws(other):
-            num_equal = _common_prefix(trajectory.input_ids, other.input_ids)
+            num_equal = _common_prefix(trajectory, other)
             repeated |= {position for position, _, _ in shared if position < num_equal}
     if not repeated:
         return trajectory
@@ -52,14 +52,20 @@ def _draws(trajectory: Trajectory) -> set[tuple[int, int, int]]:
     }
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of leading tokens that two trajectories have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common_prefix(one: Trajectory, other: Trajectory) -> int:
+    """Return the number of leading tokens that two trajectories have in common, with the same images."""
+    ids, others = one.input_ids, other.input_ids
+    pairs = enumerate(zip(ids, others, strict=False))
+    images = zip(one.pixels, other.pixels, strict=False)
+    return min(
+        next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others))),
+        next((min(a.start, b.start) for a, b in images if a.image.digest != b.image.digest), len(ids)),
+    )
 
 
 def join(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Return the sample: all tokens one after the other, with the texts of the last trajectory."""
+    starts = accumulate((len(x.input_ids) for x in trajectories), initial=0)
     return replace(
         trajectories[-1],
         input_ids=tuple(chain.from_iterable(x.input_ids for x in trajectories)),
@@ -69,6 +75,11 @@ def join(trajectories: Sequence[Trajectory]) -> Trajectory:
         num_turns=sum(x.num_turns for x in trajectories),
         recorded={},
         draws=(),
+        pixels=tuple(
+            placed._replace(start=placed.start + before)
+            for x, before in zip(trajectories, starts, strict=False)
+            for placed in x.pixels
+        ),
     )
 
 

@@ -1,0 +1,1 @@
+"""Images of samples: reading them, and preparing them for a model."""

@@ -1,0 +1,42 @@
+"""The tower of SmolVLM, as transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Features:
+    """`ImageFeatures` of M tokens."""
+
+    embeddings: Tensor
+    deep: Sequence[Tensor] = ()
+
+
+def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> Features:
+    """Run the tower and its projection on all tiles; see `Encoder`."""
+    size = backbone.config.vision_config.patch_size
+    height, width = (side // size for side in pixels.shape[-2:])
+    mask = pixels.new_ones((len(pixels), height, width), dtype=bool)
+    hidden = backbone.vision_model(pixel_values=pixels, patch_attention_mask=mask).last_hidden_state
+    return Features(backbone.connector(hidden).flatten(0, 1))
+
+
+def tower(backbone: Any) -> nn.Module:
+    """Return the modules of the tower and its projection."""
+    return nn.ModuleList([backbone.vision_model, backbone.connector])
+
+
+def language_model(backbone: Any) -> nn.Module:
+    """Return the language model."""
+    found: nn.Module = backbone.text_model
+    return found
+
+
+def deep_arguments(rows: Tensor, deep: Sequence[Tensor]) -> dict[str, Any]:
+    """Return no arguments: only the first layer sees images."""
+    return {}
