@@ -14,13 +14,14 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from hflow.base.errors import BackendError, HflowError, nearest
 from hflow.base.files import read_json_object
 from hflow.base.model_files import check_model_config
 from hflow.models.settings import ModelSettings
+from hflow.vision.interface import VisionFamily, vision_family
 
 _BUILD_ERRORS = (
     ArithmeticError,
@@ -36,6 +37,8 @@ _BUILD_ERRORS = (
 )
 """Errors that transformers and torch raise for a model that cannot be built."""
 
+TOWER = "sdpa"
+"""The attention of towers, within each image."""
 _COUNTS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
 _TYPO_SIMILARITY = 0.8
 """An unknown key is an error if it is this similar to a known one. transformers accepts some keys that its
@@ -56,13 +59,33 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig:
         else:
             raise BackendError("it has neither a path nor an architecture; set one")
         _check_causal_lm(config)
-        _check_numbers(config)
+        _check_numbers(config.get_text_config())
     return config
+
+
+def family_of(config: PreTrainedConfig) -> VisionFamily | None:
+    """Return the family of a model that sees; None if it only reads text."""
+    return vision_family(config.to_dict())
+
+
+def auto_model(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds a model with an output layer from its config."""
+    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+
+
+def attention_names(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Return `attn_implementation` for a model whose language model has an attention of ours.
+
+    Args:
+        config: the model's config.
+        name: the attention's name.
+    """
+    return name if family_of(config) is None else {"text_config": name, "vision_config": TOWER}
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence that a model has positions for; None if it has no bound."""
-    length: int | None = getattr(config, "max_position_embeddings", None)
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length
 
 
@@ -119,7 +142,7 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_causal_lm(config: PreTrainedConfig) -> None:
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in auto_model(config)._model_mapping:
         raise BackendError(
             f"model_type {config.model_type!r} is not a causal language model; use one that is, such as "
             "'qwen2'"

@@ -115,8 +115,9 @@ def check_supported(model: PreTrainedModel) -> None:
         raise BackendError(
             f"{name} has no pluggable attention, which packed sequences need; choose another architecture"
         )
+    config = model.config.get_text_config()
     windows = [w for module in model.modules() if (w := getattr(module, "sliding_window", None)) is not None]
-    layers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if windows or layers:
         what = ", ".join(sorted(layers)) or f"a sliding window of {max(windows)}"
         raise BackendError(

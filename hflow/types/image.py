@@ -126,6 +126,14 @@ def _decoding(data: bytes) -> Iterator[PIL.Image.Image]:
         raise DataError(f"an image cannot be decoded: {error}; restore the file") from error
 
 
+class Colours(NamedTuple):
+    """How a model normalises colours from 0 to 255: `(colour * factor - mean) / deviation`, for each channel."""
+
+    factor: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+
 class PlacedImage(NamedTuple):
     """An image of a sequence."""
 
@@ -149,6 +157,7 @@ class ProcessedImage:
     """How the patches or tiles are arranged, as the family defines it."""
     num_tokens: int
     """Number of tokens of a sequence that get their embeddings from the image."""
+    colours: Colours
 
     @property
     def nbytes(self) -> int:

@@ -133,6 +133,10 @@ class VisionFamily(abc.ABC):
     def grid_of(self, processor: Any, width: int, height: int) -> tuple[int, ...]:
         """Return the grid of an image of this size, without its pixels."""
 
+    @abc.abstractmethod
+    def smallest_settings(self, config: Config) -> Config:
+        """Return settings of a processor that makes an image of one pixel as small as the tower takes it."""
+
     def positions(
         self, config: Config, input_ids: npt.NDArray[np.int64], images: Sequence[PlacedImage]
     ) -> Positions:

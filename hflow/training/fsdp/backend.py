@@ -23,6 +23,7 @@ from hflow.models.adapter import adapter_weights, adapters_off
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import let_routers_replay
+from hflow.models.hf_config import family_of
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
@@ -40,6 +41,7 @@ from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences
 from hflow.training.loop.microbatches import MicrobatchSplitter
 from hflow.types.tensor_slices import Block
+from hflow.vision.batches import SequencesWithImages
 
 
 class TorchModel(ModelBackend):
@@ -81,7 +83,16 @@ class TorchModel(ModelBackend):
     def _make_runner(self, head: nn.Module) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
         dtype = DTYPES[settings.dtype]
-        module = PackedModel(self._model.base_model, head, settings.head, settings.offload_activations)
+        config = self._model.config
+        family = family_of(config)
+        module = PackedModel(
+            self._model.base_model,
+            head,
+            settings.head,
+            settings.offload_activations,
+            None if family is None else SequencesWithImages(family, config.to_dict()),
+            joins_tower=self.group is not None,
+        )
         module.requires_grad_(settings.trainable)
         if settings.lora is not None:
             self._model.requires_grad_(False)
@@ -108,7 +119,7 @@ class TorchModel(ModelBackend):
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
-        check_sequences(call, self.settings.name, self._model.config, shards)
+        check_sequences(call, self.settings.name, self._model.config.get_text_config(), shards)
         with self.on_device():
             return self._runner.infer(call, shards)
 
@@ -117,7 +128,7 @@ class TorchModel(ModelBackend):
         if self._optimizer is None:
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
-        check_sequences(call, self.settings.name, self._model.config, batches)
+        check_sequences(call, self.settings.name, self._model.config.get_text_config(), batches)
         with self._offload.on_device(training=True, changes=True):
             return self._runner.train(self._optimizer, call, shards, step)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from hflow.base.errors import BackendError, nearest
@@ -17,15 +17,13 @@ from hflow.models.adapter import add_adapter
 from hflow.models.drawn_weights import parameters_on_meta
 from hflow.models.dtypes import DTYPES
 from hflow.models.heads import SCORE, ScalarHead, missing_head
-from hflow.models.hf_config import read_config, translate_errors
+from hflow.models.hf_config import attention_names, auto_model, read_config, translate_errors
 from hflow.models.packed_attention import PACKED, check_supported
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors
 from hflow.training.fsdp.held_weights import holds_parameters_of
 
 HEADS = ("lm", "value", "score")
-
-_MODELS: Any = AutoModelForCausalLM
 
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Config keys of models whose logits are not just hidden states times a matrix."""
@@ -70,7 +68,7 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     if settings.head == "lm":
         return model, _output_matrix(model)
     _remove_output_matrix(model)
-    return model, scalar_head(settings, model.config.hidden_size)
+    return model, scalar_head(settings, model.config.get_text_config().hidden_size)
 
 
 def scalar_head(settings: ModelSettings, hidden_size: int) -> ScalarHead:
@@ -97,14 +95,20 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
 def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = _MODELS.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+        model: PreTrainedModel = _from_config(config, torch.float32)
     return model
 
 
 def _without_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model with parameters on the meta device."""
     with parameters_on_meta():
-        model: PreTrainedModel = _MODELS.from_config(config, dtype=dtype, attn_implementation=PACKED)
+        model: PreTrainedModel = _from_config(config, dtype)
+    return model
+
+
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    attention = attention_names(config, PACKED)
+    model: PreTrainedModel = auto_model(config).from_config(config, dtype=dtype, attn_implementation=attention)
     return model
 
 
@@ -112,11 +116,11 @@ def _from_checkpoint(path: Path, config: PreTrainedConfig, head: str, dtype: tor
     verbosity = get_verbosity()
     set_verbosity_error()  # a head that is not loaded here is no news; all else is checked below
     try:
-        model, report = _MODELS.from_pretrained(
+        model, report = auto_model(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=PACKED,
+            attn_implementation=attention_names(config, PACKED),
             local_files_only=True,
             use_safetensors=True,  # other formats are pickles
             ignore_mismatched_sizes=True,
@@ -150,7 +154,7 @@ def _check_loaded(path: Path, model: PreTrainedModel, report: Mapping[str, Any],
 def _check_architecture(model: PreTrainedModel) -> None:
     """Check that packed results are the HF model's own."""
     check_supported(model)
-    name, config = type(model).__name__, model.config
+    name, config = type(model).__name__, model.config.get_text_config()
     for key in _LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise BackendError(

@@ -6,7 +6,7 @@ Axes: T packed tokens, U computed tokens, N learned tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from hflow.training.loop.inputs import PackedBatch
 from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
 from hflow.training.loop.output import LmOutput, ScalarOutput
 from hflow.types import Output
+from hflow.vision.batches import SequencesWithImages
+from hflow.vision.embedding import encode_images, hidden_states, smallest_image
 
 Result = TypeVar("Result")
 
@@ -28,16 +30,25 @@ class PackedModel(nn.Module):
         head: the module that is applied to the hidden states.
         head_kind: `lm`, `value` or `score`.
         offload_activations: keep what the backbone saves for its backward pass in host memory.
+        vision: reads the images of sequences; None: the model only reads text.
+        joins_tower: whether the tower runs for every micro-batch, as other ranks have parts of its weights.
     """
 
     def __init__(
-        self, backbone: nn.Module, head: nn.Module, head_kind: str, offload_activations: bool = False
+        self,
+        backbone: nn.Module,
+        head: nn.Module,
+        head_kind: str,
+        offload_activations: bool = False,
+        vision: SequencesWithImages | None = None,
+        joins_tower: bool = False,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self.head_kind = head_kind
         self.offload_activations = offload_activations
+        self.vision, self.joins_tower = vision, joins_tower
 
     def forward(
         self,
@@ -59,13 +70,7 @@ class PackedModel(nn.Module):
         """
         replayed = {} if packed.replayed is None else {REPLAYED: packed.replayed}
         with activations_in_host_memory(self.offload_activations):
-            hidden = self.backbone(
-                input_ids=packed.computed_ids[None],
-                position_ids=packed.position_ids[None],
-                use_cache=False,
-                packed_layout=packed.layout,
-                **replayed,
-            ).last_hidden_state[0]
+            hidden = self._hidden(packed, packed_layout=packed.layout, **replayed)
         if consume is None:
             zero: Tensor = self.head(hidden[:0]).sum()
             return zero
@@ -74,5 +79,32 @@ class PackedModel(nn.Module):
             assert isinstance(self.head, nn.Linear)
             logits = MatrixLogits(rows, OutputMatrix(self.head.weight, self.head.bias), temperature)
             return consume(LmOutput(logits, packed, get_requested()))
-        padding_id = getattr(self.backbone.config, "pad_token_id", None)
+        config: Any = self.backbone.config
+        padding_id = getattr(config.get_text_config(), "pad_token_id", None)
         return consume(ScalarOutput(packed.expand(self.head(hidden)), packed, self.head_kind, padding_id))
+
+    def _hidden(self, packed: PackedBatch, **arguments: Any) -> Tensor:
+        """Return the last layer's output `[U, D]`."""
+        if self.vision is None:
+            found: Tensor = self.backbone(
+                input_ids=packed.computed_ids[None],
+                position_ids=packed.position_ids[None],
+                use_cache=False,
+                **arguments,
+            ).last_hidden_state[0]
+            return found
+        family = self.vision.family
+        seen = () if packed.images is None else packed.images.images
+        if not seen and self.joins_tower:
+            seen = (smallest_image(family, self.vision.config),)
+        device = packed.computed_ids.device
+        features = encode_images(self.backbone, family, seen, device) if seen else None
+        return hidden_states(
+            self.backbone,
+            family,
+            packed.computed_ids,
+            packed.position_ids,
+            packed.images,
+            features,
+            **arguments,
+        )

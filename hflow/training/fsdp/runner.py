@@ -96,7 +96,7 @@ class TorchRunner:
     ) -> Result:
         """Run a prepared micro-batch and `consume`, which runs within the forward pass, on whole weights."""
         check_temperature(call)
-        packed = pack_batch(batch, self.device, self.dtype, replays_experts(call))
+        packed = pack_batch(batch, self.device, self.dtype, replays_experts(call), self.module.vision)
         requested = self.requested.setdefault(call.node, set())
         result: Result = self.module(
             packed, lambda output: consume(packed, output), call.temperature, lambda: requested
@@ -105,5 +105,5 @@ class TorchRunner:
 
     def _forward_placeholder(self) -> Tensor:
         """Join a forward pass of the other ranks; return a zero whose backward pass joins theirs."""
-        zero: Tensor = self.module(pack_batch(placeholder_batch(), self.device, self.dtype), None)
+        zero: Tensor = self.module(pack_batch(placeholder_batch(), self.device, self.dtype, vision=self.module.vision), None)
         return zero

@@ -29,6 +29,8 @@ from hflow.training.interface import NodeCall
 from hflow.types import Sequences, Unit
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.trajectory import TRAJECTORY
+from hflow.vision.batches import SEEN, SequencesWithImages
+from hflow.vision.embedding import RowsOfImages
 
 
 def check_sequences(call: NodeCall, model: str, config: PreTrainedConfig, batches: Iterable[Batch]) -> None:
@@ -81,12 +83,14 @@ class PackedTokens:
     computed_ids: Tensor
     """int64 `[U]`: `input_ids` of the tokens that are computed. U is T where no prefix is shared."""
     position_ids: Tensor
-    """int64 `[U]`, from 0 in each sequence."""
+    """int64 `[U]`, from 0 in each sequence; `[A, U]` of a model that sees, whose positions have A axes."""
     layout: PackedLayout
     sharing: PrefixSharing | None
     """Which tokens are computed once, on the host. `layout.shared` is the same on the device."""
     replayed: ReplayedExperts | None
     """The experts that routers are to choose; None: they choose themselves."""
+    images: RowsOfImages | None
+    """The images among the computed tokens."""
 
     def computed_rows(self, positions: Tensor) -> Tensor:
         """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
@@ -172,8 +176,17 @@ def count_valid(batch: Batch) -> dict[Unit, int]:
     }
 
 
+def _positions(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the position `[T]` of each token in its sequence."""
+    return np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
+
+
 def pack_tokens(
-    batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False
+    batch: Batch,
+    device: torch.device,
+    dtype: torch.dtype,
+    replays: bool = False,
+    vision: SequencesWithImages | None = None,
 ) -> PackedTokens:
     """Move a batch's tokens and their layout to the device. All index tables are made on the host.
 
@@ -182,28 +195,42 @@ def pack_tokens(
         device: the model's device.
         dtype: dtype of the forward pass, on which the attention kernel depends.
         replays: whether routers choose the experts of the engine.
+        vision: reads the images of sequences; None: the model only reads text.
     """
-    positions = np.arange(batch.num_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
-    sharing = share_prefixes(batch, ("input_ids", ROUTED_EXPERTS) if replays else ("input_ids",))
+    images = None if vision is None else vision.rows_of(batch)
+    positions = _positions(batch) if vision is None else vision.positions(batch)
+    compared = ("input_ids", *([ROUTED_EXPERTS] if replays else []), *([] if images is None else [SEEN]))
+    if images is not None:
+        batch = batch.with_columns({SEEN: Column(Unit.TOKEN, images.identities(batch.num_tokens))})
+    sharing = share_prefixes(batch, compared)
+    if sharing is not None and images is not None:
+        images = images.computed(sharing)
     shared = None if sharing is None else _on_device(sharing, device)
     input_ids = to_tensor(get_column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
     return PackedTokens(
         input_ids=input_ids,
         computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
-        position_ids=position_ids if shared is None else position_ids[shared.token_of_row],
+        position_ids=position_ids if shared is None else position_ids[..., shared.token_of_row],
         layout=PackedLayout.of(batch.lengths, device, dtype, shared),
         sharing=sharing,
         replayed=replayed_experts(batch, sharing, device) if replays else None,
+        images=images,
     )
 
 
-def pack_batch(batch: Batch, device: torch.device, dtype: torch.dtype, replays: bool = False) -> PackedBatch:
+def pack_batch(
+    batch: Batch,
+    device: torch.device,
+    dtype: torch.dtype,
+    replays: bool = False,
+    vision: SequencesWithImages | None = None,
+) -> PackedBatch:
     """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
     learned = to_tensor(batch.columns[LEARNED].values, device)
     return PackedBatch(
-        **vars(pack_tokens(batch, device, dtype, replays)),
+        **vars(pack_tokens(batch, device, dtype, replays, vision)),
         batch=batch,
         seqs=seqs,
         targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),

@@ -80,6 +80,12 @@ class QwenVision(VisionFamily):
         )
         return 1, rows // side, columns // side
 
+    def smallest_settings(self, config: Config) -> Config:
+        """Return settings for an image of one token."""
+        sizes = config["vision_config"]
+        side = (sizes["patch_size"] * sizes["spatial_merge_size"]) ** 2
+        return {"size": {"shortest_edge": side, "longest_edge": side}}
+
     def positions(
         self, config: Config, input_ids: npt.NDArray[np.int64], images: Sequence[PlacedImage]
     ) -> Positions:

@@ -79,6 +79,10 @@ class SmolVision(VisionFamily):
         _, rows, columns = processor.get_number_of_image_patches(height, width, {})
         return (rows, columns) if rows * columns > 1 else (0, 0)
 
+    def smallest_settings(self, config: Config) -> Config:
+        """Return settings for an image of one tile."""
+        return {"do_image_splitting": False}
+
     def _tile_tokens(self, config: Config) -> int:
         sizes = config["vision_config"]
         patches: int = (sizes["image_size"] // sizes["patch_size"]) ** 2

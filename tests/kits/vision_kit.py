@@ -1,0 +1,140 @@
+"""Tiny models that see, pictures, and batches with images."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch_kit
+from PIL import Image as Pillow
+from transformers import AutoConfig
+
+from hflow.data.batches.batch import Batch, Column
+from hflow.data.images.files import read_image
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.training.fsdp.backend import TorchModel
+from hflow.types import Unit
+from hflow.types.trajectory import PIXELS
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789"
+VOCAB = 7 + len(ALPHABET)
+_TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_IDS = {"image_token_id": 6, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 63}
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.1,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        "vision_config": {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        "tie_word_embeddings": True,
+        **_IDS,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        "vision_config": {**_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": True,
+        **_IDS,
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "image_size": 32,
+            "patch_size": 8,
+            "initializer_range": 0.1,
+        },
+        "scale_factor": 2,
+        "image_token_id": 6,
+        "tie_word_embeddings": False,
+    },
+}
+IMAGE_SETTINGS = {"smolvlm": {"do_image_splitting": False}}
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """Return the whole HF config of a tiny model."""
+    values = {key: value for key, value in ARCHITECTURES[family].items() if key != "model_type"}
+    return AutoConfig.for_model(family, **values).to_dict()
+
+
+def tokenizer(family: str, **changes: Any) -> TextTokenizer:
+    settings = TokenizerSettings(
+        alphabet=ALPHABET,
+        vision=config_of(family),
+        image_settings=IMAGE_SETTINGS.get(family, {}),
+        **changes,
+    )
+    return TextTokenizer(settings)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Pillow.Image:
+    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Pillow.fromarray(colours)
+
+
+def settings(family: str, **changes: Any) -> ModelSettings:
+    return dataclasses.replace(torch_kit.SETTINGS, architecture=ARCHITECTURES[family], **changes)
+
+
+def model(family: str, group: Any = None, layout: Any = None, **changes: Any) -> TorchModel:
+    position = RankPosition(group, layout) if layout is not None else RankPosition(group)
+    return TorchModel(settings(family, **changes), position)
+
+
+def trajectories(family: str, sizes: list[list[tuple[int, int]]], text: str = "what? ") -> list[Any]:
+    """Return trajectories of prompts with pictures of these sizes, and of an answer."""
+    made = tokenizer(family)
+    return [
+        made.join(f"{text}{i}", f"answer {i}", [read_image(picture(*size, seed=size[0])) for size in pictures])
+        for i, pictures in enumerate(sizes)
+    ]
+
+
+def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
+    """Return a batch of trajectories, as a train node reads it."""
+    count = len(samples)
+    lengths = np.array([len(sample.input_ids) for sample in samples])
+    rng = np.random.default_rng(1)
+    total = int(lengths.sum())
+    mask = np.concatenate([sample.loss_mask for sample in samples])
+    columns = {
+        "input_ids": Column(Unit.TOKEN, np.concatenate([sample.input_ids for sample in samples])),
+        "loss_mask": Column(Unit.TOKEN, mask),
+        "behav_logprobs": Column(Unit.TOKEN, np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32)),
+        "versions": Column(Unit.TOKEN, np.where(mask, 3, -1)),
+        "advantages": Column(Unit.SEQUENCE, rng.normal(0, 1, count).astype(np.float32)),
+        PIXELS: Column(Unit.PIXELS, [sample.pixels for sample in samples]),
+    }
+    return Batch(np.arange(count), np.array(groups or range(count)), lengths, columns)
