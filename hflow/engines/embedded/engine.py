@@ -36,8 +36,10 @@ from hflow.engines.embedded.module import (
 )
 from hflow.engines.embedded.packing import PromptGroup, admit, last_tokens, pack_step
 from hflow.engines.embedded.sampling import SamplingRows, draw
+from hflow.engines.embedded.step_images import StepImages
 from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
+from hflow.models.hf_config import family_of
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import PlacedImage
@@ -111,6 +113,8 @@ class EmbeddedEngine(GenerationEngine):
         self._shares_weights = module is not None
         self._module = build_module(settings, module)
         decoder = _find_decoder(settings, self._module)
+        family = family_of(self._module.config)
+        self._vision = None if family is None else StepImages(self._module, family)
         self._run_model: RunModel = _run_modules(self._module) if decoder is None else decoder.logits
         self._recorder = ExpertRecorder(self._module)
         self._has_adapters = settings.lora is not None
@@ -118,7 +122,8 @@ class EmbeddedEngine(GenerationEngine):
         self._device = next(self._module.parameters()).device
         self._is_accelerated = self._device.type != "cpu"
         self._dtype = next(self._module.parameters()).dtype
-        config: Any = self._module.config
+        whole: Any = self._module.config
+        config = whole.get_text_config()
         self._vocab_size = int(config.vocab_size)
         self._num_layers = int(config.num_hidden_layers)
         self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
@@ -198,6 +203,8 @@ class EmbeddedEngine(GenerationEngine):
         if groups:
             self._running.extend(member for group in groups for member in group.members)
             self._rows = None
+            if self._vision is not None:
+                self._vision.keep([*self._running, *self._waiting])
         self._draw(logits)
         return self._finish(has_entered=len(groups) > 0)
 
@@ -234,6 +241,8 @@ class EmbeddedEngine(GenerationEngine):
     def set_version(self, version: int) -> None:
         self._requeue()  # prefilling overwrites the cache, so it need not be cleared
         self.version = version
+        if self._vision is not None:
+            self._vision.keep(())
 
     @override
     def sleep(self, level: SleepLevel) -> None:
@@ -295,7 +304,10 @@ class EmbeddedEngine(GenerationEngine):
         first_free_slot = len(self._running)
         packed = pack_step(decoding, groups, self._cache, self._dtype, self._device, first_free_slot)
         with self._recorder.recording(decoding, groups):
-            logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
+            if self._vision is not None:
+                logits = self._vision.logits(packed, decoding, groups)
+            else:
+                logits = self._run_model(packed.input_ids, packed.positions, packed.logit_rows, packed.step)
         if packed.sequence_logits is None:
             return logits[: len(decoding)]
         return logits[packed.sequence_logits]

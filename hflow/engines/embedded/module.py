@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hflow.base.devices import is_gpu
@@ -20,7 +19,7 @@ from hflow.models.adapter import adapter_weights, add_adapter
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
-from hflow.models.hf_config import read_config, translate_errors
+from hflow.models.hf_config import attention_names, auto_model, read_config, translate_errors
 from hflow.models.packed_attention import check_supported
 from hflow.models.settings import ModelSettings
 
@@ -56,11 +55,11 @@ def _new_module(settings: ModelSettings) -> Any:
     dtype, config = DTYPES[settings.dtype], read_config(settings)
     if settings.path is not None:
         disable_progress_bar()
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        module: Any = auto_model(config).from_pretrained(
             settings.path,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_names(config, ATTENTION),
             local_files_only=True,
             use_safetensors=True,  # other formats are pickles
         )
@@ -78,8 +77,9 @@ def _new_module(settings: ModelSettings) -> Any:
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    return auto_model(config).from_config(
+        config, dtype=dtype, attn_implementation=attention_names(config, ATTENTION)
+    )
 
 
 def _sharing_module(settings: ModelSettings, shared: nn.Module) -> Any:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from hflow.engines.embedded.cache import KVCache, LengthBand, length_bands, padd
 from hflow.engines.request import GenerationRequest
 from hflow.models.attention_kernels import additive_mask
 from hflow.models.packed_attention import PackedLayout, PaddedLayout
+from hflow.types.image import PlacedImage
 from hflow.types.kernels import AttentionKernel
 
 Ints = npt.NDArray[np.int64]
@@ -198,6 +200,11 @@ class PromptGroup:
     ids: tuple[int, ...]
     members: tuple[GenerationRequest, ...]
 
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images of the prompt."""
+        return self.members[0].images
+
 
 def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int) -> list[PromptGroup]:
     """Take requests from the front of `waiting`, in order, and group those with equal prompts.
@@ -205,15 +212,16 @@ def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int)
     Stops at the first request without a free slot, or whose prompt would exceed the budget of distinct prompt
     tokens. The first prompt of a step is admitted regardless of its length.
     """
-    groups: dict[tuple[int, ...], list[GenerationRequest]] = {}
+    groups: dict[tuple[Any, ...], list[GenerationRequest]] = {}
     num_tokens = 0
     while waiting and free_slots:
-        ids = tuple(waiting[0].ids)
-        if ids not in groups:
+        ids = waiting[0].ids
+        prompt = (*ids, *(image.digest for _, image in waiting[0].images))
+        if prompt not in groups:
             if groups and num_tokens + len(ids) > token_budget:
                 break
             num_tokens += len(ids)
-            groups[ids] = []
-        groups[ids].append(waiting.popleft())
+            groups[prompt] = []
+        groups[prompt].append(waiting.popleft())
         free_slots -= 1
-    return [PromptGroup(ids, tuple(members)) for ids, members in groups.items()]
+    return [PromptGroup(tuple(members[0].ids), tuple(members)) for members in groups.values()]

@@ -18,6 +18,7 @@ from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.engines.request import GenerationRequest
+from hflow.types.image import PlacedImage
 
 Draws = dict[tuple[int, tuple[int, ...]], list[int]]
 """(seed, prompt) -> the tokens drawn after it, across interruptions."""

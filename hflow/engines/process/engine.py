@@ -24,7 +24,7 @@ from hflow.engines.process.engine_process import (
     ProcessSettings,
 )
 from hflow.engines.request import new_request
-from hflow.models.hf_config import max_length, read_config, translate_errors
+from hflow.models.hf_config import auto_model, max_length, read_config, translate_errors
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import PlacedImage
@@ -63,7 +63,7 @@ class ProcessEngine(GenerationEngine):
         Raises:
             BackendError: if the library cannot build the model.
         """
-        config = read_config(setup.settings)
+        config = read_config(setup.settings).get_text_config()
         self._max_length = _longest_sequence(setup, config)
         self._vocab_size = int(config.vocab_size)
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
@@ -229,10 +229,8 @@ def write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
     Returns:
         The directory.
     """
-    from transformers import AutoModelForCausalLM
-
     with translate_errors(settings.name):
-        architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        architecture: Any = auto_model(config)._model_mapping[type(config)]
         config.architectures = [architecture.__name__]
         config.save_pretrained(directory)
     return str(directory)
