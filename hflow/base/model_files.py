@@ -82,7 +82,8 @@ def check_size(family: str, key: str, size: Any) -> None:
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the tokens of the longest sequence that a model has positions for; None if it has no bound."""
-    found = config.get("max_position_embeddings")
+    text = config.get("text_config")  # of a model with several parts
+    found = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
     return found if type(found) is int and found > 0 else None
 
 

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from typing_extensions import override
+
+from hflow.models.hf_config import auto_model
 
 _OVERWRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Operations besides draws after which the earlier values of a tensor are gone."""
@@ -73,8 +75,7 @@ def drawn_weights(config: PreTrainedConfig, seed: int) -> Iterator[tuple[str, Te
 
 
 def _from_config(config: PreTrainedConfig) -> nn.Module:
-    models: Any = AutoModelForCausalLM  # untyped in transformers
-    model: nn.Module = models.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model: nn.Module = auto_model(config).from_config(copy.deepcopy(config), dtype=torch.float32)
     return model
 
 

@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from hflow.base.errors import BackendError
+from hflow.models.hf_config import auto_model
 from hflow.models.weight_files import open_weight_files
 
 SCORE = "score.weight"
 """The head of a reward model in its checkpoint."""
 
-_CAUSAL: Any = AutoModelForCausalLM
 _CLASSIFIERS: Any = AutoModelForSequenceClassification
 
 
@@ -96,7 +96,7 @@ def saved_config(config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Pre
     """Return a model's config as it is saved with weights of a dtype and a head of this kind."""
     saved = copy.deepcopy(config)
     saved.dtype = dtype
-    name = _CAUSAL._model_mapping[type(config)].__name__
+    name = auto_model(config)._model_mapping[type(config)].__name__
     if kind == "score":
         saved.num_labels = 1
         known = type(config) in _CLASSIFIERS._model_mapping

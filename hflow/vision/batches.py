@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,9 @@ class SequencesWithImages:
 
     def positions(self, batch: Batch) -> Ints:
         """Return the positions `[A, T]` of all tokens."""
-        parts = [self.family.positions(self.config, *pair) for pair in zip(*self._sequences(batch), strict=True)]
+        parts = [
+            self.family.positions(self.config, *pair) for pair in zip(*self._sequences(batch), strict=True)
+        ]
         return np.concatenate(parts, axis=1)
 
     def _sequences(self, batch: Batch) -> tuple[list[Ints], list[Sequence[PlacedImage]]]:

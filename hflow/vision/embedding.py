@@ -36,7 +36,9 @@ class RowsOfImages:
     """int64 `[M]`: the token of an image that each row has, counted over `images`."""
 
     @classmethod
-    def of(cls, sequences: Iterable[tuple[int, Ints, Sequence[PlacedImage]]], token: int) -> RowsOfImages | None:
+    def of(
+        cls, sequences: Iterable[tuple[int, Ints, Sequence[PlacedImage]]], token: int
+    ) -> RowsOfImages | None:
         """Find the images of sequences; None if there are none.
 
         Args:
@@ -156,4 +158,6 @@ def smallest_image(family: VisionFamily, config: Config) -> ProcessedImage:
 
     picture = Pillow.new("RGB", (1, 1))
     pixels, grid = family.process(family.processor(config, family.smallest_settings(config)), picture)
-    return ProcessedImage("", pixels, grid, family.num_tokens(config, grid), Colours(1.0, (0.0,) * 3, (1.0,) * 3))
+    return ProcessedImage(
+        "", pixels, grid, family.num_tokens(config, grid), Colours(1.0, (0.0,) * 3, (1.0,) * 3)
+    )

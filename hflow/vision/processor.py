@@ -113,6 +113,15 @@ class ImageProcessor:
             self._recent_bytes -= self._recent.popitem(last=False)[1].nbytes
 
 
+def whole_config(config: Config) -> Config:
+    """Return an HF config with the defaults of its family."""
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = json.loads(json.dumps(dict(config)))
+    found: dict[str, Any] = AutoConfig.for_model(values.pop("model_type"), **values).to_dict()
+    return found
+
+
 def saved_settings(directory: Path | None) -> Mapping[str, Any]:
     """Return what a checkpoint says of its image processor.
 

@@ -47,7 +47,10 @@ _TOWER = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl",
-        "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
         "vision_config": {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
         "tie_word_embeddings": True,
         **_IDS,
@@ -117,7 +120,9 @@ def trajectories(family: str, sizes: list[list[tuple[int, int]]], text: str = "w
     """Return trajectories of prompts with pictures of these sizes, and of an answer."""
     made = tokenizer(family)
     return [
-        made.join(f"{text}{i}", f"answer {i}", [read_image(picture(*size, seed=size[0])) for size in pictures])
+        made.join(
+            f"{text}{i}", f"answer {i}", [read_image(picture(*size, seed=size[0])) for size in pictures]
+        )
         for i, pictures in enumerate(sizes)
     ]
 
@@ -132,7 +137,9 @@ def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
     columns = {
         "input_ids": Column(Unit.TOKEN, np.concatenate([sample.input_ids for sample in samples])),
         "loss_mask": Column(Unit.TOKEN, mask),
-        "behav_logprobs": Column(Unit.TOKEN, np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32)),
+        "behav_logprobs": Column(
+            Unit.TOKEN, np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32)
+        ),
         "versions": Column(Unit.TOKEN, np.where(mask, 3, -1)),
         "advantages": Column(Unit.SEQUENCE, rng.normal(0, 1, count).astype(np.float32)),
         PIXELS: Column(Unit.PIXELS, [sample.pixels for sample in samples]),

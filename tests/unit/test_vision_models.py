@@ -27,8 +27,15 @@ def reference(backend, family):
 
 def processed(family, sample):
     """Return the pixels and the grids of a sample's images by transformers' processor."""
-    made = vision_family(kit.config_of(family)).processor(kit.config_of(family), kit.IMAGE_SETTINGS.get(family, {}))
-    pictures = [part["image_url"]["url"] for m in sample.messages for part in m["content"] if isinstance(part, dict) and part["type"] == "image_url"]
+    made = vision_family(kit.config_of(family)).processor(
+        kit.config_of(family), kit.IMAGE_SETTINGS.get(family, {})
+    )
+    pictures = [
+        part["image_url"]["url"]
+        for m in sample.messages
+        for part in m["content"]
+        if isinstance(part, dict) and part["type"] == "image_url"
+    ]
     from hflow.data.images.files import read_image
 
     images = [read_image(url).open() for url in pictures]
@@ -78,7 +85,9 @@ def test_the_engine_draws_what_the_trainer_computes(family):
     drawn = []
     for number, result in sorted(results.items()):
         sample, length = samples[number // 2], prompts[number // 2]
-        grown = append_turn(prompt_trajectory(sample.input_ids[:length], sample.messages[:1], sample.pixels), result, "")
+        grown = append_turn(
+            prompt_trajectory(sample.input_ids[:length], sample.messages[:1], sample.pixels), result, ""
+        )
         drawn.append(grown)
     (computed,) = backend.infer(torch_kit.call(torch_kit.logprobs, "token", []), [kit.batch_of(drawn)])
     wanted = np.concatenate([sample.behav_logprobs for sample in drawn])

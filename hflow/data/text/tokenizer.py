@@ -22,7 +22,7 @@ from hflow.data.text.vocabulary import character_vocabulary
 from hflow.types import Trajectory
 from hflow.types.image import PlacedImage, ProcessedImage
 from hflow.vision.interface import vision_family
-from hflow.vision.processor import ImageProcessor, place_images, saved_settings
+from hflow.vision.processor import ImageProcessor, place_images, saved_settings, whole_config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory without any of these holds no tokenizer. transformers would make an empty one."""
@@ -56,7 +56,7 @@ class TokenizerSettings:
     max_tokens: int | None = None
     """Tokens of the model's longest sequence. Text that is far longer is refused before it is encoded."""
     vision: Mapping[str, Any] | None = None
-    """The HF config of a model that sees; None: it only reads text."""
+    """The HF config of a model that sees, which may lack defaults; None: it only reads text."""
     image_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor, by transformers' names, in place of those of the checkpoint."""
 
@@ -368,7 +368,7 @@ def image_processor(settings: TokenizerSettings) -> ImageProcessor | None:
     if family is None or settings.vision is None:
         return None
     saved = saved_settings(None if settings.path is None else Path(settings.path))
-    return ImageProcessor(family, settings.vision, {**saved, **settings.image_settings})
+    return ImageProcessor(family, whole_config(settings.vision), {**saved, **settings.image_settings})
 
 
 def _load(settings: TokenizerSettings, of_images: Sequence[str] = ()) -> Any:

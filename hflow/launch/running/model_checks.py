@@ -38,7 +38,8 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     """
     is_here = {name: model.path is None or has_weights(model.path) for name, model in setup.models.items()}
     setup = with_local_models(setup, {name for name, is_whole in is_here.items() if is_whole})
-    configs = {name: read_config(settings) for name, settings in setup.models.items()}
+    whole = {name: read_config(settings) for name, settings in setup.models.items()}
+    configs = {name: config.get_text_config() for name, config in whole.items()}
     for name, settings in setup.models.items():
         if settings.resume:
             with translate_errors(name):
@@ -46,7 +47,7 @@ def check_models(compiled: Compiled, setup: WorkerSetup) -> None:
     for replica in compiled.plan.replicas:
         check = None if replica.role == "gen" else training_backend(replica.backend).check_model
         if check is not None and is_here[replica.model]:  # else the workers that fetch the weights check them
-            check(setup.models[replica.model], configs[replica.model])
+            check(setup.models[replica.model], whole[replica.model])
         _check_head_size(replica, compiled.plan, configs[replica.model])
     sources = [node.spec for node in compiled.graph.nodes if node.spec.opens_stream]
     for model in dict.fromkeys(model for source in sources for model in source.models):

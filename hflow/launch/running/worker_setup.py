@@ -251,6 +251,11 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     """Return the settings of every model's tokenizer."""
     sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
     own = {name: compiled.config.models.get(name, ModelConfig()) for name in sources}
+    sees = {spec.name: spec.vision for spec in compiled.graph.models}
+    configs = {
+        name: source.architecture or {} if source.path is None else _saved_config(source.path)
+        for name, source in sources.items()
+    }
     return {
         name: TokenizerSettings(
             source.path,
@@ -258,7 +263,8 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
             own[name].chat_template or source.chat_template,
             own[name].template_kwargs or source.template_kwargs,
             _architecture_eos(name, source),
-            max_positions(source.architecture or {} if source.path is None else _saved_config(source.path)),
+            max_positions(configs[name]),
+            configs[name] if sees[name] else None,
         )
         for name, source in sources.items()
     }

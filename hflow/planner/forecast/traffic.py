@@ -30,6 +30,7 @@ from hflow.planner.plan.workload import Workload, sample_lengths
 from hflow.shapes.model_shape import ModelShape
 from hflow.types import Unit
 from hflow.types.recorded import RecordedKind, requestable_kinds
+from hflow.types.trajectory import PIXELS
 
 MAX_LISTED_STEPS = 16
 """How many collective steps of an edge a plan lists, the largest first."""
@@ -367,6 +368,9 @@ _TRAJECTORY: Mapping[str, FieldSize] = {
 }
 """Workers pack trajectories as int64, bool and float32."""
 
+IMAGE_BYTES = 1 << 20
+"""Bytes of the images of a sample."""
+
 _COLUMN: Mapping[Unit, FieldSize] = {
     Unit.TOKEN: FieldSize(per_token=8),
     Unit.SEQUENCE: FieldSize(constant=8),
@@ -374,6 +378,9 @@ _COLUMN: Mapping[Unit, FieldSize] = {
     Unit.TEXT: FieldSize(per_prompt_token=TEXT_BYTES),
     Unit.MESSAGES: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
     Unit.JSON: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
+    Unit.IMAGE: FieldSize(constant=IMAGE_BYTES),
+    Unit.IMAGES: FieldSize(constant=IMAGE_BYTES),
+    Unit.PIXELS: FieldSize(constant=IMAGE_BYTES),
 }
 """Columns of a dataset: their numbers may be integers, which stay 64 bits wide."""
 
@@ -397,6 +404,8 @@ def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> Fie
         for returned in node.spec.returns:
             if node.stream == stream_name and returned.field == field:
                 return _returned_size(returned.unit, returned.scalar)
+    if field == PIXELS:
+        return _COLUMN[Unit.PIXELS]
     if field in TRAJECTORY_FIELDS:
         return _TRAJECTORY[field]
     dataset = graph.stream(stream_name).dataset

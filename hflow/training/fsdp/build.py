@@ -108,7 +108,9 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float3
 
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     attention = attention_names(config, PACKED)
-    model: PreTrainedModel = auto_model(config).from_config(config, dtype=dtype, attn_implementation=attention)
+    model: PreTrainedModel = auto_model(config).from_config(
+        config, dtype=dtype, attn_implementation=attention
+    )
     return model
 
 

@@ -105,5 +105,7 @@ class TorchRunner:
 
     def _forward_placeholder(self) -> Tensor:
         """Join a forward pass of the other ranks; return a zero whose backward pass joins theirs."""
-        zero: Tensor = self.module(pack_batch(placeholder_batch(), self.device, self.dtype, vision=self.module.vision), None)
+        zero: Tensor = self.module(
+            pack_batch(placeholder_batch(), self.device, self.dtype, vision=self.module.vision), None
+        )
         return zero
