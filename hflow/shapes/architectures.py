@@ -14,6 +14,7 @@ from typing import Any
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.model_files import check_size
 from hflow.shapes.model_shape import Experts, LatentAttention, ModelShape, SlidingWindow
+from hflow.shapes.vision_shape import LANGUAGE_FAMILIES, read_vision_shape
 
 Config = Mapping[str, Any]
 
@@ -60,7 +61,8 @@ DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.
 
-    Of a model with other parts, such as a vision tower, the sizes are those of its language model.
+    Of a model that sees, of a family of `LANGUAGE_FAMILIES`, the shape has the tower. Of other models with other
+    parts, the sizes are those of their language model.
 
     Args:
         config: the mapping with `model_type`; missing keys have the family's defaults.
@@ -72,6 +74,8 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     family = config.get("model_type")
     if not isinstance(family, str):
         return None
+    if family in LANGUAGE_FAMILIES:
+        return _vision_shape(family, config, head)
     if family in _WITH_TEXT_CONFIG:
         text = config.get("text_config")
         inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
@@ -118,6 +122,40 @@ def _dense_shape(family: str, config: Config, defaults: Mapping[str, int | None]
         has_mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
         has_qk_norm=family == "qwen3",
     )
+
+
+_TEXT_DEFAULTS: Mapping[str, Config] = {
+    "qwen2_5_vl": {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+    },
+    "qwen3_vl": {"head_dim": 128},
+    "smolvlm": {},
+}
+"""What transformers' defaults of language models that see differ in from those of their own families."""
+
+
+def _vision_shape(family: str, config: Config, head: str) -> ModelShape | None:
+    """Return the sizes of a model that sees. Older configs of Qwen2.5-VL have its language model's outside."""
+    found, language_family = config.get("text_config"), LANGUAGE_FAMILIES[family]
+    text: Config = found if isinstance(found, Mapping) else config if family == "qwen2_5_vl" else {}
+    if family == "smolvlm" and text.get("model_type", language_family) != language_family:
+        raise PlanError(
+            f"architecture {family!r}: its text_config has model_type {text['model_type']!r}; it must be "
+            f"{language_family!r}"
+        )
+    shape = read_shape({**_TEXT_DEFAULTS[family], **text, "model_type": language_family}, head)
+    assert shape is not None, "families of language models are known"
+    is_tied = config.get("tie_word_embeddings") or (family == "qwen2_5_vl" and shape.is_tied)
+    try:
+        vision = read_vision_shape(config, shape.hidden)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    return replace(shape, vision=vision, is_tied=head == "lm" and bool(is_tied))
 
 
 _NO_DEFAULTS: Mapping[str, int | None] = {

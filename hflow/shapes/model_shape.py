@@ -1,4 +1,4 @@
-"""`ModelShape`: the sizes of a decoder-only transformer, and the list of its tensors.
+"""`ModelShape`: the sizes of a decoder-only transformer, which may see, and the list of its tensors.
 
 Names and shapes are those of Hugging Face checkpoints. Plans refer to checkpoint tensors only, even if a
 backend fuses or pads them. The experts of a layer are listed as one stacked tensor `[N, ...]` for each of
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+
+from hflow.shapes.vision_shape import PREFIXES, VisionShape, tower_tensors
 
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
 """Metadata of a field that the rows of a plan lack where it has its default (`planner/plan/serialise.py`)."""
@@ -89,7 +91,7 @@ class ModelShape:
     """
 
     family: str
-    """`model_type` of the HF config, such as `qwen3`."""
+    """`model_type` of the HF config, such as `qwen3`; of a model that sees, that of its language model."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -116,10 +118,17 @@ class ModelShape:
     """Whether each head has a learned weight for attending to nothing (gpt-oss)."""
     adapter: AdapterShape | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
     """If it is set, `tensors` are the model's adapters, and a scalar head, in place of its weights."""
+    vision: VisionShape | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """The tower of a model that sees."""
 
     def __hash__(self) -> int:
         """Return a hash of what usually differs, as shapes are keys of many caches."""
         return hash((self.family, self.num_layers, self.hidden, self.intermediate, self.vocab, self.head))
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the language model's tensors begin with."""
+        return "model." if self.vision is None else f"model.{PREFIXES[self.vision.family]}."
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's MLP is a mixture of experts."""
@@ -135,7 +144,7 @@ class TensorSpec:
     layer: int | None
     """Index of its decoder layer; None for embedding, final norm and head."""
     location: str
-    """`layer`, `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
+    """`layer`, `tower` or `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
     embedding tensor, which both the first and the last stage hold."""
     split_axis: int | None = None
     """The axis that tensor parallelism splits; None: every tensor rank holds the whole tensor."""
@@ -170,8 +179,9 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     if shape.adapter is not None:
         return (*layers, *(() if shape.head == "lm" else _head(shape)))
     return (
+        *_tower(shape),
         TensorSpec(
-            "model.embed_tokens.weight",
+            f"{shape.prefix}embed_tokens.weight",
             (shape.vocab, shape.hidden),
             None,
             "embedding",
@@ -180,7 +190,7 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
             may_pad=True,
         ),
         *layers,
-        TensorSpec("model.norm.weight", (shape.hidden,), None, "norm"),
+        TensorSpec(f"{shape.prefix}norm.weight", (shape.hidden,), None, "norm"),
         *_head(shape),
     )
 
@@ -212,7 +222,7 @@ def kinds_of_layers(shape: ModelShape) -> tuple[tuple[TensorSpec, ...], ...]:
 
 @lru_cache
 def other_tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors outside the decoder layers: embedding, final norm, head."""
+    """Return the tensors outside the decoder layers: tower, embedding, final norm, head."""
     return tensors(replace(shape, num_layers=0))
 
 
@@ -330,7 +340,7 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
-    prefix = f"model.layers.{index}."
+    prefix = f"{shape.prefix}layers.{index}."
     yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
     if shape.has_experts(layer):
         yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
@@ -407,6 +417,13 @@ def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSp
         yield TensorSpec(f"{prefix}experts.down_proj.bias", (n, d), layer, "layer", num_experts=n)
     if experts.shared:
         yield from _mlp(shape, f"{prefix}shared_experts.", experts.shared, layer)
+
+
+def _tower(shape: ModelShape) -> Iterator[TensorSpec]:
+    """Yield the tower's tensors. Every tensor rank has them whole."""
+    if shape.vision is not None and not shape.vision.is_frozen:
+        for name, sizes in tower_tensors(shape.vision):
+            yield TensorSpec(name, sizes, None, "tower")
 
 
 def _head(shape: ModelShape) -> Iterator[TensorSpec]:
