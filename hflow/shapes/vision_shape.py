@@ -81,6 +81,22 @@ class VisionShape:
         return CHANNELS * self.frames * self.patch**2 * self.hidden
 
 
+@dataclass(frozen=True)
+class ImageLoad:
+    """An image as the processor of a model makes it: its tokens, and what the tower computes for it."""
+
+    tokens: int
+    """Tokens of a prompt that get their embeddings from the image."""
+    patches: int
+    """Patches that pass the tower."""
+    full_pairs: int
+    """Pairs of patches that see each other in a block without windows."""
+    windowed_pairs: int
+    """The same in a block with windows."""
+    num_bytes: int
+    """Bytes of its colours, one for each."""
+
+
 PREFIXES = {"qwen2_5_vl": "language_model", "qwen3_vl": "language_model", "smolvlm": "text_model"}
 """`model_type` -> the name of the language model in the modules of a model that sees."""
 LANGUAGE_FAMILIES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "smolvlm": "llama"}
@@ -122,6 +138,14 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 _FULL, _DEEP = (7, 15, 23, 31), (8, 16, 24)
 
 
+def whole_vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the HF config of a model that sees with transformers' defaults of its tower."""
+    found = config.get("vision_config")
+    given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    sizes = {**_DEFAULTS[config["model_type"]], **given}
+    return {"scale_factor": 2, **config, "vision_config": sizes}
+
+
 def read_vision_shape(config: Mapping[str, Any], output: int) -> VisionShape:
     """Return the sizes of the tower in an HF config.
 
@@ -132,15 +156,12 @@ def read_vision_shape(config: Mapping[str, Any], output: int) -> VisionShape:
     Raises:
         ConfigError: for a size that is not a whole number of at least 1.
     """
-    family = config["model_type"]
-    found = config.get("vision_config")
-    given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    sizes = {key: given.get(key, default) for key, default in _DEFAULTS[family].items()}
-    for key, size in sizes.items():
-        check_size(family, f"vision_config.{key}", size)
+    family, whole = config["model_type"], whole_vision_config(config)
+    sizes = whole["vision_config"]
+    for key in _DEFAULTS[family]:
+        check_size(family, f"vision_config.{key}", sizes[key])
     if family == "smolvlm":
-        factor = config.get("scale_factor", 2)
-        check_size(family, "scale_factor", factor)
+        check_size(family, "scale_factor", whole["scale_factor"])
         return VisionShape(
             family,
             sizes["num_hidden_layers"],
@@ -149,7 +170,7 @@ def read_vision_shape(config: Mapping[str, Any], output: int) -> VisionShape:
             sizes["num_attention_heads"],
             output,
             sizes["patch_size"],
-            factor,
+            whole["scale_factor"],
             num_positions=(sizes["image_size"] // sizes["patch_size"]) ** 2,
         )
     has_windows = family == "qwen2_5_vl"
@@ -165,8 +186,8 @@ def read_vision_shape(config: Mapping[str, Any], output: int) -> VisionShape:
         num_positions=sizes.get("num_position_embeddings", 0),
         frames=sizes["temporal_patch_size"],
         window=sizes["window_size"] // sizes["patch_size"] if has_windows else 0,
-        full_layers=tuple(given.get("fullatt_block_indexes", _FULL)) if has_windows else (),
-        num_deep=0 if has_windows else len(given.get("deepstack_visual_indexes", _DEEP)),
+        full_layers=tuple(sizes.get("fullatt_block_indexes", _FULL)) if has_windows else (),
+        num_deep=0 if has_windows else len(sizes.get("deepstack_visual_indexes", _DEEP)),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hflow.base.registry import Registry
+from hflow.shapes.vision_shape import ImageLoad
 from hflow.types.image import PlacedImage
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ class VisionFamily(abc.ABC):
 
     Attributes:
         name: its `model_type`, and its name in the registry.
-        language_family: the `model_type` of its language model, as `hflow.shapes` knows it.
         image_token: the token whose embeddings come from an image.
         special_tokens: the tokens that a character tokenizer has for it, in order.
         placeholder: an image in a text that no chat template wrote.
@@ -90,7 +90,6 @@ class VisionFamily(abc.ABC):
     """
 
     name: ClassVar[str]
-    language_family: ClassVar[str]
     image_token: ClassVar[str]
     special_tokens: ClassVar[tuple[str, ...]]
     placeholder: ClassVar[str]
@@ -130,8 +129,22 @@ class VisionFamily(abc.ABC):
         """Return the text that replaces the image token of an image: all of its tokens."""
 
     @abc.abstractmethod
-    def grid_of(self, processor: Any, width: int, height: int) -> tuple[int, ...]:
-        """Return the grid of an image of this size, without its pixels."""
+    def grid_of(self, config: Config, saved: Config, width: int, height: int) -> tuple[int, ...]:
+        """Return the grid of an image of this size, without its pixels; needs no transformers.
+
+        Args:
+            config: the model's HF config, with its defaults.
+            saved: settings of the processor, as `processor` takes them.
+            width: pixels.
+            height: pixels.
+
+        Raises:
+            DataError: if the model takes no image of this form.
+        """
+
+    @abc.abstractmethod
+    def image_load(self, config: Config, grid: tuple[int, ...]) -> ImageLoad:
+        """Return the work and the bytes of an image with this grid."""
 
     @abc.abstractmethod
     def smallest_settings(self, config: Config) -> Config:

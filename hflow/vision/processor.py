@@ -43,7 +43,7 @@ class ImageProcessor:
         Raises:
             DataError: if transformers does not take the settings.
         """
-        self.family, self.config = family, config
+        self.family, self.config, self._saved = family, config, saved
         try:
             self._processor = family.processor(config, saved)
         except (TypeError, ValueError, KeyError) as error:
@@ -93,7 +93,7 @@ class ImageProcessor:
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size."""
-        return self.family.num_tokens(self.config, self.family.grid_of(self._processor, width, height))
+        return self.family.num_tokens(self.config, self.family.grid_of(self.config, self._saved, width, height))
 
     def save(self, directory: Path) -> list[str]:
         """Write `preprocessor_config.json`, from which transformers builds the same processor; return its path."""

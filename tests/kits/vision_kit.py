@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch_kit
+import yaml
 from PIL import Image as Pillow
 from transformers import AutoConfig
 
@@ -18,6 +20,7 @@ from hflow.training.fsdp.backend import TorchModel
 from hflow.types import Unit
 from hflow.types.trajectory import PIXELS
 
+ROOT = Path(__file__).parents[2]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789"
 VOCAB = 7 + len(ALPHABET)
 _TEXT: dict[str, Any] = {
@@ -145,3 +148,24 @@ def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
         PIXELS: Column(Unit.PIXELS, [sample.pixels for sample in samples]),
     }
     return Batch(np.arange(count), np.array(groups or range(count)), lengths, columns)
+
+
+def write_recipe(directory: Path, family: str) -> Path:
+    """Write a recipe for a tiny model of a family: `tests/integration/recipes/seen_squares.py` with a YAML."""
+    architecture, alphabet = ARCHITECTURES[family], ALPHABET + "<>_\n"  # for the places of tiles
+    text = {**architecture["text_config"], "vocab_size": 7 + len(alphabet), "max_position_embeddings": 1024}
+    actor = {
+        "architecture": {**architecture, "text_config": text},
+        "alphabet": alphabet,
+        "optim": {"lr": 0.01, "warmup_steps": 0},
+    }
+    values = {
+        "batch": 8,
+        "models": {"actor": actor},
+        "data": {"train": {"generator": "squares"}},
+        "nodes": {"actor_gen": {"max_tokens": 4}},
+    }
+    recipe = directory / f"{family}.py"
+    recipe.write_text((ROOT / "tests/integration/recipes/seen_squares.py").read_text())
+    recipe.with_suffix(".yaml").write_text(yaml.safe_dump(values))
+    return recipe

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("d2t2", "t2p2", "d2p2", "d2t2p2")
 """Default layouts: all pairs of axes, and all three axes."""
+SEEING_LAYOUTS = ("d2", "d4r2")
+"""Default layouts of recipes with a model that sees, which only the data axis divides."""
 AS_CONFIGURED = "as configured"
 WORKER_BYTES = 1 << 30
 """Memory of one worker with a tiny model, on a CPU."""
@@ -84,8 +86,8 @@ def twin(
     Args:
         recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        layouts: layouts to compare, each used for all models, on megatron; empty: `LAYOUTS`, as far as this
-            machine can hold them; None: as configured.
+        layouts: layouts to compare, each used for all models, on megatron, or on torch if a model sees; empty:
+            `LAYOUTS` or `SEEING_LAYOUTS`, as far as this machine can hold them; None: as configured.
         steps: training steps, from 2 to 10,000.
         report_progress: called with a line when a run starts.
         processes: worker processes to use; None: start new ones, and stop them at the end.
@@ -139,17 +141,22 @@ def configuration(
 def default_layouts(
     recipe: str | Path, overrides: Sequence[str], report_progress: Callable[[str], None]
 ) -> list[str]:
-    """Return those of `LAYOUTS` for which this machine has the devices or memory."""
-    config, _, _ = read_recipe(recipe, overrides)
+    """Return those of the default layouts for which this machine has the devices or memory."""
+    config, graph, _ = read_recipe(recipe, overrides)
     max_workers = _max_workers(cluster_hardware(config, recipe, learn_from_run)[0])
     layouts = []
-    for name in LAYOUTS:
+    for name in SEEING_LAYOUTS if _sees(graph) else LAYOUTS:
         world = Layout.parse(name).world
         if world <= max_workers:
             layouts.append(name)
         else:
             report_progress(f"{name} is skipped: this machine cannot hold {world} workers")
     return layouts
+
+
+def _sees(graph: Graph) -> bool:
+    """Return whether a model sees, which megatron does not build."""
+    return any(model.vision for model in graph.models)
 
 
 def _max_workers(cluster: ClusterSpec) -> int:
@@ -267,7 +274,8 @@ def reference_config(config: RunConfig, graph: Graph) -> RunConfig:
 
 def distributed_config(config: RunConfig, graph: Graph, layout: Layout) -> RunConfig:
     """Return a configuration on Ray workers: all models in this layout, and engines on all workers."""
-    backend = first_with("is_model_parallel" if layout.replicate == 1 else "shards_weights")
+    shards = layout.replicate > 1 or _sees(graph)
+    backend = first_with("shards_weights" if shards else "is_model_parallel")
     return _on_cluster(config, graph, layout.world, backend, layout, workers="ray")
 
 

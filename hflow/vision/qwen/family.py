@@ -5,6 +5,7 @@ An image becomes a grid of patches, of which `merge x merge` make one token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,12 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from hflow.base.errors import DataError
+from hflow.shapes.vision_shape import ImageLoad
 from hflow.types.image import PlacedImage
 from hflow.vision.interface import Config, Positions, VisionFamily
 
 if TYPE_CHECKING:
     import PIL.Image
     from torch import Tensor
+
+
+_FEWEST, _MOST, _LONGEST = 56 * 56, 28 * 28 * 1280, 200
+"""Pixels of the smallest and the largest image of a processor without a size, and the longest image's width by
+its height."""
+
+
+def _sum_of_squares(length: int, part: int) -> int:
+    """Return the sum of the squares of the parts that a length is cut into."""
+    return length // part * part**2 + (length % part) ** 2
 
 
 class QwenVision(VisionFamily):
@@ -70,15 +82,43 @@ class QwenVision(VisionFamily):
         """Return the image token as often as the image has tokens."""
         return self.image_token * self.num_tokens(config, grid)
 
-    def grid_of(self, processor: Any, width: int, height: int) -> tuple[int, ...]:
-        """Return (1, rows, columns) of the resized image."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    def grid_of(self, config: Config, saved: Config, width: int, height: int) -> tuple[int, ...]:
+        """Return (1, rows, columns) of the resized image; see `VisionFamily`.
 
-        side, size = processor.patch_size, processor.size
-        rows, columns = smart_resize(
-            height, width, side * processor.merge_size, size["shortest_edge"], size["longest_edge"]
+        Source: `smart_resize` of transformers' `image_processing_qwen2_vl.py`.
+        """
+        sizes = config["vision_config"]
+        side = int(saved.get("patch_size", sizes["patch_size"]))
+        unit = side * int(saved.get("merge_size", sizes["spatial_merge_size"]))
+        size = saved.get("size") or {"shortest_edge": _FEWEST, "longest_edge": _MOST}
+        fewest = saved.get("min_pixels") or size["shortest_edge"]
+        most = saved.get("max_pixels") or size["longest_edge"]
+        if max(width, height) > _LONGEST * min(width, height):
+            raise DataError(f"an image of {width} x {height} is too long for {self.name}; crop it")
+        pixels = width * height
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns * unit**2 > most:
+            scale = math.sqrt(pixels / most)
+            rows, columns = (max(1, math.floor(length / scale / unit)) for length in (height, width))
+        elif rows * columns * unit**2 < fewest:
+            scale = math.sqrt(fewest / pixels)
+            rows, columns = (math.ceil(length * scale / unit) for length in (height, width))
+        return 1, rows * unit // side, columns * unit // side
+
+    def image_load(self, config: Config, grid: tuple[int, ...]) -> ImageLoad:
+        """Return the work of an image, whose windows are squares of tokens."""
+        sizes = config["vision_config"]
+        merge, side = int(sizes["spatial_merge_size"]), int(sizes["patch_size"])
+        _, rows, columns = grid
+        patches, window = rows * columns, int(sizes.get("window_size", 0)) // merge // side
+        squares = [_sum_of_squares(length // merge, window or length) for length in (rows, columns)]
+        return ImageLoad(
+            self.num_tokens(config, grid),
+            patches,
+            patches**2,
+            merge**4 * squares[0] * squares[1],
+            3 * patches * side**2,
         )
-        return 1, rows // side, columns // side
 
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one token."""
@@ -114,12 +154,10 @@ class QwenVision(VisionFamily):
 
 class _Qwen25(QwenVision):
     name = "qwen2_5_vl"
-    language_family = "qwen2"
 
 
 class _Qwen3(QwenVision):
     name = "qwen3_vl"
-    language_family = "qwen3"
 
 
 QWEN2_5_VL = _Qwen25()

@@ -6,17 +6,21 @@ of tokens.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hflow.shapes.vision_shape import ImageLoad
 from hflow.vision.interface import Config, VisionFamily
 
 if TYPE_CHECKING:
     import PIL.Image
     from torch import Tensor
 
+_LONGEST = 4096
+"""Pixels of an image's longest side."""
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -24,7 +28,6 @@ class SmolVision(VisionFamily):
     """SmolVLM, whose language model is a Llama."""
 
     name = "smolvlm"
-    language_family = "llama"
     image_token = "<image>"
     special_tokens = (_AROUND, _WHOLE, "<image>")
     placeholder = "<image>"
@@ -74,10 +77,39 @@ class SmolVision(VisionFamily):
         )
         return "".join(lines) + "\n" * bool(rows) + f"{_AROUND}{_WHOLE}{tile}{_AROUND}"
 
-    def grid_of(self, processor: Any, width: int, height: int) -> tuple[int, ...]:
-        """Return (rows, columns) of the tiles."""
-        _, rows, columns = processor.get_number_of_image_patches(height, width, {})
+    def grid_of(self, config: Config, saved: Config, width: int, height: int) -> tuple[int, ...]:
+        """Return (rows, columns) of the tiles; see `VisionFamily`.
+
+        Source: `get_number_of_image_patches` of transformers' `image_processing_smolvlm.py`.
+        """
+        side = config["vision_config"]["image_size"]
+        if not saved.get("do_image_splitting", True):
+            return 0, 0
+        tile = saved.get("max_image_size", {"longest_edge": side})["longest_edge"]
+        longest = saved.get("size", {"longest_edge": 4 * side})["longest_edge"]
+        ratio = width / height
+        if width >= height:
+            width, height = longest, int(longest / ratio)
+            height += height % 2
+        else:
+            width, height = int(longest * ratio), longest
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        if max(width, height) > _LONGEST:
+            ratio = width / height
+            width, height = (
+                (_LONGEST, int(_LONGEST / ratio)) if width >= height else (int(_LONGEST * ratio), _LONGEST)
+            )
+        rows, columns = (math.ceil(length / tile) for length in (height, width))
         return (rows, columns) if rows * columns > 1 else (0, 0)
+
+    def image_load(self, config: Config, grid: tuple[int, ...]) -> ImageLoad:
+        """Return the work of all tiles."""
+        sizes = config["vision_config"]
+        tiles, of_tile = math.prod(grid) + 1, (sizes["image_size"] // sizes["patch_size"]) ** 2
+        pairs = tiles * of_tile**2
+        num_bytes = 3 * tiles * sizes["image_size"] ** 2
+        return ImageLoad(self.num_tokens(config, grid), tiles * of_tile, pairs, pairs, num_bytes)
 
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one tile."""
