@@ -260,15 +260,30 @@ class DataConfig(SourceConfig):
 
 
 @dataclass(frozen=True, config=CHECKED)
+class WorkloadImages:
+    """Images of a prompt that the plan's estimates assume of models that see: `workload.images`."""
+
+    count: Int = Field(default=1, ge=0)
+    """Number of images of every prompt."""
+    width: Int = Field(default=640, ge=1)
+    """Pixels of a row, before a model's processor changes the size."""
+    height: Int = Field(default=480, ge=1)
+    """Pixels of a column."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class WorkloadConfig:
     """Lengths in tokens that the plan's estimates assume. The plan says which of them are hflow's guess."""
 
     prompt: Int | None = Field(default=None, ge=1)
-    """Tokens of a prompt; null: what `max_tokens` leaves of `max_model_len`, at most 512."""
+    """Tokens of a prompt, those of its images included; null: what `max_tokens` leaves of `max_model_len`, at
+    most 512 beside the images."""
     response_mean: StrictFloat | None = Field(default=None, ge=1)
     """Mean number of tokens of a response; null: half of `max_tokens`."""
     response_cv: StrictFloat | None = Field(default=None, ge=0)
     """Standard deviation of the response lengths divided by their mean; 0: all are equal, null: 0.6."""
+    images: WorkloadImages = Field(default_factory=WorkloadImages)
+    """Number and size of images, where a model sees."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -79,6 +79,23 @@ def model_family(config: RunConfig, graph: Graph, spec: Model) -> str | None:
     return family if isinstance(family, str) else None
 
 
+def image_model(
+    config: RunConfig, graph: Graph, spec: Model
+) -> tuple[VisionFamily, Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the family of a model that sees, its HF config with the tower's defaults, and its processor's settings.
+
+    None if its architecture is not known.
+    """
+    source = _architecture(config, graph, spec)
+    family = None if source is None else vision_family(source[1])
+    if source is None or family is None:
+        return None
+    path = config.models.get(source_model(config, spec).name, ModelConfig()).path
+    directory = None if path is None else local_directory(path)
+    known = directory is not None and any((directory / name).is_file() for name in PROCESSOR_FILES)
+    return family, whole_vision_config(source[1]), saved_settings(directory if known else None)
+
+
 def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:
     """Return the precision of a model: as configured, else that of its `init_from`, else the device's.
 

@@ -25,6 +25,7 @@ from hflow.graph.model import Model
 from hflow.graph.queries import is_library_node, num_firings
 from hflow.launch.planning.models import (
     has_chat_template,
+    image_model,
     missing_checkpoints,
     model_dtype,
     model_family,
@@ -41,6 +42,7 @@ from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
+from hflow.planner.plan.workload import PromptImages
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import flash_attn_version, installed_transformer_engine
 
@@ -269,6 +271,7 @@ def plan_request(
         deterministic=config.deterministic,
         larger_devices=_larger_devices(config, hardware.device, recipe),
         workload=_workload(config, hardware.device.name, learn),
+        images=_images(config, graph),
         settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
         flash_attn=flash_attn_version(),
@@ -309,6 +312,7 @@ def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
         prompt=asked.prompt or found.prompt,
         response_mean=asked.response_mean or found.response_mean,
         response_cv=found.response_cv if asked.response_cv is None else asked.response_cv,
+        images=asked.images,
     )
 
 
@@ -392,6 +396,19 @@ def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:
     """Return the sizes of the models whose architecture is known."""
     shapes = {spec.name: model_shape(config, graph, spec) for spec in graph.models}
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _images(config: RunConfig, graph: Graph) -> dict[str, PromptImages]:
+    """Return the images of the prompts of each model that sees, by the settings of its processor."""
+    sizes, found = config.workload.images, {}
+    for spec in graph.models:
+        known = image_model(config, graph, spec) if spec.vision and sizes.count else None
+        if known is not None:
+            family, architecture, saved = known
+            grid = family.grid_of(architecture, saved, sizes.width, sizes.height)
+            load = family.image_load(architecture, grid)
+            found[spec.name] = PromptImages(sizes.count, sizes.width, sizes.height, load)
+    return found
 
 
 def _families(config: RunConfig, graph: Graph) -> dict[str, str]:

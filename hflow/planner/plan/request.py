@@ -12,7 +12,7 @@ from hflow.graph.ir import NodeSpec
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.rows import Plan
-from hflow.planner.plan.workload import Workload
+from hflow.planner.plan.workload import PromptImages, Workload
 from hflow.shapes.model_shape import AdapterShape, ModelShape, adapter_targets
 from hflow.types.kernels import TransformerEngine
 
@@ -58,6 +58,8 @@ class PlanRequest:
     larger_devices: tuple[Device, ...] = ()
     """Other devices of the same type with more memory, in this order: what to use if nothing fits."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    images: Mapping[str, PromptImages] = field(default_factory=dict)
+    """Model that sees -> the images of its prompts, if they have any."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Flat configuration (models, optimizers, data) that enters the plan and its digest."""
     engines: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +127,16 @@ def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
     max_length, model = min((request.model(name).gen.max_model_len, name) for name in spec.models)
     max_tokens = spec.option("max_tokens")
     max_prompt = max_length // 2 if max_tokens is None else max(1, max_length - max_tokens)
-    prompt = min(DEFAULT_PROMPT, max_prompt) if assumed.prompt is None else assumed.prompt
+    images = next((request.images[name] for name in spec.models if name in request.images), None)
+    of_images = 0 if images is None else images.tokens
+    prompt = min(DEFAULT_PROMPT + of_images, max_prompt) if assumed.prompt is None else assumed.prompt
+    if prompt < of_images:
+        room = (
+            f"{max_prompt} tokens for the prompts of {spec.name!r}; raise models.{model}.gen.max_model_len"
+            if assumed.prompt is None
+            else f"workload.prompt={prompt}; raise it"
+        )
+        raise PlanError(f"{images} are {of_images:,} tokens, but there are {room}, or lower workload.images")
     if prompt >= max_length:
         raise PlanError(
             f"prompts of {prompt} tokens leave no room for a response of {spec.name!r} in {max_length} "
@@ -138,4 +149,5 @@ def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
         response_cv=DEFAULT_CV if assumed.response_cv is None else assumed.response_cv,
         max_response=max_response,
         is_assumed=None in (assumed.prompt, assumed.response_mean, assumed.response_cv),
+        images=images,
     )

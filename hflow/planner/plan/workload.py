@@ -8,11 +8,33 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 
+from hflow.shapes.model_shape import LEFT_OUT_BY_DEFAULT
+from hflow.shapes.vision_shape import ImageLoad
+
 _STANDARD = NormalDist()
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of every prompt, all of one size."""
+
+    count: int
+    width: int
+    height: int
+    load: ImageLoad
+    """One of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all images of a prompt."""
+        return self.count * self.load.tokens
+
+    def __str__(self) -> str:
+        return f"{self.count} image{'s' * (self.count != 1)} of {self.width} x {self.height}"
 
 
 @dataclass(frozen=True)
@@ -24,7 +46,7 @@ class Workload:
     """
 
     prompt: int
-    """Tokens of every prompt."""
+    """Tokens of every prompt, those of its images included."""
     response_mean: float
     """Mean tokens of a response before the cut-off."""
     response_cv: float
@@ -33,6 +55,8 @@ class Workload:
     """`max_tokens` of the node that generates."""
     is_assumed: bool = True
     """Whether hflow assumed any of these, rather than the user setting all of them."""
+    images: PromptImages | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
+    """None: prompts are texts."""
 
 
 def cdf(workload: Workload, tokens: int) -> float:
