@@ -68,8 +68,8 @@ class Image:
                 raise DataError(
                     f"an image has colours of mode {picture.mode}, which 8 bits cannot hold; save it as RGB"
                 )
-            if getattr(picture, "n_frames", 1) > 1:
-                raise DataError(f"an image is an animation of {picture.n_frames} frames; save one of them")
+            if (frames := getattr(picture, "n_frames", 1)) > 1:
+                raise DataError(f"an image is an animation of {frames} frames; save one of them")
             size = picture.size
             if picture.getexif().get(_ORIENTATION) in _TURNED:
                 size = size[::-1]
@@ -111,6 +111,7 @@ def _decoding(data: bytes) -> Iterator[PIL.Image.Image]:
     """Open an image with Pillow, and turn what it raises into a `DataError`."""
     try:
         from PIL import Image as Pillow
+        from PIL import UnidentifiedImageError
     except ImportError as error:
         raise DataError("images need the package Pillow; pip install 'hflow-rl[images]'") from error
     try:
@@ -118,7 +119,7 @@ def _decoding(data: bytes) -> Iterator[PIL.Image.Image]:
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the limit is ours
             with Pillow.open(BytesIO(data)) as picture:
                 yield picture
-    except Pillow.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise DataError(f"{len(data):,} bytes are no image that Pillow can read; restore the file") from error
     except (OSError, SyntaxError, ValueError, EOFError, Pillow.DecompressionBombError) as error:
         if isinstance(error, DataError):
@@ -127,7 +128,7 @@ def _decoding(data: bytes) -> Iterator[PIL.Image.Image]:
 
 
 class Colours(NamedTuple):
-    """How a model normalises colours from 0 to 255: `(colour * factor - mean) / deviation`, for each channel."""
+    """How a model normalises colours from 0 to 255: `(colour * factor - mean) / deviation` by channel."""
 
     factor: float
     mean: tuple[float, ...]

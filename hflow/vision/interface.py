@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
@@ -37,12 +38,13 @@ FAMILIES = Registry(
 """`model_type` of a Hugging Face config -> its family."""
 
 
-class ImageFeatures(Protocol):
+@dataclass(frozen=True)
+class ImageFeatures:
     """What the tower made of images, on the model's device."""
 
     embeddings: Tensor
     """`[M, D]`, image by image."""
-    deep: Sequence[Tensor]
+    deep: Sequence[Tensor] = ()
     """`[M, D]` each, which the first layers of the language model add to their outputs."""
 
 
@@ -108,7 +110,7 @@ class VisionFamily(abc.ABC):
 
         Args:
             config: the model's HF config.
-            saved: what the checkpoint's `preprocessor_config.json` has, and the user's settings; may be empty.
+            saved: what the checkpoint's `preprocessor_config.json` and the user set; may be empty.
         """
 
     @abc.abstractmethod
@@ -149,4 +151,6 @@ def vision_family(config: Config) -> VisionFamily | None:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return None
-    return FAMILIES.describe(name, VisionFamily)
+    kind: type[Any] = VisionFamily  # abstract, which mypy allows for no other argument
+    found: VisionFamily = FAMILIES.describe(name, kind)
+    return found

@@ -85,8 +85,8 @@ class ImageProcessor:
         parts = text.split(self.family.image_token)
         if len(parts) != len(images) + 1:
             raise DataError(
-                f"a text has {self.family.image_token!r} {len(parts) - 1} times, but {len(images)} images; write "
-                "images as parts of messages, and no such token into a text"
+                f"a text has {self.family.image_token!r} {len(parts) - 1} times, but {len(images)} images; "
+                "write images as parts of messages, and no such token into a text"
             )
         expansions = [self.family.expansion(self.config, image.grid) for image in images]
         return parts[0] + "".join(map(str.__add__, expansions, parts[1:]))
@@ -96,7 +96,7 @@ class ImageProcessor:
         return self.family.num_tokens(self.config, self.family.grid_of(self._processor, width, height))
 
     def save(self, directory: Path) -> list[str]:
-        """Write `preprocessor_config.json`, from which transformers builds the same processor; return its path."""
+        """Write what transformers builds the same processor from; return the paths of the files."""
         names: list[str] = self._processor.save_pretrained(directory)
         return names
 
@@ -136,7 +136,7 @@ def saved_settings(directory: Path | None) -> Mapping[str, Any]:
             inner = saved.get("image_processor", saved)
             return inner if isinstance(inner, Mapping) else saved
     raise DataError(
-        f"{directory} has no image processor ({' or '.join(_FILES)}), which the model needs to see images; copy "
+        f"{directory} has no image processor ({' or '.join(_FILES)}), which the model needs to see; copy "
         "it from the published checkpoint"
     )
 
@@ -159,8 +159,8 @@ def place_images(
     wanted = sum(image.num_tokens for image in images)
     if len(places) != wanted:
         raise DataError(
-            f"{len(images)} images have {wanted} tokens, but their text has {len(places)}; use the tokenizer and "
-            "the image processor of one checkpoint"
+            f"{len(images)} images have {wanted} tokens, but their text has {len(places)}; use the tokenizer "
+            "and the image processor of one checkpoint"
         )
     starts = accumulate((image.num_tokens for image in images), initial=0)
     return tuple(PlacedImage(offset + places[i], image) for i, image in zip(starts, images, strict=False))

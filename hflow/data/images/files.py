@@ -62,7 +62,7 @@ def read_image(value: Any, source: ImageSource = NOWHERE) -> Image:
     if type(value).__module__.partition(".")[0] == "PIL":
         return Image.of_file(_encoded(value))
     raise DataError(
-        f"{shorten(repr(value), 60)} is no image; give a path, bytes, base64, a data URL or an image of Pillow"
+        f"{shorten(repr(value), 60)} is no image; give a path, bytes, base64, a data URL or a Pillow image"
     )
 
 
@@ -126,8 +126,8 @@ def _fetched(url: str, source: ImageSource) -> bytes:
     """Return a file of the web."""
     if not source.fetches:
         raise DataError(
-            f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, or "
-            f"set {source.key}.fetch_images=true for rows of datasets"
+            f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, "
+            f"or set {source.key}.fetch_images=true for rows of datasets"
         )
     try:
         with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as reply:
@@ -139,7 +139,7 @@ def _fetched(url: str, source: ImageSource) -> bytes:
                     raise DataError(f"{url} has more than {MAX_BYTES:,} bytes; make the image smaller")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DataError(
-            f"the image {shorten(url, 80)} cannot be fetched: {reason_of(error, 120)}; store it in the dataset"
+            f"the image {shorten(url, 80)} cannot be fetched: {reason_of(error, 120)}; store it in the data"
         ) from error
     return bytes(content)
 

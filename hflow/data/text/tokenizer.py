@@ -218,8 +218,8 @@ class TextTokenizer:
         found = self._hf.convert_tokens_to_ids(token)
         if found != wanted:
             raise DataError(
-                f"the tokenizer has {token!r} as token {found}, but the model's image_token_id is {wanted}; set "
-                "it to the tokenizer's, or use the tokenizer of the model's checkpoint"
+                f"the tokenizer has {token!r} as token {found}, but the model's image_token_id is {wanted}; "
+                "set it to the tokenizer's, or use the tokenizer of the model's checkpoint"
             )
 
     def turn_end(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
@@ -279,8 +279,8 @@ class TextTokenizer:
         Images are in the places that the messages have for them (`with_images`).
 
         Raises:
-            DataError: if there is no chat template, it rejects the messages, the vocabulary lacks a character,
-                or the model does not take the images.
+            DataError: if there is no chat template, it rejects the messages, the vocabulary lacks a
+                character, or the model does not take the images.
         """
         template, messages = self.template(), with_images(normal_messages(messages), images)
         ids, mask = template.encode_conversation(messages)

@@ -91,8 +91,8 @@ class QwenVision(VisionFamily):
     ) -> Positions:
         """Return positions by time, row and column `[3, T]`: M-RoPE.
 
-        Tokens of text have the same three. An image begins at the next number p, its token in row i and column
-        j has (p, p + i, p + j), and what follows begins at p plus the larger side.
+        Tokens of text have the same three. An image begins at the next number p, its token in row i and
+        column j has (p, p + i, p + j), and what follows begins at p plus the larger side.
         Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1.
         """
         merge = config["vision_config"]["spatial_merge_size"]

@@ -1,7 +1,7 @@
 """SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): an image is split into tiles of one size.
 
-A larger image becomes rows and columns of tiles, and the whole of it made small. Each tile has the same number
-of tokens.
+A larger image becomes rows and columns of tiles, and the whole of it made small. Each tile has the same
+number of tokens.
 """
 
 from __future__ import annotations
