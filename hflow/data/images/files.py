@@ -124,6 +124,8 @@ def _read_path(path: Path, source: ImageSource) -> Image:
 
 def _fetched(url: str, source: ImageSource) -> bytes:
     """Return a file of the web."""
+    if source.directory is None and not source.fetches:
+        raise DataError(f"the image {shorten(url, 80)} is a URL, which is not fetched; send it as a data URL")
     if not source.fetches:
         raise DataError(
             f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, "
