@@ -83,7 +83,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-IMAGE_SETTINGS = {"smolvlm": {"do_image_splitting": False}}
+_SIZES = {"size": {"shortest_edge": 64, "longest_edge": 1 << 16}}
+IMAGE_SETTINGS: dict[str, Any] = {
+    "qwen2_5_vl": _SIZES,
+    "qwen3_vl": _SIZES,
+    "smolvlm": {"do_image_splitting": False},
+}
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def tokenizer(family: str, **changes: Any) -> TextTokenizer:
     settings = TokenizerSettings(
         alphabet=ALPHABET,
         vision=config_of(family),
-        image_settings=IMAGE_SETTINGS.get(family, {}),
+        image_settings=IMAGE_SETTINGS[family],
         **changes,
     )
     return TextTokenizer(settings)

@@ -27,9 +27,7 @@ def reference(backend, family):
 
 def processed(family, sample):
     """Return the pixels and the grids of a sample's images by transformers' processor."""
-    made = vision_family(kit.config_of(family)).processor(
-        kit.config_of(family), kit.IMAGE_SETTINGS.get(family, {})
-    )
+    made = vision_family(kit.config_of(family)).processor(kit.config_of(family), kit.IMAGE_SETTINGS[family])
     pictures = [
         part["image_url"]["url"]
         for m in sample.messages
