@@ -83,12 +83,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-_SIZES = {"size": {"shortest_edge": 64, "longest_edge": 1 << 16}}
-IMAGE_SETTINGS: dict[str, Any] = {
-    "qwen2_5_vl": _SIZES,
-    "qwen3_vl": _SIZES,
-    "smolvlm": {"do_image_splitting": False},
-}
+PIXELS_OF = {"qwen2_5_vl": (64, 1 << 16), "qwen3_vl": (64, 1 << 16), "smolvlm": (None, 32 * 32)}
+"""The fewest and the most pixels of an image."""
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -101,7 +97,8 @@ def tokenizer(family: str, **changes: Any) -> TextTokenizer:
     settings = TokenizerSettings(
         alphabet=ALPHABET,
         vision=config_of(family),
-        image_settings=IMAGE_SETTINGS[family],
+        min_pixels=PIXELS_OF[family][0],
+        max_pixels=PIXELS_OF[family][1],
         **changes,
     )
     return TextTokenizer(settings)

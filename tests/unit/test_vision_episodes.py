@@ -93,11 +93,12 @@ def test_the_endpoint_takes_images(tokenizer, driver, backend):
         reply = await client.chat.completions.create(model=endpoint.model, messages=talk)
         talk += [reply.choices[0].message.to_dict(), {"role": "user", "content": [*said, said[1]]}]
         await client.chat.completions.create(model=endpoint.model, messages=talk)
+        web = [{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}]
+        asked = client.chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": web}]
+        )
         with pytest.raises(Exception, match="send it as a data URL"):
-            web = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
-            await client.chat.completions.create(
-                model=endpoint.model, messages=[{"role": "user", "content": [web]}]
-            )
+            await asked
         return endpoint.trajectory
 
     talk = endpoint_kit.play(ask, driver, tokenizer)
