@@ -17,8 +17,8 @@ lists over the members of a group, or single weight tensors."""
 
 ALLOWED_TYPES: dict[Form, str] = {
     "tensor": "PerToken, PerSequence, PerGroup, Text or Json",
-    "sample": "str, float, int, bool, list[float], list[int], list[bool], Messages, Image, list[Image], dict or "
-    "list[dict]",
+    "sample": "str, float, int, bool, list[float], list[int], list[bool], Messages, Image, list[Image], "
+    "dict or list[dict]",
     "group": "a list over the members, such as list[float] or list[str], or one float, int or bool per group",
     "weights": "Tensor",
 }
@@ -61,7 +61,7 @@ def read_hint(hint: Any, form: Form) -> FieldType | None:
 
 
 def unit_of(hint: Any) -> Unit | None:
-    """Return the unit that an annotation names as it is, such as `PerToken`, `Text` or `list[Image]`, else None."""
+    """Return the unit that an annotation names, such as `PerToken`, `Text` or `list[Image]`, else None."""
     if hint is Image:
         return Unit.IMAGE
     if _item_type(hint) is Image:

@@ -126,7 +126,7 @@ class GenerationEngine(abc.ABC):
             request_id: a number that no other unfinished request has.
             prompt_ids: tokens to continue, including those drawn before an interruption.
             params: how to draw.
-            images: the images of the prompt. An engine that takes none is never given any, as the plan checks.
+            images: the images of the prompt.
 
         Raises:
             BackendError: if the prompt is empty, too long or has unknown tokens, if there are stop strings

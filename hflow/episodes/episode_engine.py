@@ -93,7 +93,7 @@ class EpisodeEngine:
             max_tokens: most tokens to generate in this turn; the node's by default.
             stop: texts that end the turn; the node's by default. Their tokens remain in the
                 trajectory, but the completion ends before them.
-            images: images for the places that a prompt has for them, or in front of its last text of the user.
+            images: images for the places that a prompt has for them, or in front of the user's last text.
             on_part: called with tokens as they are drawn, and the text in front of tool calls that they make
                 certain. The last ones are only in the trajectory.
 

@@ -190,8 +190,8 @@ def image_parameters(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignm
             raise recipe_error(
                 node.where,
                 node.name,
-                f"the samples of {made_by.name} have images, but model {model.name!r} only reads text. Declare "
-                f"Model({model.name!r}, vision=True, ...), or encode the samples for it without images",
+                f"the samples of {made_by.name} have images, but model {model.name!r} only reads text. "
+                f"Declare Model({model.name!r}, vision=True, ...), or encode samples without images for it",
             )
     return (Parameter(f"@{PIXELS}", PIXELS, Unit.PIXELS, "tensor"),)
 

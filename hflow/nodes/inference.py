@@ -28,7 +28,7 @@ async def chat_gen(
     Args:
         engine: generates.
         prompt: the messages so far. A text is one message of the user.
-        images: images for the places that the messages have for them, or in front of the last text of the user.
+        images: images for the places that the messages have for them, or in front of the user's last text.
         system: a system message in front of conversations that do not begin with one of their own.
     """
     has_own = prompt[0]["role"] == "system"
@@ -43,7 +43,7 @@ def chat_view(tokenizer: Tokenizer, messages: Messages, images: list[Image] | No
     Args:
         tokenizer: encodes.
         messages: the conversation.
-        images: images for the places that it has for them, or in front of the last text of the user.
+        images: images for the places that it has for them, or in front of the user's last text.
 
     Raises:
         DataError: if it has none.

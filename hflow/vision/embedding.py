@@ -1,7 +1,7 @@
 """Embeddings of sequences with images: each image of a forward pass goes through the tower once.
 
-Axes: R rows of the forward pass, M rows of images among them, F tokens of distinct images, N patches or tiles,
-C channels, A axes of positions, D hidden.
+Axes: R rows of the forward pass, M rows of images among them, N patches or tiles, C channels, A axes of
+positions, D hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hflow.data.batches.device_copy import to_device
 from hflow.data.batches.shared_prefix import PrefixSharing
-from hflow.types.image import PlacedImage, ProcessedImage
+from hflow.types.image import Colours, PlacedImage, ProcessedImage
 from hflow.vision.interface import Config, ImageFeatures, VisionFamily
 from hflow.vision.processor import image_rows
 
@@ -61,7 +61,7 @@ class RowsOfImages:
         return cls(tuple(image for _, image in images.values()), all_rows[order], all_sources[order])
 
     def identities(self, num_rows: int) -> Ints:
-        """Return numbers `[num_rows]` in which rows are equal if they have the same token of the same image."""
+        """Return numbers `[num_rows]` by which rows of different images differ."""
         owners = np.repeat([image.identity for image in self.images], [x.num_tokens for x in self.images])
         found = np.zeros(num_rows, np.int64)
         found[self.rows] = owners[self.sources]
@@ -92,14 +92,17 @@ def encode_images(
 
 
 def normalised(colours: Tensor, image: ProcessedImage) -> Tensor:
-    """Return fp32 colours `[N, C, ...]` as transformers normalises them: rescaled, minus mean, by deviation."""
+    """Return fp32 colours `[N, C, ...]`, normalised to the bit as transformers does it (`Colours`).
+
+    Each of the 256 values of a channel is looked up.
+    """
     factor, mean, deviation = image.colours
+    values = (np.arange(256, dtype=np.float64) * factor).astype(np.float32)
+    means, deviations = (np.array(x, np.float32)[:, None] for x in (mean, deviation))
+    table = to_device(torch.from_numpy((values - means) / deviations), colours.device)
     shape = (1, -1, *[1] * (colours.dim() - 2))
-    means, deviations = (
-        torch.tensor(values, dtype=torch.float32, device=colours.device).view(shape)
-        for values in (mean, deviation)
-    )
-    return colours.float().mul_(factor).sub_(means).div_(deviations)
+    channels = 256 * torch.arange(len(mean), dtype=torch.int32, device=colours.device).view(shape)
+    return table.flatten().index_select(0, (colours.int() + channels).flatten()).view(colours.shape)
 
 
 def hidden_states(
@@ -153,8 +156,6 @@ def hidden_states(
 def smallest_image(family: VisionFamily, config: Config) -> ProcessedImage:
     """Return a black image of the fewest tokens, for a rank that must join the tower without images."""
     from PIL import Image as Pillow
-
-    from hflow.types.image import Colours
 
     picture = Pillow.new("RGB", (1, 1))
     pixels, grid = family.process(family.processor(config, family.smallest_settings(config)), picture)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
@@ -38,12 +39,13 @@ FAMILIES = Registry(
 """`model_type` of a Hugging Face config -> its family."""
 
 
-class ImageFeatures(Protocol):
+@dataclass(frozen=True)
+class ImageFeatures:
     """What the tower made of images, on the model's device."""
 
     embeddings: Tensor
     """`[M, D]`, image by image."""
-    deep: Sequence[Tensor]
+    deep: Sequence[Tensor] = ()
     """`[M, D]` each, which the first layers of the language model add to their outputs."""
 
 
@@ -107,7 +109,7 @@ class VisionFamily(abc.ABC):
 
         Args:
             config: the model's HF config.
-            saved: what the checkpoint's `preprocessor_config.json` has, and the user's settings; may be empty.
+            saved: what the checkpoint's `preprocessor_config.json` and the user set; may be empty.
         """
 
     @abc.abstractmethod
@@ -147,6 +149,22 @@ class VisionFamily(abc.ABC):
         """Return the work and the bytes of an image with this grid."""
 
     @abc.abstractmethod
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return settings of a processor whose images have pixels between two numbers.
+
+        Args:
+            config: the model's HF config.
+            saved: the checkpoint's settings; may be empty.
+            min_pixels: the least; None: as saved, or the default.
+            max_pixels: the most; None: as saved, or the default.
+
+        Raises:
+            DataError: if the family has no such limit.
+        """
+
+    @abc.abstractmethod
     def smallest_settings(self, config: Config) -> Config:
         """Return settings of a processor that makes an image of one pixel as small as the tower takes it."""
 
@@ -162,4 +180,6 @@ def vision_family(config: Config) -> VisionFamily | None:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return None
-    return FAMILIES.describe(name, VisionFamily)
+    kind: type[Any] = VisionFamily  # abstract, which mypy allows for no other argument
+    found: VisionFamily = FAMILIES.describe(name, kind)
+    return found

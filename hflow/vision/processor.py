@@ -22,7 +22,7 @@ from hflow.vision.interface import Config, VisionFamily
 
 RECENT_BYTES = 1 << 28
 """Colours of images that are kept for the next samples that have them."""
-_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageProcessor:
@@ -85,18 +85,19 @@ class ImageProcessor:
         parts = text.split(self.family.image_token)
         if len(parts) != len(images) + 1:
             raise DataError(
-                f"a text has {self.family.image_token!r} {len(parts) - 1} times, but {len(images)} images; write "
-                "images as parts of messages, and no such token into a text"
+                f"a text has {self.family.image_token!r} {len(parts) - 1} times, but {len(images)} images; "
+                "write images as parts of messages, and no such token into a text"
             )
         expansions = [self.family.expansion(self.config, image.grid) for image in images]
         return parts[0] + "".join(map(str.__add__, expansions, parts[1:]))
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size."""
-        return self.family.num_tokens(self.config, self.family.grid_of(self.config, self._saved, width, height))
+        grid = self.family.grid_of(self.config, self._saved, width, height)
+        return self.family.num_tokens(self.config, grid)
 
     def save(self, directory: Path) -> list[str]:
-        """Write `preprocessor_config.json`, from which transformers builds the same processor; return its path."""
+        """Write what transformers builds the same processor from; return the paths of the files."""
         names: list[str] = self._processor.save_pretrained(directory)
         return names
 
@@ -130,13 +131,13 @@ def saved_settings(directory: Path | None) -> Mapping[str, Any]:
     """
     if directory is None:
         return {}
-    for name in _FILES:
+    for name in PROCESSOR_FILES:
         if (directory / name).is_file():
             saved = read_json_object(directory / name)
             inner = saved.get("image_processor", saved)
             return inner if isinstance(inner, Mapping) else saved
     raise DataError(
-        f"{directory} has no image processor ({' or '.join(_FILES)}), which the model needs to see images; copy "
+        f"{directory} has no image processor ({' or '.join(PROCESSOR_FILES)}), which the model needs to see; copy "
         "it from the published checkpoint"
     )
 
@@ -159,8 +160,8 @@ def place_images(
     wanted = sum(image.num_tokens for image in images)
     if len(places) != wanted:
         raise DataError(
-            f"{len(images)} images have {wanted} tokens, but their text has {len(places)}; use the tokenizer and "
-            "the image processor of one checkpoint"
+            f"{len(images)} images have {wanted} tokens, but their text has {len(places)}; use the tokenizer "
+            "and the image processor of one checkpoint"
         )
     starts = accumulate((image.num_tokens for image in images), initial=0)
     return tuple(PlacedImage(offset + places[i], image) for i, image in zip(starts, images, strict=False))

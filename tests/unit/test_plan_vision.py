@@ -106,6 +106,15 @@ def test_grids_are_those_of_the_processors(name):
             assert (found, load.num_bytes) == (grid, pixels.nbytes), (width, height)
 
 
+def test_the_users_limits_replace_those_of_the_checkpoint():
+    config, saved = architecture("qwen2.5-vl-7b"), SETTINGS["qwen2.5-vl-7b"]
+    family = vision_family(config)
+    limited = {**saved, **family.pixel_settings(config, saved, None, 28 * 28 * 4)}
+    grid = family.grid_of(config, limited, 640, 480)
+    assert family.num_tokens(config, grid) <= 4
+    assert family.process(family.processor(config, limited), kit.picture(640, 480))[1] == grid
+
+
 def test_an_image_that_is_too_long_is_refused():
     config = architecture("qwen3_vl")
     with pytest.raises(DataError, match="2000 x 9 is too long"):

@@ -37,7 +37,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values; of texts, the length in UTF-8, and of images that several samples have, once."""
+        """Bytes of the values: of texts in UTF-8, and of each image once."""
         if isinstance(self.values, np.ndarray):
             return self.values.nbytes
         if self.unit is Unit.PIXELS:

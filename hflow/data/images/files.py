@@ -62,8 +62,36 @@ def read_image(value: Any, source: ImageSource = NOWHERE) -> Image:
     if type(value).__module__.partition(".")[0] == "PIL":
         return Image.of_file(_encoded(value))
     raise DataError(
-        f"{shorten(repr(value), 60)} is no image; give a path, bytes, base64, a data URL or an image of Pillow"
+        f"{shorten(repr(value), 60)} is no image; give a path, bytes, base64, a data URL or a Pillow image"
     )
+
+
+def with_urls(value: Any) -> tuple[Any, bool]:
+    """Return a value with data URLs in place of images, and whether it is one, or a list with some."""
+    items = value if isinstance(value, list | tuple) else [value]
+    is_image = [isinstance(item, Image) or type(item).__module__.startswith("PIL.") for item in items]
+    if not any(is_image):
+        return value, False
+    plain = [
+        {"image": read_image(item).url} if image else item
+        for item, image in zip(items, is_image, strict=True)
+    ]
+    return (plain if items is value else plain[0]), True
+
+
+def with_digests(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the digest of each image in its place, by which a journal knows them."""
+    return {
+        name: {"image": value.digest} if isinstance(value, Image) else value
+        for name, value in arguments.items()
+    }
+
+
+def with_images_of_urls(value: Any) -> Any:
+    """Return a value of which `with_urls` made one with data URLs."""
+    if isinstance(value, list):
+        return [with_images_of_urls(item) for item in value]
+    return read_image(value["image"]) if isinstance(value, Mapping) and {*value} == {"image"} else value
 
 
 def _read_mapping(value: Mapping[str, Any], source: ImageSource) -> Image:
@@ -124,10 +152,12 @@ def _read_path(path: Path, source: ImageSource) -> Image:
 
 def _fetched(url: str, source: ImageSource) -> bytes:
     """Return a file of the web."""
+    if source.directory is None and not source.fetches:
+        raise DataError(f"the image {shorten(url, 80)} is a URL, which is not fetched; send it as a data URL")
     if not source.fetches:
         raise DataError(
-            f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, or "
-            f"set {source.key}.fetch_images=true for rows of datasets"
+            f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, "
+            f"or set {source.key}.fetch_images=true for rows of datasets"
         )
     try:
         with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as reply:
@@ -139,7 +169,7 @@ def _fetched(url: str, source: ImageSource) -> bytes:
                     raise DataError(f"{url} has more than {MAX_BYTES:,} bytes; make the image smaller")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DataError(
-            f"the image {shorten(url, 80)} cannot be fetched: {reason_of(error, 120)}; store it in the dataset"
+            f"the image {shorten(url, 80)} cannot be fetched: {reason_of(error, 120)}; store it in the data"
         ) from error
     return bytes(content)
 

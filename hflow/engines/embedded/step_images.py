@@ -7,7 +7,6 @@ turns of an episode, share them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,7 @@ from hflow.engines.embedded.packing import PackedForward, PromptGroup
 from hflow.engines.request import GenerationRequest
 from hflow.types.image import ProcessedImage
 from hflow.vision.embedding import Ints, RowsOfImages, encode_images, hidden_states
-from hflow.vision.interface import VisionFamily
-
-
-@dataclass(frozen=True)
-class _Features:
-    """What the tower made of one image, or of several."""
-
-    embeddings: Tensor
-    deep: tuple[Tensor, ...]
+from hflow.vision.interface import ImageFeatures, VisionFamily
 
 
 class StepImages:
@@ -40,9 +31,10 @@ class StepImages:
 
     def __init__(self, module: nn.Module, family: VisionFamily) -> None:
         self._module: Any = module
+        config: Any = module.config
         self._family = family
-        self._config = self._module.config.to_dict()
-        self._features: dict[str, _Features] = {}
+        self._config = config.to_dict()
+        self._features: dict[str, ImageFeatures] = {}
         self._shifts: dict[int, int] = {}
         """Request -> the position of its next token minus the number of its tokens."""
 
@@ -102,7 +94,7 @@ class StepImages:
         filled = np.pad(found, ((0, 0), (0, missing)))
         return to_device(torch.from_numpy(filled), packed.positions.device)
 
-    def _features_of(self, images: Sequence[ProcessedImage], device: torch.device) -> _Features:
+    def _features_of(self, images: Sequence[ProcessedImage], device: torch.device) -> ImageFeatures:
         """Return the features of images, one after the other; those that are new are computed together."""
         new = [image for image in images if image.digest not in self._features]
         if new:
@@ -110,9 +102,9 @@ class StepImages:
             sizes = [image.num_tokens for image in new]
             layers = [torch.split(layer, sizes) for layer in (made.embeddings, *made.deep)]
             for image, first, *deep in zip(new, *layers, strict=True):
-                self._features[image.digest] = _Features(first, tuple(deep))
+                self._features[image.digest] = ImageFeatures(first, tuple(deep))
         found = [self._features[image.digest] for image in images]
         deep_layers = zip(*(x.deep for x in found), strict=True)
-        return _Features(
+        return ImageFeatures(
             torch.cat([x.embeddings for x in found]), tuple(torch.cat(layer) for layer in deep_layers)
         )

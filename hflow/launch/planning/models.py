@@ -33,6 +33,9 @@ from hflow.models.hub import local_directory
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.architectures import ONLY_PLANNED, read_shape
 from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.vision_shape import whole_vision_config
+from hflow.vision.interface import VisionFamily, vision_family
+from hflow.vision.processor import PROCESSOR_FILES, saved_settings
 
 SIZES = (
     "hidden_size",
@@ -82,18 +85,21 @@ def model_family(config: RunConfig, graph: Graph, spec: Model) -> str | None:
 def image_model(
     config: RunConfig, graph: Graph, spec: Model
 ) -> tuple[VisionFamily, Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the family of a model that sees, its HF config with the tower's defaults, and its processor's settings.
+    """Return the family, the HF config and the processor's settings of a model that sees.
 
-    None if its architecture is not known.
+    The config has the defaults of the tower. None if the architecture is not known.
     """
     source = _architecture(config, graph, spec)
     family = None if source is None else vision_family(source[1])
     if source is None or family is None:
         return None
-    path = config.models.get(source_model(config, spec).name, ModelConfig()).path
-    directory = None if path is None else local_directory(path)
-    known = directory is not None and any((directory / name).is_file() for name in PROCESSOR_FILES)
-    return family, whole_vision_config(source[1]), saved_settings(directory if known else None)
+    own, model = (config.models.get(m.name, ModelConfig()) for m in (spec, source_model(config, spec)))
+    directory = None if model.path is None else local_directory(model.path)
+    is_known = directory is not None and any((directory / name).is_file() for name in PROCESSOR_FILES)
+    saved, whole = saved_settings(directory if is_known else None), whole_vision_config(source[1])
+    least = own.images.min_pixels or model.images.min_pixels
+    most = own.images.max_pixels or model.images.max_pixels
+    return family, whole, {**saved, **family.pixel_settings(whole, saved, least, most)}
 
 
 def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:

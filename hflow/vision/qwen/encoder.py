@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Features:
-    """`ImageFeatures` of M tokens."""
-
-    embeddings: Tensor
-    deep: Sequence[Tensor]
+from hflow.vision.interface import ImageFeatures
 
 
-def encode(backbone: nn.Module, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> Features:
+def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> ImageFeatures:
     """Run the tower; see `Encoder`."""
     made = tower(backbone)(pixels, grid_thw=torch.tensor(grids, device=pixels.device), return_dict=True)
-    return Features(made.pooler_output, tuple(getattr(made, "deepstack_features", None) or ()))
+    return ImageFeatures(made.pooler_output, tuple(getattr(made, "deepstack_features", None) or ()))
 
 
-def tower(backbone: nn.Module) -> nn.Module:
+def tower(backbone: Any) -> nn.Module:
     """Return the tower, with its projections."""
     found: nn.Module = backbone.visual
     return found
 
 
-def language_model(backbone: nn.Module) -> nn.Module:
+def language_model(backbone: Any) -> nn.Module:
     """Return the language model."""
     found: nn.Module = backbone.language_model
     return found

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_FEWEST, _MOST, _LONGEST = 56 * 56, 28 * 28 * 1280, 200
-"""Pixels of the smallest and the largest image of a processor without a size, and the longest image's width by
-its height."""
+_PIXELS = (56 * 56, 28 * 28 * 1280)
+"""The fewest and the most pixels of an image, by default."""
+_LONGEST = 200
+"""The most that the width of an image is of its height, or the height of its width."""
 
 
 def _sum_of_squares(length: int, part: int) -> int:
@@ -90,9 +91,8 @@ class QwenVision(VisionFamily):
         sizes = config["vision_config"]
         side = int(saved.get("patch_size", sizes["patch_size"]))
         unit = side * int(saved.get("merge_size", sizes["spatial_merge_size"]))
-        size = saved.get("size") or {"shortest_edge": _FEWEST, "longest_edge": _MOST}
-        fewest = saved.get("min_pixels") or size["shortest_edge"]
-        most = saved.get("max_pixels") or size["longest_edge"]
+        size = self.pixel_settings(config, saved, None, None)["size"]
+        fewest, most = size["shortest_edge"], size["longest_edge"]
         if max(width, height) > _LONGEST * min(width, height):
             raise DataError(f"an image of {width} x {height} is too long for {self.name}; crop it")
         pixels = width * height
@@ -120,6 +120,23 @@ class QwenVision(VisionFamily):
             3 * patches * side**2,
         )
 
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return `size`; see `VisionFamily`."""
+        size = dict(saved.get("size") or {"shortest_edge": _PIXELS[0], "longest_edge": _PIXELS[1]})
+        for key, own, old in (
+            ("shortest_edge", min_pixels, "min_pixels"),
+            ("longest_edge", max_pixels, "max_pixels"),
+        ):
+            size[key] = saved.get(old) or size[key] if own is None else own
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise DataError(
+                f"images have at least {size['shortest_edge']:,} pixels and at most {size['longest_edge']:,}; "
+                "set images.min_pixels and images.max_pixels so that they fit"
+            )
+        return {"size": size, "min_pixels": None, "max_pixels": None}  # these would have priority
+
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one token."""
         sizes = config["vision_config"]
@@ -131,8 +148,8 @@ class QwenVision(VisionFamily):
     ) -> Positions:
         """Return positions by time, row and column `[3, T]`: M-RoPE.
 
-        Tokens of text have the same three. An image begins at the next number p, its token in row i and column
-        j has (p, p + i, p + j), and what follows begins at p plus the larger side.
+        Tokens of text have the same three. An image begins at the next number p, its token in row i and
+        column j has (p, p + i, p + j), and what follows begins at p plus the larger side.
         Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1.
         """
         merge = config["vision_config"]["spatial_merge_size"]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Features:
-    """`ImageFeatures` of M tokens."""
-
-    embeddings: Tensor
-    deep: Sequence[Tensor] = ()
+from hflow.vision.interface import ImageFeatures
 
 
-def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> Features:
+def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> ImageFeatures:
     """Run the tower and its projection on all tiles; see `Encoder`."""
     size = backbone.config.vision_config.patch_size
     height, width = (side // size for side in pixels.shape[-2:])
-    mask = pixels.new_ones((len(pixels), height, width), dtype=bool)
+    mask = torch.ones((len(pixels), height, width), dtype=torch.bool, device=pixels.device)
     hidden = backbone.vision_model(pixel_values=pixels, patch_attention_mask=mask).last_hidden_state
-    return Features(backbone.connector(hidden).flatten(0, 1))
+    return ImageFeatures(backbone.connector(hidden).flatten(0, 1))
 
 
 def tower(backbone: Any) -> nn.Module:

@@ -1,7 +1,7 @@
 """SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): an image is split into tiles of one size.
 
-A larger image becomes rows and columns of tiles, and the whole of it made small. Each tile has the same number
-of tokens.
+A larger image becomes rows and columns of tiles, and the whole of it made small. Each tile has the same
+number of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hflow.base.errors import DataError
 from hflow.shapes.vision_shape import ImageLoad
 from hflow.vision.interface import Config, VisionFamily
 
@@ -110,6 +111,17 @@ class SmolVision(VisionFamily):
         pairs = tiles * of_tile**2
         num_bytes = 3 * tiles * sizes["image_size"] ** 2
         return ImageLoad(self.num_tokens(config, grid), tiles * of_tile, pairs, pairs, num_bytes)
+
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return the longest side of an image, a whole number of tiles; see `VisionFamily`."""
+        if min_pixels is not None:
+            raise DataError("SmolVLM has no images.min_pixels: its tiles have one size; remove it")
+        if max_pixels is None:
+            return {}
+        side = (saved.get("max_image_size") or {}).get("longest_edge", config["vision_config"]["image_size"])
+        return {"size": {"longest_edge": max(1, math.isqrt(max_pixels) // side) * side}}
 
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one tile."""
