@@ -206,6 +206,9 @@ class ModelConfig:
     """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)
     """How the model generates."""
+    freeze: Literal["vision"] | None = None
+    """The part that is not trained: `vision`, the tower of a model that sees, with its projection. It has no
+    gradients and no optimizer state; null: all of the model is trained."""
     images: ImagesConfig = Field(default_factory=ImagesConfig)
     """How the model gets images, if the recipe declares it with `vision=True`."""
 

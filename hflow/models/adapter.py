@@ -6,6 +6,7 @@ as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
+from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
 from hflow.models.settings import ModelSettings
 
@@ -142,17 +144,33 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=wanted,
+        exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",
         base_model_name_or_path=settings.path if base is None else base.name,
         revision=None if base is None else base.revision,
     )
 
 
+def _language_model(model: PreTrainedModel) -> nn.Module:
+    """Return the module with the decoder layers. The tower of a model that sees is beside it."""
+    family = family_of(model.config)
+    return model.base_model if family is None else family.encoder.language_model(model.base_model)
+
+
+def _outside_language_model(model: PreTrainedModel) -> str | None:
+    """Return a pattern of modules without adapters, whatever their names; None where there is no tower."""
+    inside = _language_model(model)
+    if inside is model.base_model:
+        return None
+    name = next(name for name, module in model.named_modules() if module is inside)
+    return rf"(?!{re.escape(name)}\.).*"
+
+
 def _targets(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of the decoder layers."""
     layers = set(model._no_split_modules or ())
     names = set()
-    for module in model.base_model.modules():
+    for module in _language_model(model).modules():
         if type(module).__name__ in layers:
             names |= {
                 path.removesuffix(".base_layer").rpartition(".")[2]

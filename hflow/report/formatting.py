@@ -10,6 +10,7 @@ from itertools import pairwise
 from hflow.base.text import format_parameters, format_share, pluralize
 from hflow.planner.plan.rows import Replica
 from hflow.shapes.model_shape import ModelShape, num_parameters
+from hflow.shapes.vision_shape import num_tower_parameters
 
 
 def format_replica_size(replica: Replica, shape: ModelShape | None) -> str:
@@ -19,6 +20,8 @@ def format_replica_size(replica: Replica, shape: ModelShape | None) -> str:
     if shape is None:
         return "unknown"
     size, adapters = format_parameters(num_parameters(shape)), replica.adapter_parameters
+    if shape.vision is not None:
+        size += f", {format_parameters(num_tower_parameters(shape.vision))} of them the tower,"
     size = f"{size} in {replica.dtype}"
     return f"{size} + {format_parameters(adapters)} in fp32" if adapters else size
 

@@ -61,8 +61,8 @@ DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     """Return the sizes in an HF `config.json`, or None for a family that the planner does not know.
 
-    Of a model that sees, of a family of `LANGUAGE_FAMILIES`, the shape has the tower. Of other models with other
-    parts, the sizes are those of their language model.
+    Of a model that sees, of a family of `LANGUAGE_FAMILIES`, the shape has the tower. Of other models with
+    several parts, the sizes are those of their language model.
 
     Args:
         config: the mapping with `model_type`; missing keys have the family's defaults.
@@ -140,7 +140,7 @@ _TEXT_DEFAULTS: Mapping[str, Config] = {
 
 
 def _vision_shape(family: str, config: Config, head: str) -> ModelShape | None:
-    """Return the sizes of a model that sees. Older configs of Qwen2.5-VL have its language model's outside."""
+    """Return the sizes of a model that sees. Older configs have those of its language model outside."""
     found, language_family = config.get("text_config"), LANGUAGE_FAMILIES[family]
     text: Config = found if isinstance(found, Mapping) else config if family == "qwen2_5_vl" else {}
     if family == "smolvlm" and text.get("model_type", language_family) != language_family:

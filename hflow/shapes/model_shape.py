@@ -144,8 +144,8 @@ class TensorSpec:
     layer: int | None
     """Index of its decoder layer; None for embedding, final norm and head."""
     location: str
-    """`layer`, `tower` or `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is the
-    embedding tensor, which both the first and the last stage hold."""
+    """`layer`, `tower` or `embedding` (first stage), `norm` or `head` (last stage). A tied output matrix is
+    the embedding tensor, which both the first and the last stage hold."""
     split_axis: int | None = None
     """The axis that tensor parallelism splits; None: every tensor rank holds the whole tensor."""
     split_units: int = 1

@@ -1,7 +1,7 @@
 """`VisionShape`: the sizes of a vision tower, and its tensors.
 
-An image is cut into patches, which pass blocks of full attention, or attention within windows. `merge x merge`
-patches become one token of the language model. Names are those of transformers' modules.
+An image is cut into patches, which pass blocks of full attention, or attention within windows.
+`merge x merge` patches become one token of the language model. Names are those of transformers' modules.
 
 Axes: C channels, P patch side, D hidden, F intermediate, M = merge^2 D, O the language model's hidden size.
 """

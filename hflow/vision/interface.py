@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -64,6 +64,10 @@ class Encoder(Protocol):
 
     def tower(self, backbone: nn.Module) -> nn.Module:
         """Return the module with the weights of the tower, and of its projection to the language model."""
+        ...
+
+    def blocks(self, backbone: nn.Module) -> Iterable[nn.Module]:
+        """Return the equal blocks of the tower, in order."""
         ...
 
     def language_model(self, backbone: nn.Module) -> nn.Module:

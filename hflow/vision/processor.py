@@ -137,8 +137,8 @@ def saved_settings(directory: Path | None) -> Mapping[str, Any]:
             inner = saved.get("image_processor", saved)
             return inner if isinstance(inner, Mapping) else saved
     raise DataError(
-        f"{directory} has no image processor ({' or '.join(PROCESSOR_FILES)}), which the model needs to see; copy "
-        "it from the published checkpoint"
+        f"{directory} has no image processor ({' or '.join(PROCESSOR_FILES)}), which the model needs to see; "
+        "copy it from the published checkpoint"
     )
 
 

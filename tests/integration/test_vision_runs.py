@@ -51,6 +51,6 @@ def test_an_engine_of_its_own_gets_verified_weights(
     assert sent == {spec.name for spec in tensors(shape)}
     saved = summary.directory / "checkpoints" / "latest" / "actor" / "model.safetensors"
     with safe_open(saved, "pt") as opened:
-        assert {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()} == {
+        assert {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())} == {
             spec.name: spec.shape for spec in tensors(shape)
         }

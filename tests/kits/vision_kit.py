@@ -153,7 +153,7 @@ def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
 
 
 def write_recipe(directory: Path, family: str) -> Path:
-    """Write a recipe for a tiny model of a family: `tests/integration/recipes/seen_squares.py` with a YAML."""
+    """Write a recipe for a tiny model: `tests/integration/recipes/seen_squares.py` with a YAML."""
     architecture, alphabet = ARCHITECTURES[family], ALPHABET + "<>_\n"  # for the places of tiles
     text = {**architecture["text_config"], "vocab_size": 7 + len(alphabet), "max_position_embeddings": 1024}
     actor = {

@@ -28,7 +28,8 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
     It is at the prefill, at the growth of a layer's cache, at the attention scores in fp32, or at the logits.
     """
     prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
-    moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
+    tower = activations.tower_without_gradient(rank, load.patches)
+    moments = [item(MemoryCategory.ACTIVATIONS, max(prefill, tower))]
     layer_bytes_per_token = cache_bytes_per_token(rank) // max(rank.sizes.num_layers, 1)
     num_slot_tokens = load.num_running * slot_length(load.prompt, load.longest)
     grown_cache = layer_bytes_per_token * num_slot_tokens * 4 // 5
@@ -40,7 +41,8 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
         num_logits = load.num_running * -(-rank.shape.vocab // rank.tensor)
         logits = (rank.width + SAMPLING_BYTES) * num_logits
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
-    return largest(moments)
+    features = activations.image_features(rank, load.image_tokens)
+    return largest(moments) + item(MemoryCategory.ACTIVATIONS, features, "embeddings of images")
 
 
 def layer_being_loaded(rank: Rank, num_parts: int) -> Items:

@@ -34,7 +34,7 @@ from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.architectures import ONLY_PLANNED, read_shape
 from hflow.shapes.model_shape import ModelShape
 from hflow.shapes.vision_shape import whole_vision_config
-from hflow.vision.interface import VisionFamily, vision_family
+from hflow.vision.interface import FAMILIES, VisionFamily, vision_family
 from hflow.vision.processor import PROCESSOR_FILES, saved_settings
 
 SIZES = (
@@ -67,6 +67,7 @@ def model_shape(config: RunConfig, graph: Graph, spec: Model) -> ModelShape | No
     _check_family(config, spec.name, location, architecture)
     try:
         check_model_config(architecture, architecture.get("model_type") in ONLY_PLANNED)
+        _check_vision(architecture, spec)
         shape = read_shape(architecture, spec.head)
         if shape is not None:
             _check_heads(shape)
@@ -311,6 +312,18 @@ def _check_heads(shape: ModelShape) -> None:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; set "
             f"num_key_value_heads to {_nearest_divisor(heads, kv_heads)}"
         )
+
+
+def _check_vision(architecture: Mapping[str, Any], spec: Model) -> None:
+    """Check that a recipe declares a model that sees, and no other one, with `vision=True`."""
+    family, declared = architecture.get("model_type"), f"Model({spec.name!r}, vision=True)"
+    if spec.vision and vision_family(architecture) is None:
+        raise PlanError(
+            f"model_type {family!r} only reads text, as far as hflow knows, but the recipe declares "
+            f"{declared}; use one of {', '.join(FAMILIES)}, or remove vision=True"
+        )
+    if not spec.vision and vision_family(architecture) is not None:
+        raise PlanError(f"model_type {family!r} sees images; declare {declared} in the recipe")
 
 
 def _check_family(config: RunConfig, name: str, location: str, architecture: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def twin(
     Args:
         recipe: path of the recipe's Python file.
         overrides: configuration as `key=value`.
-        layouts: layouts to compare, each used for all models, on megatron, or on torch if a model sees; empty:
+        layouts: layouts to compare, each used for all models, on megatron, or on torch if one sees; empty:
             `LAYOUTS` or `SEEING_LAYOUTS`, as far as this machine can hold them; None: as configured.
         steps: training steps, from 2 to 10,000.
         report_progress: called with a line when a run starts.

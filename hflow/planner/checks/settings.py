@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from hflow.base.errors import NotYetError, PlanError
-from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig
+from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig, WorkloadImages
 from hflow.graph.ir import Graph
 from hflow.graph.queries import (
     root_stream,
@@ -104,6 +104,11 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     config, shape, key = request.model(name), request.shapes.get(name), f"models.{name}.lora"
     if config.lora is None:
         return
+    if config.freeze is not None:
+        raise PlanError(
+            f"models.{name}.freeze={config.freeze} has no effect, as only the adapters of {key} are trained; "
+            "remove it"
+        )
     if not traits(config.backend).has_adapters:
         raise PlanError(
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
@@ -251,7 +256,7 @@ def plan_warnings(
     return warnings
 
 
-_OF_TRAINING = ("lora", "optim", "activation_checkpointing", "offload_activations")
+_OF_TRAINING = ("lora", "optim", "freeze", "activation_checkpointing", "offload_activations")
 _OF_SAVING = ("save_optimizer",)
 _OF_FORWARD_PASSES = (
     "backend",
@@ -274,6 +279,8 @@ def check_unused_keys(graph: Graph, request: PlanRequest) -> None:
         PlanError: for the first key of a model or the schedule that is set and that no node uses.
     """
     _check_schedule_keys(graph, request.schedule)
+    if request.workload.images != WorkloadImages() and not any(model.vision for model in graph.models):
+        raise PlanError("workload.images is set, but no model of the recipe sees; remove it")
     for name, config in request.models.items():
         if (unused := _find_unused_key(graph, name, config)) is not None:
             raise PlanError(unused)
@@ -335,7 +342,7 @@ def _unused(graph: Graph, model: str) -> Iterator[tuple[tuple[str, ...], str]]:
     if model not in trained_models(graph):
         yield _OF_TRAINING, f"no node trains {model}"
     if not graph.model(model).vision:
-        yield ("images",), f"the recipe declares {model} without vision=True"
+        yield ("images", "freeze"), f"the recipe declares {model} without vision=True"
     if model not in written_models(graph):
         yield _OF_SAVING, f"no node changes {model}"
     if not runs_outside_engines(graph, model):

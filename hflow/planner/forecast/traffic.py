@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hflow.config.schema import WorkloadImages
 from hflow.data_plane.group_placement import GroupPlacer, stream_dp_heads
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
@@ -26,7 +27,7 @@ from hflow.graph.queries import topological_order
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, EdgeRule, Plan, ScheduledStream
-from hflow.planner.plan.workload import Workload, sample_lengths
+from hflow.planner.plan.workload import PromptImages, Workload, sample_lengths
 from hflow.shapes.model_shape import ModelShape
 from hflow.types import Unit
 from hflow.types.recorded import RecordedKind, requestable_kinds
@@ -58,7 +59,8 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
     locations, samples = DataLocations(), range(len(lengths))
     for sample in samples:
         locations.add_sample(sample, workers[sample], lengths[sample])
-    sizes = _FieldSizes(plan, workload.prompt, lengths)
+    images = ImageBytes.of(request.workload.images, workload.images, size)
+    sizes = _FieldSizes(plan, workload.prompt, lengths, images)
     tokens = dict(enumerate(lengths))
     groups = {g: range(g * size, (g + 1) * size) for g in range(batch)}
     cuts = dict(plan.cuts)
@@ -223,9 +225,9 @@ def _outputs(graph: Graph, name: str) -> list[str]:
 class _FieldSizes:
     """Bytes of each field of each sample."""
 
-    def __init__(self, plan: Plan, prompt: int, lengths: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, prompt: int, lengths: Sequence[int], images: ImageBytes) -> None:
         self._graph, self._shapes = plan.graph, dict(plan.shapes)
-        self._prompt = prompt
+        self._prompt, self._images = prompt, images
         self._lengths = lengths
         self._known: dict[str, Mapping[int, int]] = {}
 
@@ -234,7 +236,7 @@ class _FieldSizes:
         return {name: self._known.get(name) or self._measure(name) for name in fields}
 
     def _measure(self, name: str) -> Mapping[int, int]:
-        size = field_size(self._graph, name, self._shapes)
+        size = field_size(self._graph, name, self._shapes, self._images)
         lengths = enumerate(self._lengths)
         self._known[name] = {s: size.of(self._prompt, length - self._prompt) for s, length in lengths}
         return self._known[name]
@@ -368,8 +370,10 @@ _TRAJECTORY: Mapping[str, FieldSize] = {
 }
 """Workers pack trajectories as int64, bool and float32."""
 
-IMAGE_BYTES = 1 << 20
-"""Bytes of the images of a sample."""
+FILE_BYTES = 1.0
+"""Approximate bytes of an image's file per pixel: JPEG takes about half of it, PNG twice as much."""
+URL_BYTES = 4 / 3
+"""Characters of base64 per byte."""
 
 _COLUMN: Mapping[Unit, FieldSize] = {
     Unit.TOKEN: FieldSize(per_token=8),
@@ -378,23 +382,60 @@ _COLUMN: Mapping[Unit, FieldSize] = {
     Unit.TEXT: FieldSize(per_prompt_token=TEXT_BYTES),
     Unit.MESSAGES: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
     Unit.JSON: FieldSize(constant=JSON_BYTES, per_prompt_token=TEXT_BYTES),
-    Unit.IMAGE: FieldSize(constant=IMAGE_BYTES),
-    Unit.IMAGES: FieldSize(constant=IMAGE_BYTES),
-    Unit.PIXELS: FieldSize(constant=IMAGE_BYTES),
 }
 """Columns of a dataset: their numbers may be integers, which stay 64 bits wide."""
+
+
+@dataclass(frozen=True)
+class ImageBytes:
+    """Bytes of the images of a sample."""
+
+    files: int = 0
+    """Their files, as columns of a dataset have them."""
+    urls: int = 0
+    """The same as data URLs, as messages of a model that sees have them."""
+    pixels: int = 0
+    """What the model takes: a sample's part, as those of a group that move together have them once."""
+
+    @classmethod
+    def of(cls, sizes: WorkloadImages, seen: PromptImages | None, group_size: int) -> ImageBytes:
+        """Return the bytes for images of an assumed size.
+
+        Args:
+            sizes: number and size of images.
+            seen: the same as a model sees them; None: no model does.
+            group_size: samples of a prompt.
+        """
+        files = round(sizes.count * sizes.width * sizes.height * FILE_BYTES)
+        if seen is None:
+            return cls(files)
+        return cls(files, round(files * URL_BYTES), -(-seen.count * seen.load.num_bytes // group_size))
+
+    def of_unit(self, unit: Unit) -> FieldSize:
+        """Return the size of a column."""
+        if unit is Unit.PIXELS:
+            return FieldSize(constant=self.pixels)
+        if unit in (Unit.IMAGE, Unit.IMAGES):
+            return FieldSize(constant=self.files)
+        return _COLUMN[unit]
+
+
+NO_IMAGES = ImageBytes()
 
 _NUMBER_BYTES: Mapping[str, int] = {"bool": 1, "int": 8, "float": 8}
 """Bytes by the type that a body returns; tensors are stored as float32."""
 
 
-def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> FieldSize:
+def field_size(
+    graph: Graph, name: str, shapes: Mapping[str, ModelShape], images: ImageBytes = NO_IMAGES
+) -> FieldSize:
     """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has.
 
     Args:
         graph: the recipe's graph.
         name: the field's name.
         shapes: model -> its sizes, as far as they are known.
+        images: the images of a sample.
     """
     stream_name, _, field = name.partition("/")
     for kind in requestable_kinds():
@@ -405,12 +446,14 @@ def field_size(graph: Graph, name: str, shapes: Mapping[str, ModelShape]) -> Fie
             if node.stream == stream_name and returned.field == field:
                 return _returned_size(returned.unit, returned.scalar)
     if field == PIXELS:
-        return _COLUMN[Unit.PIXELS]
+        return images.of_unit(Unit.PIXELS)
+    if field == "messages" and field in TRAJECTORY_FIELDS:
+        return replace(_TRAJECTORY[field], constant=JSON_BYTES + images.urls)
     if field in TRAJECTORY_FIELDS:
         return _TRAJECTORY[field]
     dataset = graph.stream(stream_name).dataset
     columns = next((dict(known.columns) for known in graph.datasets if known.name == dataset), {})
-    return _COLUMN[columns[field]]
+    return images.of_unit(columns[field])
 
 
 def _recorded_size(

@@ -94,6 +94,8 @@ class TorchModel(ModelBackend):
             joins_tower=self.group is not None,
         )
         module.requires_grad_(settings.trainable)
+        if family is not None and settings.freeze == "vision":
+            family.encoder.tower(self._model.base_model).requires_grad_(False)
         if settings.lora is not None:
             self._model.requires_grad_(False)
             for weight in adapter_weights(self._model).values():
@@ -232,7 +234,11 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that HF marks as not to be split."""
+    """Return the modules that HF marks as not to be split, and the blocks of a tower."""
+    family = family_of(model.config)
+    if family is not None:
+        language_model: Any = family.encoder.language_model(model.base_model)
+        return [*family.encoder.blocks(model.base_model), *language_model.layers]
     names = set(model._no_split_modules or ())
     return [module for module in model.base_model.modules() if type(module).__name__ in names]
 

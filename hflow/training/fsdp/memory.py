@@ -15,6 +15,7 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import layer_template
 
+TOWER = "activations of the tower"
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
 
@@ -29,8 +30,9 @@ def model_state(rank: Rank) -> Items:
     if rank.replica.base_of:
         return Items()
     num_trained = rank.trained.total_shard
+    num_stored = num_trained if _adapts(rank) else rank.sizes.total_shard
     moments = rank.state_bytes * num_trained if rank.replica.role == "train" else 0
-    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_trained, "adapters" if _adapts(rank) else "")
+    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if _adapts(rank) else "")
     if _adapts(rank):
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
     return weights + item(MemoryCategory.OPTIMIZER, moments)
@@ -68,6 +70,8 @@ class _Units:
     """A decoder layer with a unit of its own; 0 if layers are gathered with the root."""
     root: int
     """Everything else."""
+    tower: int = 0
+    """A block of the tower with a unit of its own; 0 if blocks are gathered with the root."""
 
     @classmethod
     def of(cls, rank: Rank) -> _Units:
@@ -76,11 +80,18 @@ class _Units:
         layer, rest, total = sizes.layer, sizes.rest, sizes.total
         if adapters is not None:
             layer, rest, total = layer + adapters.layer, rest + adapters.rest, total + adapters.total
-        return cls(layer, rest) if layer * FP32_BYTES >= MIN_UNIT_BYTES else cls(0, total)
+        tower = sizes.tower_layer if sizes.tower_layer * FP32_BYTES >= MIN_UNIT_BYTES else 0
+        rest += 0 if tower else sizes.tower_layers
+        if layer * FP32_BYTES < MIN_UNIT_BYTES:
+            layer, rest = 0, total - (sizes.tower_layers if tower else 0)
+        return cls(layer, rest, tower)
 
     def trained(self, rank: Rank) -> _Units:
         """Return the trained elements of these units."""
-        return _Units(rank.trained.layer, rank.trained.rest) if self.layer else _Units(0, rank.trained.total)
+        trained = rank.trained
+        apart = trained.tower_layers if self.tower else 0
+        root = trained.rest + trained.tower_layers if self.layer else trained.total
+        return _Units(trained.layer if self.layer else 0, root - apart, trained.tower_layer if apart else 0)
 
 
 class _Step:
@@ -90,6 +101,8 @@ class _Step:
         self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
         self.layer = activations.kept_by_layer(rank, batch) + _kept_by_adapters(rank, batch)
+        self.tower = activations.tower_activations(rank, batch)
+        """Bytes that the tower keeps until its backward pass."""
         self.all_gradients = FP32_BYTES * self.trained.total_shard
         """Bytes of all gradients at the end."""
         self.accumulated = self.all_gradients if batch.num > 1 else 0
@@ -106,11 +119,41 @@ class _Step:
         kept = activations.kept_outside_layers(self.rank, self.batch)
         logits = activations.logits(self.rank, self.batch, with_gradient=True)
         layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept)
-        return layers + item(MemoryCategory.LOGITS, logits) + _gradients(self.output)
+        return layers + item(MemoryCategory.LOGITS, logits) + _gradients(self.output) + self._seen()
+
+    def _seen(self) -> Items:
+        """Return what is kept of the tower."""
+        return item(MemoryCategory.ACTIVATIONS, self.tower, TOWER)
+
+    def tower_forward(self, *, kept: bool = False) -> Items:
+        """Return the activations of the tower's forward pass, beside what is kept."""
+        num_bytes = activations.tower_without_gradient(self.rank, self.batch.patches)
+        return item(MemoryCategory.ACTIVATIONS, num_bytes + (self.tower if kept else 0), TOWER)
+
+    def _tower_gradients(self) -> int:
+        """Return the bytes of a block's gradient, less those of the blocks that still have none."""
+        waiting = 0
+        if self.recomputes and not self.accumulated:
+            waiting = FP32_BYTES * self.trained.tower_layers_shard
+        return self.rank.width * self.trained.tower_layer - waiting
+
+    def tower_backward(self) -> Items:
+        """Return the activations of the backward pass of the tower's last block."""
+        if not self.tower or not activations.trains_tower(self.rank):
+            return Items()
+        tower, patches = self.rank.shape.vision, self.batch.patches
+        assert tower is not None
+        recomputed = 0
+        if self.recomputes:  # when the last block is computed again, nothing is left of merging
+            merged = activations.merged_activations(self.rank, self.batch)
+            recomputed = activations.kept_by_tower_block(self.rank) * patches - merged
+        rows = (tower.num_mlp - 1) * tower.intermediate + tower.hidden
+        buffers = self.rank.width * rows * patches
+        return item(MemoryCategory.ACTIVATIONS, self.tower + recomputed, TOWER) + _backward_buffers(buffers)
 
     def final_norm(self) -> Items:
         """Return the activations during the backward pass of the final norm."""
-        layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers))
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers)) + self._seen()
         return layers + _backward_buffers(activations.final_norm_buffers(self.rank, self.batch))
 
     def layer_without_gradient(self) -> Items:
@@ -118,6 +161,11 @@ class _Step:
         batch = self.batch
         layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
         return item(MemoryCategory.ACTIVATIONS, layer)
+
+    def _features(self) -> Items:
+        """Return the embeddings of images."""
+        features = activations.image_features(self.rank, self.batch.image_tokens)
+        return item(MemoryCategory.ACTIVATIONS, features, TOWER)
 
     def head_without_gradient(self) -> Items:
         """Return hidden states, the rows that predict learned tokens, and logits, without gradient."""
@@ -128,7 +176,7 @@ class _Step:
     def backward(self, num_layers: int) -> Items:
         """Return the activations during the backward pass of a layer, the last of `num_layers` to go."""
         recomputed = self.layer if self.recomputes else 0
-        layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed)
+        layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed) + self._seen()
         return layers + _backward_buffers(activations.backward_buffers(self.rank, self.batch))
 
     def _kept(self, num_layers: int) -> int:
@@ -147,6 +195,7 @@ class _SingleRankStep(_Step):
         """Yield the bytes at each moment of training that may be the peak."""
         trained, width, num_layers = self.trained, self.rank.width, self.sizes.num_layers
         waiting = self.output if self.is_tied else 0
+        yield self.tower_forward(kept=True) + _gradients(self.accumulated)
         yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
         at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
         yield self.final_norm() + at_start
@@ -154,6 +203,9 @@ class _SingleRankStep(_Step):
         in_layers = self.accumulated or self.all_gradients - FP32_BYTES * (trained.layer + trained.embedding)
         yield self.backward(1) + self._casts(1) + _gradients(in_layers + waiting)
         all_but_embedding = self.accumulated or self.all_gradients - FP32_BYTES * trained.embedding
+        of_tower, of_block = self._tower_gradients(), width * self.sizes.tower_layer
+        casts = item(MemoryCategory.WEIGHTS, of_block, "weight casts") if width < FP32_BYTES else Items()
+        yield self.tower_backward() + casts + _gradients(all_but_embedding + self.lookup + of_tower)
         yield _gradients(all_but_embedding + self.lookup)
         if width < FP32_BYTES:
             yield _gradients(all_but_embedding + (width + FP32_BYTES) * trained.embedding)
@@ -161,8 +213,16 @@ class _SingleRankStep(_Step):
 
     def infer_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
-        yield self.layer_without_gradient() + self._casts(1)
+        yield self.tower_forward() + self._tower_casts()
+        yield self.layer_without_gradient() + self._casts(1) + self._features()
         yield self.head_without_gradient() + self._casts(0)
+
+    def _tower_casts(self) -> Items:
+        """Return the weights of a block of the tower in bf16, with those outside of blocks."""
+        if self.rank.width == FP32_BYTES:
+            return Items()
+        num = self.sizes.rest + self.sizes.tower_layer
+        return item(MemoryCategory.WEIGHTS, self.rank.width * num, "weight casts")
 
     def _casts(self, num_layers: int) -> Items:
         """Return weights in bf16 while `num_layers` layers are to go; recomputation casts one at a time.
@@ -172,7 +232,8 @@ class _SingleRankStep(_Step):
         if self.rank.width == FP32_BYTES:
             return Items()
         num_cast = min(1, num_layers) if self.recomputes else num_layers
-        num_bytes = self.rank.width * (self.trained.rest + num_cast * self.trained.layer)
+        blocks = 0 if self.recomputes or not num_layers else self.trained.tower_layers
+        num_bytes = self.rank.width * (self.trained.rest + num_cast * self.trained.layer + blocks)
         return item(MemoryCategory.WEIGHTS, num_bytes, "weight casts")
 
 
@@ -195,6 +256,7 @@ class _ShardedStep(_Step):
         trained, num_layers = self.trained_units, self.sizes.num_layers
         accumulated = _gradients(self.accumulated)
         yield self._first_gather() + accumulated
+        yield self.tower_forward(kept=True) + self._gathered_tower() + accumulated
         yield self.forward() + self._gathered(num_buffers=1) + accumulated
         at_start = (
             self._gathered(num_layers=1, num_buffers=1, gathers_layer=True)
@@ -210,6 +272,8 @@ class _ShardedStep(_Step):
         shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
         at_end = self._gathered() + self._scattered(trained.layer)
         yield self.backward(1) + at_end + _gradients(shards + self.output)
+        gradients = _gradients(shards + self.lookup + self._tower_gradients())
+        yield self.tower_backward() + self._gathered_tower() + gradients
         yield at_end + _gradients(shards + self.lookup + (0 if self.is_tied else self.output))
         yield self._scattered(trained.layer) + self._scattered(trained.root) + _gradients(shards)
         yield self.optimizer_step()
@@ -217,11 +281,12 @@ class _ShardedStep(_Step):
     def infer_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""
         yield self._first_gather()
+        yield self.tower_forward() + self._gathered_tower()
         if self.units.layer:
             inputs = 2 * activations.layer_input(self.rank, self.batch)
             gathered = self._gathered(num_buffers=2, gathers_layer=True)
             yield item(MemoryCategory.ACTIVATIONS, inputs) + gathered
-        yield self.layer_without_gradient() + self._gathered(num_layers=1, num_buffers=1)
+        yield self.layer_without_gradient() + self._features() + self._gathered(num_layers=1, num_buffers=1)
         yield self.head_without_gradient() + self._gathered(num_buffers=1)
 
     def _first_gather(self) -> Items:
@@ -245,10 +310,18 @@ class _ShardedStep(_Step):
         copies = self.num_copies * width * units.layer
         return _gathered_weights(width * (num_weights + shard)) + _collective_buffers(copies)
 
+    def _gathered_tower(self) -> Items:
+        """Return the root's weights, and those of a block of the tower with the next one."""
+        return _gathered_weights(self.rank.width * (self.units.root + 3 * self.units.tower))
+
     @property
     def _root_shard(self) -> int:
         """Trained elements of the root's unit that this rank holds."""
-        return self.trained.rest_shard if self.units.layer else self.trained.total_shard
+        trained = self.trained
+        apart = trained.tower_layers_shard if self.units.tower else 0
+        return (trained.rest_shard if self.units.layer else trained.total_shard - apart) + (
+            trained.tower_layers_shard - apart if self.units.layer else 0
+        )
 
     def _scattered(self, num_elements: int) -> Items:
         """Return a unit's gradients while they are reduced and scattered in fp32: sent, copied, received."""

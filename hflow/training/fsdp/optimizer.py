@@ -15,7 +15,7 @@ from typing_extensions import override
 from hflow.data.batches.device_copy import to_device
 from hflow.models.settings import ModelSettings
 from hflow.training.gradient_norm import total_norm
-from hflow.training.optimizers.interface import StepOptimizer, decay_groups
+from hflow.training.optimizers.interface import StepOptimizer, decay_groups, saved_kinds
 
 
 class TorchOptimizer(StepOptimizer):
@@ -72,7 +72,10 @@ class TorchOptimizer(StepOptimizer):
         self._zero_grad()
 
     def states_of(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
-        """Return the state of this rank's shard of a weight, in the order of its kinds."""
+        """Return the state of this rank's shard of a weight, in the order of its kinds; 0 of a frozen one."""
+        if weight not in self._shard_of:
+            shard = local_shard(weight.detach())
+            return tuple(torch.zeros_like(shard) for _ in saved_kinds(self.name))
         return tuple(state.detach() for state in self._optimizer.states_of(self._shard_of[weight]))
 
     def states(self) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> I
 def tower(backbone: Any) -> nn.Module:
     """Return the tower, with its projections."""
     found: nn.Module = backbone.visual
+    return found
+
+
+def blocks(backbone: Any) -> Iterable[nn.Module]:
+    """Return the blocks of the tower."""
+    found: Iterable[nn.Module] = backbone.visual.blocks
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,12 @@ def encode(backbone: Any, pixels: Tensor, grids: Sequence[tuple[int, ...]]) -> I
 def tower(backbone: Any) -> nn.Module:
     """Return the modules of the tower and its projection."""
     return nn.ModuleList([backbone.vision_model, backbone.connector])
+
+
+def blocks(backbone: Any) -> Iterable[nn.Module]:
+    """Return the blocks of the tower."""
+    found: Iterable[nn.Module] = backbone.vision_model.encoder.layers
+    return found
 
 
 def language_model(backbone: Any) -> nn.Module:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hflow.planner.plan.workload import PromptImages
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import ModelShape, cached_tokens, equal_layers
+from hflow.shapes.vision_shape import VisionShape, num_tower_parameters
 
 MIN_SAVED_FRACTION = 0.1
 """Fraction of tokens in shared prompts from which on a backend computes these once."""
@@ -30,13 +32,25 @@ class Work:
     """Tokens that the output matrix computes logits for: those of responses."""
     squares: float
     """Sum of the squares of the samples' token counts."""
+    patches: float = 0.0
+    """Patches that pass the tower: those of each image once for each micro-batch that has it."""
+    full_pairs: float = 0.0
+    """Pairs of these patches that see each other in a block without windows."""
+    windowed_pairs: float = 0.0
+    """The same in a block with windows."""
 
     def share(self, part: float) -> Work:
         """Return a fraction of the work."""
         return Work(*(part * amount for amount in vars(self).values()))
 
 
-def work_of(lengths: Sequence[int], prompt: int, group_size: int, budget: int | None = None) -> Work:
+def work_of(
+    lengths: Sequence[int],
+    prompt: int,
+    group_size: int,
+    budget: int | None = None,
+    images: PromptImages | None = None,
+) -> Work:
     """Return the work of a batch of samples.
 
     Args:
@@ -45,6 +59,7 @@ def work_of(lengths: Sequence[int], prompt: int, group_size: int, budget: int | 
         group_size: samples that share a prompt.
         budget: tokens of a micro-batch, for a backend that computes shared prompts once. It does if a whole
             group fits and `MIN_SAVED_FRACTION` is saved. None for other backends.
+        images: those of each prompt. A micro-batch computes them once for all of its samples with the prompt.
     """
     tokens, groups = sum(lengths), len(lengths) / group_size
     shared = prompt * (len(lengths) - groups)
@@ -56,7 +71,38 @@ def work_of(lengths: Sequence[int], prompt: int, group_size: int, budget: int | 
         rows=tokens - shared if is_shared else tokens,
         learned=tokens - prompt * len(lengths),
         squares=sum(length * length for length in lengths),
+        **_tower_work(images, groups, 1.0 if budget is None else max(1.0, tokens / groups / budget)),
     )
+
+
+def _tower_work(images: PromptImages | None, groups: float, num_microbatches: float) -> dict[str, float]:
+    """Return what the tower computes for the prompts of groups that are in some micro-batches each."""
+    if images is None:
+        return {}
+    num, load = images.count * groups * num_microbatches, images.load
+    return {
+        "patches": num * load.patches,
+        "full_pairs": num * load.full_pairs,
+        "windowed_pairs": num * load.windowed_pairs,
+    }
+
+
+def tower_products(tower: VisionShape, work: Work) -> float:
+    """Return the FLOPs of a tower's matrices in a forward pass."""
+    of_patch = tower.num_layers * tower.block_matrices + tower.patch_matrix
+    return 2 * work.patches * (of_patch + tower.projection_matrices / tower.merge**2)
+
+
+def tower_attention(tower: VisionShape, work: Work) -> float:
+    """Return the FLOPs of a tower's attention in a forward pass, for QK and PV: each patch sees all others."""
+    num_full = len(tower.full_layers) if tower.window else tower.num_layers
+    pairs = num_full * work.full_pairs + (tower.num_layers - num_full) * work.windowed_pairs
+    return 4 * tower.hidden * pairs
+
+
+def tower_flops(tower: VisionShape | None, work: Work) -> float:
+    """Return the FLOPs of a tower's forward pass over the images of some samples."""
+    return 0.0 if tower is None else tower_products(tower, work) + tower_attention(tower, work)
 
 
 def attention_parameters(shape: ModelShape) -> int:
@@ -168,7 +214,9 @@ def head_flops(shape: ModelShape, work: Work) -> float:
     return 2 * head_parameters(shape) * work.learned
 
 
-def training_flops(shape: ModelShape, work: Work, *, has_adapters: bool = False) -> float:
+def training_flops(
+    shape: ModelShape, work: Work, *, has_adapters: bool = False, trains_tower: bool = True
+) -> float:
     """Return the FLOPs that training on some samples needs, however they are computed.
 
     A backward pass costs as much as two forward passes. Where only adapters are trained, the matrices beside
@@ -178,7 +226,8 @@ def training_flops(shape: ModelShape, work: Work, *, has_adapters: bool = False)
     layers, head = shape.num_layers * layer_flops(shape, work), head_flops(shape, work)
     attention = shape.num_layers * attention_flops(shape, causal_pairs(shape, work))
     unneeded = layers - attention + head if has_adapters else 0.0
-    return 3 * (layers + head) - unneeded
+    tower = (3 if trains_tower and not has_adapters else 1) * tower_flops(shape.vision, work)
+    return 3 * (layers + head) - unneeded + tower
 
 
 def token_flops(shape: ModelShape, num_tokens: float, context: float) -> float:
@@ -206,7 +255,7 @@ def stage_flops(shape: ModelShape, work: Work, num_stages: int, layer_passes: in
 
 @lru_cache(maxsize=1024)
 def stage_parameters(shape: ModelShape, num_stages: int, num_experts: float | None = None) -> float:
-    """Return the weights of the largest stage: the first has the embedding, the last the head.
+    """Return the weights of the largest stage: the first has tower and embedding, the last the head.
 
     A tied output matrix is the embedding, of which the last of several stages has a copy. `num_experts` is
     that of `mlp_parameters`.
@@ -216,6 +265,7 @@ def stage_parameters(shape: ModelShape, num_stages: int, num_experts: float | No
         for first, last in stage_layers(shape.num_layers, num_stages)
     ]
     counts[0] += shape.vocab * shape.hidden
+    counts[0] += 0 if shape.vision is None else num_tower_parameters(shape.vision)
     if num_stages > 1 or not shape.is_tied:
         counts[-1] += head_parameters(shape)
     return max(counts)

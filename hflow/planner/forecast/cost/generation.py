@@ -77,7 +77,7 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
         phases = (_steady_phase(workload, rollout, engines, slots),)
     else:
         phases = _busiest_engine_phases(workload, rollout, int(groups) * rollout.group_size, slots)
-    prompts = work_of([workload.prompt], workload.prompt, 1).share(groups)
+    prompts = _prompts(workload).share(groups)
     most = max((phase.sequences for phase in phases), default=0)
     full = [phase for phase in phases if phase.sequences >= most / 2]
     tail = [phase for phase in phases if phase.sequences < most / 2]
@@ -103,10 +103,15 @@ def seconds_per_token(
     context = num * one.context / one.sequences
     step = decode_step(replica, num, context).seconds + decode_collectives(replica, num).seconds
     groups = rollout.groups / engines
-    prompts = work_of([workload.prompt], workload.prompt, 1).share(groups)
+    prompts = _prompts(workload).share(groups)
     mean = expected_max(workload, 1)
     filling = sum(part.seconds for part in prefill(replica, prompts)) / (groups * rollout.group_size)
     return ((mean - 1) * step + num * filling) / mean
+
+
+def _prompts(workload: Workload) -> Work:
+    """Return the work of a prompt with its images."""
+    return work_of([workload.prompt], workload.prompt, 1, images=workload.images)
 
 
 def continuous_batching(responses: Iterable[int], prompt: int, slots: int) -> Iterator[DecodePhase]:

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hflow.planner.forecast.cost.flops import Work, stage_flops, touched_experts
+from hflow.planner.forecast.cost.flops import (
+    Work,
+    stage_flops,
+    touched_experts,
+    tower_attention,
+    tower_products,
+)
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
@@ -111,10 +117,40 @@ def pass_seconds(
     products = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor
     if replica.config.lora is not None:
         products += 2 * replica.trained_weights * work.rows * layer_passes
+    tower_passes = layer_passes if replica.trains_tower else 1
+    tower = tower_passes * tower_seconds(replica, work, num)
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     others = layer_passes * (last - first) * elementwise_bytes(replica, work.rows)
     return (
         products / product_rate(replica, work.rows / num)
         + attention / attention_rate(replica)
+        + others / replica.rates.stream
+        + tower
+    )
+
+
+def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:
+    """Return the seconds of a tower's forward pass over all micro-batches, whole on every tensor rank.
+
+    Args:
+        replica: the replica.
+        work: a rank's work.
+        num: micro-batches.
+    """
+    tower = replica.shape.vision
+    if tower is None or not work.patches:
+        return 0.0
+    rows, d, f = max(work.patches / num, 1.0), tower.hidden, tower.intermediate
+    mlp = (rows, d, (tower.num_mlp - 1) * f), (rows, f, d)
+    products: tuple[Product, ...] = ((rows, d, 3 * d), (rows, d, d), *mlp)
+    of_block = 2 * rows * tower.block_matrices
+    taken = sum(replica.matmul.seconds(*product, replica.peak_flops) for product in products)
+    passes = replica.host.passes
+    if passes is None:
+        passes = replica.hardware.calibration.memory.passes
+    others = passes * tower.num_layers * work.patches * (d + f) * replica.itemsize
+    return (
+        tower_products(tower, work) * taken / of_block
+        + tower_attention(tower, work) / attention_rate(replica)
         + others / replica.rates.stream
     )

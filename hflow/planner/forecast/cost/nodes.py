@@ -313,7 +313,8 @@ def _running_counts(slots: int) -> list[int]:
 @lru_cache
 def _batch_work(workload: Workload, num: int, group_size: int, seed: int, budget: int | None) -> Work:
     """Return the work of a batch of `num` samples with sampled lengths."""
-    return work_of(sample_lengths(workload, num, seed), workload.prompt, group_size, budget)
+    lengths = sample_lengths(workload, num, seed)
+    return work_of(lengths, workload.prompt, group_size, budget, workload.images)
 
 
 def share_of_kept_weights(

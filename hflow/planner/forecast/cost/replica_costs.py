@@ -29,6 +29,7 @@ from hflow.shapes.model_shape import (
     num_parameters,
     num_tensors,
 )
+from hflow.shapes.vision_shape import num_tower_parameters
 
 LOW_BYTES = {"fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight by precision."""
@@ -160,8 +161,15 @@ class ReplicaCosts:
     def trained_weights(self) -> float:
         """Number of trained weights on a rank of the largest stage: of its adapters, if there are any."""
         if self.config.lora is None:
-            return self.stage_weights
+            tower = self.shape.vision
+            frozen = 0 if tower is None or self.trains_tower else num_tower_parameters(tower)
+            return self.stage_weights - frozen
         return num_parameters(trained_shape(self.shape, self.config.lora)) / self.layout.pipe
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether gradients reach the tower of a model that sees."""
+        return self.config.lora is None and self.config.freeze is None
 
     @cached_property
     def num_trained_tensors(self) -> int:

@@ -90,7 +90,7 @@ def local_weights(replica: ReplicaCosts) -> float:
     """Return the number of weights whose optimizer state a rank holds."""
     layout = replica.layout
     num_parts = layout.fsdp_size if replica.traits.shards_weights else layout.num_copies
-    if replica.config.lora is not None:
+    if replica.config.lora is not None or replica.config.freeze is not None:
         return replica.trained_weights / num_parts
     return stage_parameters(replica.shape, layout.pipe) / layout.tensor / num_parts
 

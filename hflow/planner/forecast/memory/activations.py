@@ -128,6 +128,74 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     return rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
 
 
+def tower_activations(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes that autograd keeps of the tower until its backward pass, the last one.
+
+    A block keeps what a decoder layer keeps, of each patch; recomputed ones keep their inputs. The patches
+    and what merges them into tokens are kept too. Nothing is kept of a tower that is not trained.
+    """
+    tower, width = rank.shape.vision, rank.width
+    if tower is None or not batch.patches:
+        return 0
+    features = image_features(rank, batch.image_tokens)
+    if not trains_tower(rank):
+        return features
+    of_block = width * tower.hidden if rank.config.activation_checkpointing else kept_by_tower_block(rank)
+    embedded = width * (tower.patch_matrix // tower.hidden + (1 if tower.frames == 1 else 3) * tower.hidden)
+    blocks = batch.patches * (tower.num_layers * of_block + embedded)
+    return features + blocks + merged_activations(rank, batch)
+
+
+def image_features(rank: Rank, num_tokens: int) -> int:
+    """Return the bytes of what the tower makes of images with some tokens."""
+    tower = rank.shape.vision
+    return 0 if tower is None else (1 + tower.num_deep) * rank.width * tower.output * num_tokens
+
+
+def merged_activations(rank: Rank, batch: MicroBatch) -> int:
+    """Return the part of `tower_activations` that is kept of merging patches into tokens."""
+    tower = rank.shape.vision
+    if tower is None or not trains_tower(rank):
+        return 0
+    rows = 2 if tower.family == "smolvlm" else 4 * (1 + tower.num_deep)
+    return batch.patches * rank.width * rows * tower.hidden
+
+
+def trains_tower(rank: Rank) -> bool:
+    """Return whether gradients reach the tower."""
+    return rank.config.lora is None and rank.config.freeze is None
+
+
+def kept_by_tower_block(rank: Rank) -> int:
+    """Return the bytes per patch that autograd keeps of a block.
+
+    The norms of Qwen2.5-VL are those of its language model; others keep input and output. Attention keeps q,
+    k and v, what turns q and k by their positions, its output and the log of each row's sum.
+    """
+    tower, width = rank.shape.vision, rank.width
+    assert tower is not None
+    d = tower.hidden
+    norms = 2 * _kept_by_norm(d, width) if tower.has_gate else 4 * width * d + 4 * FP32_BYTES
+    attention = (4 if tower.family == "smolvlm" else 6) * width * d + FP32_BYTES * tower.num_heads
+    return norms + attention + (4 if tower.has_gate else 2) * width * tower.intermediate
+
+
+def tower_without_gradient(rank: Rank, patches: int) -> int:
+    """Return the bytes of a block's forward pass without gradient, with its input and the patches.
+
+    Queries and keys are turned by their positions in fp32.
+    """
+    tower, width = rank.shape.vision, rank.width
+    if tower is None:
+        return 0
+    d, turns = tower.hidden, tower.family != "smolvlm"
+    in_norm = (2 * width + 3 * FP32_BYTES) * d
+    in_attention = (5 * width + 8 * FP32_BYTES if turns else 10 * width) * d
+    in_mlp = width * (3 * d + (1 + tower.num_mlp * turns) * tower.intermediate)
+    pixels = width * (tower.patch_matrix // d)
+    return (max(in_norm, in_attention, in_mlp) + pixels) * patches
+
+
 def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes of the backward pass of a norm, beyond what is kept: five rows of fp32."""
     return 5 * FP32_BYTES * rank.shape.hidden * batch.tokens // rank.token_share

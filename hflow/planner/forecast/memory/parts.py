@@ -7,7 +7,7 @@ the run allows. A prompt that a group shares counts for every sample, as the gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -16,7 +16,7 @@ from hflow.graph.ir import Node
 from hflow.graph.queries import keeps_groups_whole, root_stream
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.rows import BatchCut, Plan
+from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
@@ -77,6 +77,10 @@ class MicroBatch:
     """Micro-batches of a minibatch."""
     pads: bool
     """Whether its sequences may have different lengths."""
+    patches: int = 0
+    """Patches of its distinct images, which pass the tower."""
+    image_tokens: int = 0
+    """Tokens that these are merged into."""
 
     def divided(self, num_ranks: int) -> MicroBatch:
         """Return the part of one of several context ranks, which divide the tokens of every sequence."""
@@ -109,11 +113,17 @@ def largest_microbatch(
     share = num_samples * longest
     unit = longest * (group_size if _packs_groups(node) else 1)
     tokens = min(max(config.tokens_per_microbatch, unit), share)
+    images, num_images = workload.images, 0
+    if images is not None:  # most of them where each response has one token and belongs to another prompt
+        fitting = max(1, tokens // (workload.prompt + 1))
+        num_images = images.count * min(fitting, num_groups, num_samples)
     return MicroBatch(
         tokens=tokens,
         num_learned=-(-tokens * workload.max_response // longest),
         num=-(-share // tokens),
         pads=workload.response_cv > 0,
+        patches=0 if images is None else num_images * images.load.patches,
+        image_tokens=0 if images is None else num_images * images.load.tokens,
     )
 
 
@@ -139,6 +149,10 @@ class EngineLoad:
     """Tokens of the longest sequence."""
     prefill: int
     """Tokens of the largest prefill."""
+    patches: int = 0
+    """Patches of the images in it."""
+    image_tokens: int = 0
+    """Tokens of the images whose features are kept for sequences that run or wait."""
 
 
 def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> EngineLoad:
@@ -155,7 +169,24 @@ def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> Engin
         num_tokens = num_running * longest
     else:  # a group's prompt is prefilled once
         num_tokens = -(-num_running // group_size) * prompt
-    return EngineLoad(num_running, prompt, longest, min(max(PREFILL_TOKENS, longest), num_tokens))
+    prefill = min(max(PREFILL_TOKENS, longest), num_tokens)
+    return EngineLoad(
+        num_running, prompt, longest, prefill, *_engine_images(streams, workloads, prefill, num_running)
+    )
+
+
+def _engine_images(
+    streams: Sequence[ScheduledStream], workloads: dict[str, Workload], prefill: int, num_running: int
+) -> tuple[int, int]:
+    """Return the most patches of a prefill, and tokens of the images of all running sequences' groups."""
+    patches = tokens = 0
+    for stream in streams:
+        images = workloads[stream.name].images
+        if images is not None:
+            num = max(1, prefill // workloads[stream.name].prompt) * images.count
+            patches = max(patches, num * images.load.patches)
+            tokens = max(tokens, -(-num_running // stream.group_size) * images.tokens)
+    return patches, tokens
 
 
 def engine_weights(rank: Rank) -> int:

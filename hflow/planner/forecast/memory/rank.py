@@ -21,6 +21,7 @@ from hflow.shapes.model_shape import (
     layer_template,
     other_tensors,
 )
+from hflow.shapes.vision_shape import tower_block
 from hflow.types.kernels import AttentionKernel, packed_kernel
 from hflow.types.tensor_slices import numel
 
@@ -65,8 +66,11 @@ class Rank:
 
     @cached_property
     def trained(self) -> StageSizes:
-        """Elements that the rank holds of what training changes."""
-        return stage_sizes(self.trained_shape, self.traits, self.replica.layout, self.stage)
+        """Elements that the rank holds of what training changes. A frozen tower is sent all the same."""
+        shape = self.trained_shape
+        if self.config.freeze == "vision" and shape.vision is not None:
+            shape = replace(shape, vision=replace(shape.vision, is_frozen=True))
+        return stage_sizes(shape, self.traits, self.replica.layout, self.stage)
 
     @property
     def width(self) -> int:
@@ -157,23 +161,30 @@ class StageSizes:
     experts: int
     """The experts in all layers, not sharded over the data axis, which counts them in `layers` too."""
     rest: int
-    """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
+    """Embedding, final norm, head and what a tower has outside its blocks, if the stage has them, not sharded
+    over the data axis."""
     rest_shard: int
     """The data rank's part of the rest."""
     embedding: int
     """The embedding if the stage looks tokens up, else 0."""
+    tower_layer: int
+    """A block of the tower, not sharded over the data axis; 0 without a tower."""
+    tower_layers: int
+    """All blocks of the tower, not sharded over the data axis."""
+    tower_layers_shard: int
+    """The data rank's part of all of them."""
     output: int
     """The matrix that computes logits (the embedding if tied) if the stage does, else 0."""
 
     @property
     def total(self) -> int:
         """All elements of the stage, not sharded over the data axis."""
-        return self.layers + self.rest
+        return self.layers + self.rest + self.tower_layers
 
     @property
     def total_shard(self) -> int:
         """The data rank's part of all elements."""
-        return self.layers_shard + self.rest_shard
+        return self.layers_shard + self.rest_shard + self.tower_layers_shard
 
 
 def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
@@ -191,6 +202,9 @@ def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage:
 def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
     first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
     rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
+    tower_blocks = _tower_blocks(shape, stage)
+    in_blocks = {spec.name for block in tower_blocks for spec in block}
+    rest = [spec for spec in rest if spec.name not in in_blocks]
     whole_traits = replace(traits, sharded_over_data="nothing")
     is_last = stage == layout.pipe - 1
     output_place = "embedding" if shape.is_tied else "head"
@@ -214,8 +228,22 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
         rest=_num_elements(rest, whole_traits, layout),
         rest_shard=_num_elements(rest, traits, layout),
         embedding=_num_elements(embedding, whole_traits, layout),
+        tower_layer=max((_num_elements(block, whole_traits, layout) for block in tower_blocks), default=0),
+        tower_layers=sum(_num_elements(block, whole_traits, layout) for block in tower_blocks),
+        tower_layers_shard=sum(_num_elements(block, traits, layout) for block in tower_blocks),
         output=_num_elements(output, whole_traits, layout),
     )
+
+
+def _tower_blocks(shape: ModelShape, stage: int) -> list[list[TensorSpec]]:
+    """Return the tensors of each block of a tower, if the stage has them and they count."""
+    tower = shape.vision
+    if tower is None or tower.is_frozen or shape.adapter is not None or stage:
+        return []
+    return [
+        [TensorSpec(name, sizes, None, "tower") for name, sizes in tower_block(tower, index)]
+        for index in range(tower.num_layers)
+    ]
 
 
 def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:

@@ -40,7 +40,8 @@ def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 def lengths_text(lengths: Workload) -> str:
     """Return the lengths of prompts and responses, and where the numbers come from."""
     mean, most = format_count(expected_max(lengths, 1)), format_count(lengths.max_response)
-    tokens = f"prompts of {format_count(lengths.prompt)} tokens, responses of {mean} on average"
+    seen = f" ({lengths.images.tokens:,} of them {lengths.images})" if lengths.images is not None else ""
+    tokens = f"prompts of {format_count(lengths.prompt)} tokens{seen}, responses of {mean} on average"
     spread = f"(deviation {format_share(lengths.response_cv)}), at most {most}"
     origin = (
         "assumed; set workload.prompt, .response_mean, .response_cv"
