@@ -1,8 +1,8 @@
-"""GRPO of Qwen2.5-VL-7B-Instruct on Geometry3K: questions about drawings, eight answers to each.
+r"""GRPO of Qwen2.5-VL-7B-Instruct on Geometry3K: questions about drawings, eight answers to each.
 
     hflow run recipes/geometry3k/grpo.py
 
-The reward is 1 if the last `\\boxed{...}` of an answer equals the solution as mathematics. The test split is
+The reward is 1 if the last `\boxed{...}` of an answer equals the solution as mathematics. The test split is
 answered greedily every 20 steps (`eval_gen/accuracy`). Language model and tower are trained;
 `models.actor.freeze=vision` leaves the tower as it is.
 """

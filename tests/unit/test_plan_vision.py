@@ -5,15 +5,25 @@ from random import Random
 import pytest
 import torch
 import vision_kit as kit
+from runs import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import get_vision_window_index
 
-from hflow.base.errors import DataError, PlanError
+from hflow.base.errors import ConfigError, DataError, PlanError
 from hflow.base.shipped import shipped_directory
+from hflow.config.schema import LoraConfig, ModelConfig, WorkloadImages
 from hflow.config.yaml_files import read_yaml
+from hflow.launch.planning.compile import compile_recipe
+from hflow.planner.forecast.cost.flops import Work, tower_attention, tower_products, work_of
+from hflow.planner.forecast.memory.parts import largest_microbatch
+from hflow.planner.forecast.traffic import ImageBytes, field_size
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.workload import PromptImages
+from hflow.report.formatting import format_replica_size
+from hflow.report.text.plan.assumptions import lengths_text
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.model_shape import num_parameters, tensors
-from hflow.shapes.vision_shape import num_tower_parameters, whole_vision_config
+from hflow.shapes.vision_shape import ImageLoad, num_tower_parameters, whole_vision_config
 from hflow.vision.interface import vision_family
 
 PARAMETERS = {
@@ -142,3 +152,113 @@ def test_image_tokens_of_known_images():
         config = architecture(name)
         family = vision_family(config)
         assert family.image_load(config, family.grid_of(config, {}, 640, 480)).tokens == tokens
+
+
+GEOMETRY = "recipes/geometry3k/grpo.py"
+
+
+def geometry(*overrides):
+    return compile_recipe(ROOT / GEOMETRY, ["models.actor.path=null", *overrides])
+
+
+def test_prompts_have_the_tokens_of_their_images():
+    """700 x 500 is 18 x 25 tokens of 28 x 28 pixels, beside 512 tokens of text."""
+    lengths = dict(geometry().plan.forecast.workload)["chat_gen"]
+    assert lengths.prompt == 512 + 18 * 25
+    assert dict(geometry("workload.prompt=600").plan.forecast.workload)["chat_gen"].prompt == 600
+    assert dict(geometry("workload.images.count=0").plan.forecast.workload)["chat_gen"].prompt == 512
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workload.prompt=300", "1 image of 700 x 500 are 450 tokens, but there are workload.prompt=300"),
+        ("workload.images.count=3", "1,350 tokens, but there are 1024 tokens .* raise models.actor.gen"),
+        ("models.actor.backend=megatron", "megatron backend does not build model_type 'qwen2_5_vl'"),
+        ("+models.actor.lora={}", None),
+        ("model@models.actor=qwen2.5-7b", "only reads text, as far as hflow knows"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(override, message):
+    if message is None:
+        with pytest.raises(PlanError, match="freeze=vision has no effect"):
+            geometry(override, "models.actor.freeze=vision")
+        return
+    with pytest.raises((PlanError, ConfigError), match=message):
+        geometry(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model@models.actor=qwen2.5-vl-7b",
+            r"'qwen2_5_vl' sees images; declare Model\(",
+        ),
+        ("workload.images.count=2", "no model of the recipe sees"),
+        ("models.actor.freeze=vision", "declares actor without vision=True"),
+    ],
+)
+def test_a_recipe_of_texts_has_no_images(override, message):
+    with pytest.raises((PlanError, ConfigError), match=message):
+        compile_recipe(ROOT / "recipes/gsm8k/grpo.py", ["models.actor.path=null", override])
+
+
+def test_flops_of_a_tower():
+    """Of 16 patches in 2 layers, one with windows of 4: D = 32, F = 48, 3 * 2 * 4^2 colours, M = 128."""
+    tower = shape_of("qwen2_5_vl").vision
+    work = Work(1, 1, 0, 0, 0, 0, patches=16, full_pairs=256, windowed_pairs=64)
+    block = 4 * 32 * 32 + 3 * 32 * 48
+    matrices = 16 * (2 * block + 96 * 32) + 4 * (128 * 128 + 128 * 32)
+    assert tower_products(tower, work) == 2 * matrices
+    assert tower_attention(tower, work) == 4 * 32 * (256 + 64)
+
+
+def test_an_image_is_computed_once_for_each_micro_batch_with_its_group():
+    images = PromptImages(2, 8, 8, LOAD)
+    lengths = [10] * 8  # two groups of four
+    assert work_of(lengths, 8, 4, 100, images).patches == 2 * 2 * 16
+    assert work_of(lengths, 8, 4, 20, images).patches == 2 * 2 * 16 * 2  # in two micro-batches
+    assert work_of(lengths, 8, 4, 100).patches == 0
+
+
+def test_a_frozen_tower_takes_less_time_and_memory():
+    found = [geometry(*more).plan for more in ((), ("models.actor.freeze=vision",))]
+    seconds = [{row.node: row.seconds for row in plan.forecast.times}["actor_train"] for plan in found]
+    assert seconds[1] < seconds[0]
+    peaks = [max(row.total for row in plan.forecast.memory if row.phase == "actor_train") for plan in found]
+    assert peaks[1] < peaks[0]
+
+
+def test_a_micro_batch_has_no_more_patches_than_its_tokens_allow():
+    """Four patches of Qwen2.5-VL are a token: a budget of tokens bounds the tower, too."""
+    workload = dict(geometry().plan.forecast.workload)["chat_gen"]
+    plan, config = geometry().plan, ModelConfig(tokens_per_microbatch=8192)
+    batch = largest_microbatch(plan, plan.graph.node("actor_train"), workload, config, 8)
+    assert batch.patches == (8192 // 963) * 4 * 450
+    assert batch.patches <= 4 * batch.tokens
+
+
+def test_pixels_move_once_for_a_group():
+    images = ImageBytes.of(WorkloadImages(count=2, width=30, height=20), PromptImages(2, 30, 20, LOAD), 8)
+    assert images == ImageBytes(files=1200, urls=1600, pixels=2 * 800 // 8)
+    graph = geometry().plan.graph
+    assert field_size(graph, "chat_gen/pixels", {}, images).of(10, 10) == 200
+    assert field_size(graph, "chat_gen/images", {}, images).of(10, 10) == 1200
+
+
+LOAD = ImageLoad(tokens=4, patches=16, full_pairs=256, windowed_pairs=64, num_bytes=800)
+
+
+def test_adapters_are_in_the_language_model_only():
+    shape = trained_shape(shape_of("qwen2.5-vl-7b"), LoraConfig(r=4))
+    assert all(spec.name.startswith("model.language_model.layers.") for spec in tensors(shape))
+    assert len(tensors(shape)) == 28 * 7 * 2
+
+
+def test_plans_name_the_tower():
+    compiled = geometry()
+    text = format_replica_size(compiled.plan.replicas[0], dict(compiled.plan.shapes)["actor"])
+    assert text == "8.29 billion, 677 million of them the tower, in bf16"
+    lengths = dict(compiled.plan.forecast.workload)["chat_gen"]
+    assert "(450 of them 1 image of 700 x 500)" in lengths_text(lengths)

@@ -94,7 +94,7 @@ def tower_products(tower: VisionShape, work: Work) -> float:
 
 
 def tower_attention(tower: VisionShape, work: Work) -> float:
-    """Return the FLOPs of a tower's attention in a forward pass, for QK and PV: each patch sees all others."""
+    """Return the FLOPs of a tower's attention in a forward pass, QK and PV: each patch sees all others."""
     num_full = len(tower.full_layers) if tower.window else tower.num_layers
     pairs = num_full * work.full_pairs + (tower.num_layers - num_full) * work.windowed_pairs
     return 4 * tower.hidden * pairs
