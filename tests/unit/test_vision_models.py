@@ -94,7 +94,7 @@ def test_the_engine_draws_what_the_trainer_computes(family):
 
 
 def num_encoded(module, run):
-    """Return how many patches or tiles go through a tower's first layer while `run` runs."""
+    """Return the number of patches or tiles that go through a tower's first layer while `run` runs."""
     counts = []
     layer = next(m for m in module.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d))
     handle = layer.register_forward_hook(lambda _, inputs, __: counts.append(len(inputs[0])))
