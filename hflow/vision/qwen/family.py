@@ -132,8 +132,8 @@ class QwenVision(VisionFamily):
             size[key] = saved.get(old) or size[key] if own is None else own
         if size["shortest_edge"] > size["longest_edge"]:
             raise DataError(
-                f"images have {size['shortest_edge']:,} pixels at least and {size['longest_edge']:,} at most; "
-                "set images.min_pixels and images.max_pixels so that they fit"
+                f"images have at least {size['shortest_edge']:,} pixels and at most "
+                f"{size['longest_edge']:,}; set images.min_pixels and images.max_pixels so that they fit"
             )
         return {"size": size, "min_pixels": None, "max_pixels": None}  # these would have priority
 
