@@ -33,6 +33,7 @@ SECTIONS = {
     "FaultsConfig": "faults",
     "ServiceConfig": "services.NAME",
     "WorkloadConfig": "workload",
+    "WorkloadImages": "workload.images",
 }
 """Name of each class -> where its keys are, in the order of the page."""
 

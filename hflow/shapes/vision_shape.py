@@ -235,7 +235,8 @@ def _qwen_block(tower: VisionShape, index: int | str) -> Iterator[Named]:
 def _qwen_ends(tower: VisionShape) -> tuple[list[Named], list[Named]]:
     """Return the tensors before and after the blocks."""
     at, d, m = "model.visual.", tower.hidden, tower.merged
-    first = [(at + "patch_embed.proj.weight", (d, CHANNELS, tower.frames, tower.patch, tower.patch))]
+    patches: Named = (at + "patch_embed.proj.weight", (d, CHANNELS, tower.frames, tower.patch, tower.patch))
+    first = [patches]
     if tower.has_gate:
         merger = at + "merger."
         last = [*_norm(merger + "ln_q", d), *_linear(merger + "mlp.0", m, m)]

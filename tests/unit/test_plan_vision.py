@@ -204,6 +204,13 @@ def test_a_recipe_of_texts_has_no_images(override, message):
         compile_recipe(ROOT / "recipes/gsm8k/grpo.py", ["models.actor.path=null", override])
 
 
+def test_images_are_assumed_to_be_smaller_where_they_do_not_fit(tmp_path):
+    """64 pixels of this model are a token: 640 x 480 are 4,800 tokens, 320 x 240 are 1,200."""
+    plan = compile_recipe(kit.write_recipe(tmp_path, "qwen3_vl")).plan
+    images = dict(plan.forecast.workload)["actor_gen"].images
+    assert (str(images), images.tokens) == ("1 image of 160 x 120", 20 * 15)
+
+
 def test_flops_of_a_tower():
     """Of 16 patches in 2 layers, one with windows of 4: D = 32, F = 48, 3 * 2 * 4^2 colours, M = 128."""
     tower = shape_of("qwen2_5_vl").vision

@@ -42,7 +42,7 @@ from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
-from hflow.planner.plan.workload import PromptImages
+from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import flash_attn_version, installed_transformer_engine
 
@@ -405,9 +405,13 @@ def _images(config: RunConfig, graph: Graph) -> dict[str, PromptImages]:
         known = image_model(config, graph, spec) if spec.vision and sizes.count else None
         if known is not None:
             family, architecture, saved = known
-            grid = family.grid_of(architecture, saved, sizes.width, sizes.height)
-            load = family.image_load(architecture, grid)
-            found[spec.name] = PromptImages(sizes.count, sizes.width, sizes.height, load)
+            most = config.models.get(spec.name, ModelConfig()).gen.max_model_len // 2
+            for width, height in image_sizes(sizes):
+                grid = family.grid_of(architecture, saved, width, height)
+                images = PromptImages(sizes.count, width, height, family.image_load(architecture, grid))
+                if images.tokens <= most:
+                    break
+            found[spec.name] = images
     return found
 
 

@@ -27,7 +27,7 @@ from hflow.graph.queries import topological_order
 from hflow.planner.plan.forecast import EdgeTraffic, StepTraffic
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, EdgeRule, Plan, ScheduledStream
-from hflow.planner.plan.workload import PromptImages, Workload, sample_lengths
+from hflow.planner.plan.workload import PromptImages, Workload, image_sizes, sample_lengths
 from hflow.shapes.model_shape import ModelShape
 from hflow.types import Unit
 from hflow.types.recorded import RecordedKind, requestable_kinds
@@ -406,7 +406,8 @@ class ImageBytes:
             seen: the same as a model sees them; None: no model does.
             group_size: samples of a prompt.
         """
-        files = round(sizes.count * sizes.width * sizes.height * FILE_BYTES)
+        width, height = image_sizes(sizes)[0] if seen is None else (seen.width, seen.height)
+        files = round(sizes.count * width * height * FILE_BYTES)
         if seen is None:
             return cls(files)
         return cls(files, round(files * URL_BYTES), -(-seen.count * seen.load.num_bytes // group_size))

@@ -12,10 +12,21 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 
+from hflow.config.schema import WorkloadImages
 from hflow.shapes.model_shape import LEFT_OUT_BY_DEFAULT
 from hflow.shapes.vision_shape import ImageLoad
 
 _STANDARD = NormalDist()
+
+
+ASSUMED_WIDTH, ASSUMED_HEIGHT = 640, 480
+"""Pixels of an image if the user sets none."""
+
+
+def image_sizes(asked: WorkloadImages) -> tuple[tuple[int, int], ...]:
+    """Return the width and the height of images: as set, or else several to try, the largest first."""
+    num = 1 if asked.width or asked.height else 6
+    return tuple((asked.width or ASSUMED_WIDTH >> i, asked.height or ASSUMED_HEIGHT >> i) for i in range(num))
 
 
 @dataclass(frozen=True)
