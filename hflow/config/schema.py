@@ -282,8 +282,8 @@ class WorkloadImages:
     count: Int = Field(default=1, ge=0)
     """Number of images of every prompt."""
     width: Int | None = Field(default=None, ge=1)
-    """Pixels of a row, before a model's processor changes the size; null: 640, or where images would take more
-    than half of `max_model_len`, a half or a quarter of it, and so on."""
+    """Pixels of a row, before a model's processor changes the size; null: 640, or where images would take
+    more than half of `max_model_len`, a half of it, a quarter, and so on."""
     height: Int | None = Field(default=None, ge=1)
     """Pixels of a column; null: 480, or less where `width` is less."""
 

@@ -90,6 +90,20 @@ PIXELS_OF = {"qwen2_5_vl": (64, 1 << 16), "qwen3_vl": (64, 1 << 16), "smolvlm": 
 """The fewest and the most pixels of an image."""
 
 
+PUBLISHED = {
+    "qwen2.5-vl-3b": (3_754_622_976, 668_684_288),
+    "qwen2.5-vl-7b": (8_292_166_656, 676_550_144),
+    "qwen2.5-vl-72b": (73_410_777_344, 704_573_696),
+    "qwen3-vl-2b": (2_127_532_032, 406_957_056),
+    "qwen3-vl-4b": (4_437_815_808, 415_347_712),
+    "qwen3-vl-8b": (8_767_123_696, 576_388_336),
+    "smolvlm2-256m": (256_484_928, 93_510_912),
+    "smolvlm2-500m": (507_482_304, 98_229_504),
+    "smolvlm2-2.2b": (2_246_784_880, 434_220_912),
+}
+"""Model -> the parameters of its checkpoint, as the Hub counts them, and those of its tower."""
+
+
 def config_of(family: str) -> dict[str, Any]:
     """Return the whole HF config of a tiny model."""
     values = {key: value for key, value in ARCHITECTURES[family].items() if key != "model_type"}

@@ -29,7 +29,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(name: str) -> None:
         exec(compile(block, str(path), "exec"), names)
 
 
-FOLDERS = ("", "recipes", "recipes/gsm8k", "benchmarks")
+FOLDERS = ("", "recipes", "recipes/gsm8k", "recipes/geometry3k", "benchmarks")
 PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / folder / "README.md" for folder in FOLDERS)])
 FILE = re.compile(r"`([\w./-]+/[\w./-]*)`")
 """A file or folder in backticks; a name without a slash may be anything."""

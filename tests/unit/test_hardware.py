@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from vision_kit import PUBLISHED as SEEING
 
 from hflow.base.errors import ConfigError, DataError, HflowError, NotYetError, PlanError
 from hflow.base.shipped import shipped_directory
@@ -344,7 +345,8 @@ def test_memory_below_the_runtimes_share_is_refused(recipe):
 
 def test_every_model_size_is_tested():
     files = {file.stem for file in (shipped_directory("configs") / "model").glob("*.yaml")}
-    assert files == {*PUBLISHED, *PLANNED, "tiny-qwen2", "tiny-qwen3-moe"}
+    tiny = {"tiny-qwen2", "tiny-qwen3-moe", "tiny-qwen3-vl"}
+    assert files == {*PUBLISHED, *PLANNED, *SEEING, *tiny}
 
 
 @pytest.mark.first(8)

@@ -26,19 +26,6 @@ from hflow.shapes.model_shape import num_parameters, tensors
 from hflow.shapes.vision_shape import ImageLoad, num_tower_parameters, whole_vision_config
 from hflow.vision.interface import vision_family
 
-PARAMETERS = {
-    "qwen2.5-vl-3b": (3_754_622_976, 668_684_288),
-    "qwen2.5-vl-7b": (8_292_166_656, 676_550_144),
-    "qwen2.5-vl-72b": (73_410_777_344, 704_573_696),
-    "qwen3-vl-2b": (2_127_532_032, 406_957_056),
-    "qwen3-vl-4b": (4_437_815_808, 415_347_712),
-    "qwen3-vl-8b": (8_767_123_696, 576_388_336),
-    "smolvlm2-256m": (256_484_928, 93_510_912),
-    "smolvlm2-500m": (507_482_304, 98_229_504),
-    "smolvlm2-2.2b": (2_246_784_880, 434_220_912),
-}
-"""Model -> the parameters of its checkpoint, as the Hub counts them, and those of its tower."""
-
 
 def architecture(name):
     if name in kit.ARCHITECTURES:
@@ -50,7 +37,7 @@ def shape_of(name, **changes):
     return read_shape({**architecture(name), **changes})
 
 
-@pytest.mark.parametrize("name", [*kit.ARCHITECTURES, *PARAMETERS])
+@pytest.mark.parametrize("name", [*kit.ARCHITECTURES, *kit.PUBLISHED])
 def test_tensors_are_those_of_transformers(name):
     values = {key: value for key, value in architecture(name).items() if key != "model_type"}
     with torch.device("meta"):
@@ -61,10 +48,10 @@ def test_tensors_are_those_of_transformers(name):
     assert [(spec.name, spec.shape) for spec in tensors(shape_of(name))] == wanted
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", kit.PUBLISHED)
 def test_published_models_have_their_parameters(name):
     shape = shape_of(name)
-    assert (num_parameters(shape), num_tower_parameters(shape.vision)) == PARAMETERS[name]
+    assert (num_parameters(shape), num_tower_parameters(shape.vision)) == kit.PUBLISHED[name]
 
 
 def test_older_configs_have_the_language_model_outside():
