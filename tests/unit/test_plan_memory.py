@@ -231,11 +231,18 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
 def test_logits_exist_in_chunks():
     # 2^29 / 4 / 32,000 = 4,194 rows. Of 2^22 / 32,000 = 131 of them a copy, and in training exponentials.
     asked = rank(LLAMA_7B)
-    assert (
-        activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True)
-        == (4 * 4_194 + 8 * 131) * 32_000
-    )
-    assert activations.logits(asked, microbatch(900, 100), with_gradient=False) == (4 + 4) * 100 * 32_000
+    assert activations.logits(asked, microbatch(9_000, 8_000), num_tiles=2) == (4 * 4_194 + 8 * 131) * 32_000
+    assert activations.logits(asked, microbatch(900, 100), num_tiles=1) == (4 + 4) * 100 * 32_000
+
+
+def test_exponentials_are_gone_when_the_output_matrix_has_its_gradient():
+    # 100 rows of 32,000 logits in fp32, and two copies, or one and a gradient of more or of fewer bytes.
+    asked, batch, size = rank(LLAMA_7B), microbatch(900, 100), 4 * 100 * 32_000
+    assert named(activations.trained_logits(asked, batch, size - 1)) == {"logits": 3 * size}
+    assert named(activations.trained_logits(asked, batch, size + 1)) == {
+        "logits": 2 * size,
+        "gradients": size + 1,
+    }
 
 
 def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():

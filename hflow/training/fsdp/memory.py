@@ -101,12 +101,11 @@ class _Step:
         self.lookup = rank.width * self.trained.embedding * (3 if self.is_tied else 1)
         """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
 
-    def forward(self) -> Items:
-        """Return the activations at the end of the forward pass, the logits, and the matrix's gradient."""
+    def head(self) -> Items:
+        """Return the activations between the forward and the backward pass, with the logits."""
         kept = activations.kept_outside_layers(self.rank, self.batch)
-        logits = activations.logits(self.rank, self.batch, with_gradient=True)
         layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept)
-        return layers + item(MemoryCategory.LOGITS, logits) + _gradients(self.output)
+        return layers + activations.trained_logits(self.rank, self.batch, self.output)
 
     def final_norm(self) -> Items:
         """Return the activations during the backward pass of the final norm."""
@@ -122,7 +121,7 @@ class _Step:
     def head_without_gradient(self) -> Items:
         """Return hidden states, the rows that predict learned tokens, and logits, without gradient."""
         rows = self.rank.width * self.rank.shape.hidden * (self.batch.tokens + self.batch.num_learned)
-        logits = activations.logits(self.rank, self.batch, with_gradient=False)
+        logits = activations.logits(self.rank, self.batch, num_tiles=1)
         return item(MemoryCategory.ACTIVATIONS, rows) + item(MemoryCategory.LOGITS, logits)
 
     def backward(self, num_layers: int) -> Items:
@@ -147,7 +146,7 @@ class _SingleRankStep(_Step):
         """Yield the bytes at each moment of training that may be the peak."""
         trained, width, num_layers = self.trained, self.rank.width, self.sizes.num_layers
         waiting = self.output if self.is_tied else 0
-        yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
+        yield self.head() + self._casts(num_layers) + _gradients(self.accumulated)
         at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
         yield self.final_norm() + at_start
         yield self.backward(num_layers) + at_start
@@ -195,7 +194,7 @@ class _ShardedStep(_Step):
         trained, num_layers = self.trained_units, self.sizes.num_layers
         accumulated = _gradients(self.accumulated)
         yield self._first_gather() + accumulated
-        yield self.forward() + self._gathered(num_buffers=1) + accumulated
+        yield self.head() + self._gathered(num_buffers=1) + accumulated
         at_start = (
             self._gathered(num_layers=1, num_buffers=1, gathers_layer=True)
             + accumulated

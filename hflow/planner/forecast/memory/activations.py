@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hflow.planner.forecast.memory.parts import MicroBatch
+from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
@@ -149,12 +150,17 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
     return max(in_norm, in_attention, in_mlp) * tokens
 
 
-def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
-    """Return the bytes of the logits that exist at once, and of a tile of them in fp32.
+def logits(rank: Rank, batch: MicroBatch, num_tiles: int) -> int:
+    """Return the bytes of the logits that exist at once, and of tiles of them in fp32.
 
-    Training: a tile's logits and their exponentials, as the losses of the library compute log-probs and
-    entropy together. Inference: the exponentials take the place of the logits. A scalar head has its input
-    in fp32 instead.
+    A scalar head has its input in fp32 instead.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        num_tiles: 2 in the forward pass of training, a tile's logits and their exponentials, as the losses of
+            the library compute log-probs and entropy together; 1 in inference and in the backward pass, where
+            the result takes the place of the logits.
     """
     shape = rank.shape
     if shape.head != "lm":
@@ -162,8 +168,20 @@ def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
     vocab = -(-shape.vocab // rank.tensor)
     num_rows = min(batch.num_learned, max(CHUNK_BYTES // (rank.width * vocab), 1))
     tile = min(num_rows, max(LOGITS_PER_TILE // vocab, 1))
-    of_tile = (2 if with_gradient else 1) * FP32_BYTES * tile * vocab
-    return rank.width * num_rows * vocab + max(of_tile, reordered_output(rank))
+    of_tiles = num_tiles * FP32_BYTES * tile * vocab
+    return rank.width * num_rows * vocab + max(of_tiles, reordered_output(rank))
+
+
+def trained_logits(rank: Rank, batch: MicroBatch, matrix: int) -> Items:
+    """Return the larger of two moments: logits in the forward pass, or in the backward pass with a gradient.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        matrix: bytes of the output matrix's gradient, which exists once the forward pass's tiles are gone.
+    """
+    forward, backward = (item(MemoryCategory.LOGITS, logits(rank, batch, num_tiles)) for num_tiles in (2, 1))
+    return largest([forward, backward + item(MemoryCategory.GRADIENTS, matrix)])
 
 
 def reordered_output(rank: Rank) -> int:
