@@ -143,6 +143,28 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 
 
 # ---------------------------------------------------------------------------------- activations
+def test_weights_and_gradients_that_stay_whole_over_micro_batches():
+    # 7B in bf16 on 8 ranks, recomputed, four micro-batches. At the start of the last layer's backward pass,
+    # stage 3 has the weights of two layers and of the rest, and a buffer; stage 2 has those of all layers.
+    layer, rest = 202_383_360, 262_148_096
+    asked = {"dtype": "bf16", "activation_checkpointing": True, "on_cpu": False}
+    three, two, one = (
+        named(
+            torch_memory.train_step(rank(LLAMA_7B, "d8", zero_stage=stage, **asked), microbatch(512, num=4))
+        )
+        for stage in (3, 2, 1)
+    )
+    assert two["gathered weights"] == 2 * (32 * layer + rest + layer)
+    assert three["gathered weights"] == 2 * (layer + rest + layer)
+    # fp32 shards of 1/8, or all of it, and the first gradients of the backward pass.
+    first = 2 * (32_000 * 4_096 + layer)
+    assert three["gradients"] == two["gradients"] == 4 * NUM_7B // 8 + first
+    assert one["gradients"] == 4 * NUM_7B + first
+    single = rank(LLAMA_7B, "d8", zero_stage=1, **asked), rank(LLAMA_7B, "d8", zero_stage=2, **asked)
+    first, second = (torch_memory.train_step(each, microbatch(512)) for each in single)
+    assert first == second
+
+
 def test_activation_bytes_per_token_in_fp32():
     # D = 64, HE = 64, KE = 32, F = 128, H = 4. Two norms of three rows of D and one number each:
     # 2 x (3 x 64 + 1) x 4 = 1,544. q, k, v, out: (2 x 64 + 2 x 32) x 4 = 768, and a number a head, 16.

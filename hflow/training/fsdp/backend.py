@@ -104,7 +104,7 @@ class TorchModel(ModelBackend):
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return TorchRunner(module, device, dtype, self.group, splitter, self._layout.replicate)
+        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage)
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
