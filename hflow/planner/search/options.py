@@ -41,7 +41,7 @@ FEW_RUNNING = (16, 8, 4, 2, 1)
 LOWER_STAGES: tuple[Literal[2, 1], ...] = (2, 1)
 """Stages of ZeRO to choose from besides 3."""
 MIN_STAGE_GAIN = 0.05
-"""Relative difference of seconds from which on a lower stage is worth its memory, some bytes per parameter."""
+"""Relative difference of seconds from which on a lower stage is worth its memory."""
 MAX_SAMPLES = 4096
 """Most samples of a batch from which the loads of ranks are computed."""
 MIN_DIFFERENCE = 1e-3

@@ -61,24 +61,38 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
         *passes,
-        *_offloaded_activations(replica, work),
+        *_offloaded_activations(replica, work, passes[0].seconds, num_passes),
         *_distributed_optimizer(replica, one_microbatch, num_passes),
         *_optimizer_step(replica),
     ]
     return [part.times(num_updates) for part in once]
 
 
-def _offloaded_activations(replica: ReplicaCosts, work: Work) -> list[Part]:
+def _offloaded_activations(replica: ReplicaCosts, work: Work, compute: float, num_passes: int) -> list[Part]:
     """Return the seconds of copying the input of each layer to host memory and back.
 
-    Nothing is computed meanwhile: copies run on the stream of the computation.
+    Copies run beside the computation: one layer's is seen, and what takes longer than the forward pass on the
+    way out, or than the backward pass on the way back.
+
+    Args:
+        replica: the replica.
+        work: one rank's part of one minibatch.
+        compute: seconds of all passes.
+        num_passes: passes of a micro-batch through a layer.
     """
     if not replica.config.offload_activations:
         return []
     first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
     inputs = work.rows * replica.shape.hidden * replica.itemsize / replica.token_share
-    copies = offload(2 * (last - first) * inputs, replica)
-    return [part._replace(name="layer inputs") for part in copies]
+    forward = compute / (num_passes + 1)
+    parts = []
+    for computing in (forward, compute - forward):
+        for part in offload((last - first) * inputs, replica):
+            hidden = (
+                min(part.seconds, computing) * (1 - 1 / (last - first)) if replica.launches_ahead else 0.0
+            )
+            parts.append(part._replace(name="layer inputs", seconds=part.seconds - hidden))
+    return parts
 
 
 def update(replica: ReplicaCosts) -> list[Part]:

@@ -21,6 +21,9 @@ average (`models/packed_attention.py`)."""
 CHUNK_BYTES, LOGITS_PER_TILE = 1 << 29, 1 << 22
 """Bytes of the logits that exist at once on a rank, and how many of them exist in fp32
 (`training/loop/logprobs.py`)."""
+NUM_COPIED = 2
+"""Inputs of layers, besides that of the one that computes, which are on their way to the host
+(`models/host_offload.py`)."""
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
@@ -89,7 +92,7 @@ def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> 
     if not rank.config.activation_checkpointing:
         return num_layers * one
     if rank.config.offload_activations and not rank.on_cpu:
-        num_layers = min(num_layers, 1)  # the one that is computed
+        num_layers = min(num_layers, 1 + NUM_COPIED)
     return num_layers * layer_input(rank, batch)
 
 
