@@ -84,7 +84,7 @@ def socket_cores(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) 
     """Return the cores beside a GPU that this process may use; none if they are not known.
 
     Args:
-        properties: those that torch reads of the GPU, with its place on the PCI bus.
+        properties: torch's properties of the GPU, with its place on the PCI bus.
         devices: the system's directory of PCI devices.
     """
     try:
