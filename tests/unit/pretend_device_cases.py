@@ -15,9 +15,9 @@ from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.models import attention_kernels
+from hflow.models import attention_kernels, host_offload
 from hflow.models.host_copy import HostCopies
-from hflow.models.host_offload import HostOffload
+from hflow.models.host_offload import HostOffload, activations_in_host_memory
 from hflow.models.settings import ModelSettings
 from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.training.interface import TrainShard
@@ -190,6 +190,34 @@ def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(d
     assert [sync.kind for sync in syncs if sync.place] == []
     with pytest.raises(RuntimeError, match="free"):
         weight.sum()
+
+
+def test_saved_activations_come_back_from_memory_that_is_pinned_once(device):
+    """Beside the computation: the host waits for nothing. Shapes, dtypes and strides differ."""
+
+    def run(x):
+        with activations_in_host_memory(x.device.type != "cpu"):
+            y = x
+            for _ in range(5):
+                y = (y.t() * y.t().exp().to(torch.float64)).float() / 3
+            loss = (y * y[:0].sum()).sum() + y.square().sum()
+        loss.backward()
+        return x.grad
+
+    def pinned():
+        copies = host_offload._copies_of(torch.empty(0, device=device).device)
+        return sum(map(len, copies._free.values()))
+
+    host = torch.randn(6, 6)
+    wanted = run(host.clone().requires_grad_())
+    first, second = (host.to(device).requires_grad_() for _ in range(2))
+    with host_syncs() as syncs:
+        grads, num_buffers = [run(first)], pinned()
+        grads.append(run(second))
+    assert syncs == []
+    for grad in grads:
+        torch.testing.assert_close(grad.cpu(), wanted)
+    assert pinned() == num_buffers > 0
 
 
 def test_weights_in_shared_memory_are_pinned_at_both_ends(device):

@@ -52,6 +52,7 @@ from hflow.planner.forecast.cost.rank_collectives import (
     Passes,
     bucket_collectives,
     fsdp_gathers,
+    fsdp_scatters,
     replicated_gradients,
 )
 from hflow.planner.forecast.cost.roofline import (
@@ -442,8 +443,17 @@ def test_recomputing_costs_a_forward_of_the_layers():
 def test_offloaded_inputs_of_layers_are_copied_twice():
     # 4 layers x 1,000 tokens x 64 x 4 bytes, out and back at 20 GB/s.
     offloaded = side(activation_checkpointing=True, offload_activations=True)
-    seconds = named(train(offloaded, work(1000.0), 1))["layer inputs"]
-    assert seconds == pytest.approx(2 * 4 * 1000 * 64 * 4 / 2e10)
+    parts = train(offloaded, work(1000.0), 1)
+    compute = named(parts)["forward and backward"]
+    there = 4 * 1000 * 64 * 4 / 2e10
+    assert compute / 4 > there  # a forward pass
+    assert total(part for part in parts if part.name == "layer inputs") == pytest.approx(2 * there / 4)
+    slow = replace(offloaded, hardware=replace(TOY, host=replace(TOY.host, gb_per_s=0.2)))
+    seen = [part.seconds for part in train(slow, work(1000.0), 1) if part.name == "layer inputs"]
+    # Three of four layers hide what lasts no longer than a forward pass, and than the rest.
+    assert seen == pytest.approx(
+        [100 * there - min(100 * there, each * compute) * 3 / 4 for each in (1 / 4, 3 / 4)]
+    )
 
 
 def test_logits_that_do_not_fit_are_made_twice():
@@ -508,6 +518,30 @@ def test_large_layers_are_gathered_while_others_compute():
     short = named(train(one, work(100.0), 1))
     seen = gather + scatter - short["forward and backward"] * 32 / 33
     assert short["all-gather"] + short["reduce-scatter"] == pytest.approx(seen)
+
+
+def test_what_is_exchanged_once_for_all_micro_batches():
+    # Four micro-batches of 4,096 tokens; the numbers of the test before this one.
+    weights = 6_738_149_376
+    gather, scatter = 7 / 8 * weights * 2 / 1e10 + 33 * 3e-6, 7 / 8 * weights * 4 / 1e10 + 33 * 3e-6
+    three, two, one = (
+        side(LLAMA_7B, "d8", dtype="bf16", tokens_per_microbatch=4_096, zero_stage=stage)
+        for stage in (3, 2, 1)
+    )
+    amount, passes = work(16_384.0), Passes.of(4, 2)
+    for sides, num in ((three, (4 * 64, 4)), (two, (32, 1)), (one, (32, 1))):
+        assert tuple(row.times for row in fsdp_gathers(sides, passes)) == num
+    assert [sum(row.times for row in fsdp_scatters(s, passes)) for s in (three, two, one)] == [132, 132, 33]
+    # A third of a micro-batch is its forward pass.
+    seconds = named(train(three, amount, 1))["forward and backward"] / 4
+    found = {name: named(train(sides, amount, 1)) for name, sides in (("two", two), ("one", one))}
+    hidden_gather, hidden_scatter = seconds / 3 * 32 / 33, seconds * 2 / 3 * 32 / 33
+    for parts in found.values():
+        assert parts["all-gather"] == pytest.approx(max(gather / 33, gather - hidden_gather))
+    assert found["one"]["reduce-scatter"] == pytest.approx(max(scatter / 33, scatter - hidden_scatter))
+    assert found["two"]["reduce-scatter"] == pytest.approx(
+        max(4 * scatter / 33, 4 * (scatter - hidden_scatter))
+    )
 
 
 def test_a_distributed_optimizer_exchanges_gradients_and_weights():

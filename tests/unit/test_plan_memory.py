@@ -23,6 +23,7 @@ from hflow.engines.embedded.cache import KVCache, padded_length
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from hflow.engines.interface import SamplingParams
 from hflow.engines.vllm import memory as vllm_memory
+from hflow.models.host_offload import MAX_LEAVING
 from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import (
@@ -143,6 +144,28 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 
 
 # ---------------------------------------------------------------------------------- activations
+def test_weights_and_gradients_that_stay_whole_over_micro_batches():
+    # 7B in bf16 on 8 ranks, recomputed, four micro-batches. At the start of the last layer's backward pass,
+    # stage 3 has the weights of two layers and of the rest, and a buffer; stage 2 has those of all layers.
+    layer, rest = 202_383_360, 262_148_096
+    asked = {"dtype": "bf16", "activation_checkpointing": True, "on_cpu": False}
+    three, two, one = (
+        named(
+            torch_memory.train_step(rank(LLAMA_7B, "d8", zero_stage=stage, **asked), microbatch(512, num=4))
+        )
+        for stage in (3, 2, 1)
+    )
+    assert two["gathered weights"] == 2 * (32 * layer + rest + layer)
+    assert three["gathered weights"] == 2 * (layer + rest + layer)
+    # fp32 shards of 1/8, or all of it, and the first gradients of the backward pass.
+    first = 2 * (32_000 * 4_096 + layer)
+    assert three["gradients"] == two["gradients"] == 4 * NUM_7B // 8 + first
+    assert one["gradients"] == 4 * NUM_7B + first
+    single = rank(LLAMA_7B, "d8", zero_stage=1, **asked), rank(LLAMA_7B, "d8", zero_stage=2, **asked)
+    first, second = (torch_memory.train_step(each, microbatch(512)) for each in single)
+    assert first == second
+
+
 def test_activation_bytes_per_token_in_fp32():
     # D = 64, HE = 64, KE = 32, F = 128, H = 4. Two norms of three rows of D and one number each:
     # 2 x (3 x 64 + 1) x 4 = 1,544. q, k, v, out: (2 x 64 + 2 x 32) x 4 = 768, and a number a head, 16.
@@ -217,9 +240,10 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
     )
     assert activations.inputs_in_host_memory(asked, batch) == 32 * 32 * MIB + 8 * 4_096 * 4_096 + 4 * 4_096
     assert activations.inputs_in_host_memory(kept, batch) == 0
-    assert activations.kept_by_layers(asked, batch, 32, 0) == 32 * MIB
+    assert activations.NUM_COPIED == MAX_LEAVING
+    assert activations.kept_by_layers(asked, batch, 32, 0) == 3 * 32 * MIB
     most, least = (named(torch_memory.train_step(one, batch))["activations"] for one in (kept, asked))
-    assert most - least == 30 * 32 * MIB
+    assert most - least == 28 * 32 * MIB
     # Of a pipeline of two stages, the first has two micro-batches in flight.
     first, last = (rank(LLAMA_7B, "p2", "megatron", stage=i, on_cpu=False, **settings) for i in (0, 1))
     several = microbatch(4_096, 1_000, num=4)
@@ -231,11 +255,18 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
 def test_logits_exist_in_chunks():
     # 2^29 / 4 / 32,000 = 4,194 rows. Of 2^22 / 32,000 = 131 of them a copy, and in training exponentials.
     asked = rank(LLAMA_7B)
-    assert (
-        activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True)
-        == (4 * 4_194 + 8 * 131) * 32_000
-    )
-    assert activations.logits(asked, microbatch(900, 100), with_gradient=False) == (4 + 4) * 100 * 32_000
+    assert activations.logits(asked, microbatch(9_000, 8_000), num_tiles=2) == (4 * 4_194 + 8 * 131) * 32_000
+    assert activations.logits(asked, microbatch(900, 100), num_tiles=1) == (4 + 4) * 100 * 32_000
+
+
+def test_exponentials_are_gone_when_the_output_matrix_has_its_gradient():
+    # 100 rows of 32,000 logits in fp32, and two copies, or one and a gradient of more or of fewer bytes.
+    asked, batch, size = rank(LLAMA_7B), microbatch(900, 100), 4 * 100 * 32_000
+    assert named(activations.trained_logits(asked, batch, size - 1)) == {"logits": 3 * size}
+    assert named(activations.trained_logits(asked, batch, size + 1)) == {
+        "logits": 2 * size,
+        "gradients": size + 1,
+    }
 
 
 def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():

@@ -529,7 +529,7 @@ def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
     large = (
         *("cluster=h100-64x8", "model@models.actor=llama-3.1-70b", "models.actor.path=null"),
         *("models.actor.gen.engine=vllm", "nodes.actor_gen.max_tokens=1024"),
-        *("workload.prompt=200", "workload.response_mean=400"),
+        *("workload.prompt=200", "workload.response_mean=400", "models.critic.zero_stage=3"),
     )
     plan = compile_recipe(RECIPES / "ppo.py", large, with_limits=True).plan
     first = plan.forecast.limits[0]

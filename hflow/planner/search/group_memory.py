@@ -260,7 +260,7 @@ class GroupMemory:
     def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
         """Return the bytes of a node's peak, which does not depend on what is offloaded."""
         config = rank.config
-        settings = config.tokens_per_microbatch, config.activation_checkpointing
+        settings = config.tokens_per_microbatch, config.activation_checkpointing, config.zero_stage
         key = node, rank.replica, *settings, rank.stage, common
         if key not in self._peaks:
             self._peaks[key] = transient_bytes(context, rank, node)

@@ -214,10 +214,7 @@ def keep_weights(engine: ReplicaCosts) -> list[Part]:
 
 
 def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds of copying state between a device and the memory of its host.
-
-    Nothing is computed meanwhile: copies run on the stream of the computation.
-    """
+    """Return the seconds of copying state between a device and the memory of its host."""
     if not num_bytes:
         return []
     copied = list(_over_pcie(num_bytes, replica))
