@@ -117,6 +117,7 @@ ENGINE = EngineKind(
         has_own_attention=True,
         merges_adapters=True,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
+        quantizations=("fp8",),
         records=(ROUTED_EXPERTS,),
     ),
     factory=_make_engine,
