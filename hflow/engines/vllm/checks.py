@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
+from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.hardware import GIB
@@ -74,8 +75,6 @@ def _needed_torch(vllm: metadata.Distribution) -> SpecifierSet | None:
 
 SCHEDULES_AHEAD_ON = ("cuda",)
 """Types of devices on which vLLM's scheduling is asynchronous. It turns that off on CPUs."""
-QUANTIZED_ROWS = 128
-"""Rows and columns of a block of weights with one scale."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPUs: `CPUAttentionBackend.get_supported_head_sizes` in
 `vllm/v1/attention/backends/cpu_attn.py`, vLLM 0.32."""

@@ -39,8 +39,11 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def _remark(served: ServedModel) -> str | None:
-    """Return that scheduling is asynchronous, where it is."""
-    return "it schedules a step ahead" if served.cluster.device in SCHEDULES_AHEAD_ON else None
+    """Return that weights are quantised and scheduling is asynchronous, where they are."""
+    quantization = served.config.gen.quantization
+    remarks = [] if quantization is None else [f"matrices of layers in {quantization}"]
+    remarks += ["it schedules a step ahead"] if served.cluster.device in SCHEDULES_AHEAD_ON else []
+    return "; ".join(remarks) or None
 
 
 def _find_variation(device: str) -> Variation | None:

@@ -1,7 +1,7 @@
 """Layers that vLLM quantises while weights are loaded (`models.NAME.gen.quantization`), and their checks.
 
 vLLM assembles such a layer as in the checkpoint, quantises it, and copies the result to its place. What
-arrived can be compared with the assembled layer alone, so `QuantizedLayers` keeps the checksums of both forms.
+arrived can be compared with the assembled layer alone, so `QuantizedLayers` keeps checksums of both forms.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.schema import ONE_PROCESS, WorkloadConfig
 from hflow.config.yaml_files import read_yaml
+from hflow.graph.framework_reads import COMPARED
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
-from hflow.graph.queries import is_library_node, num_firings
+from hflow.graph.queries import is_library_node, missing_correction, num_firings
 from hflow.launch.planning.models import (
     has_chat_template,
     missing_checkpoints,
@@ -284,6 +285,7 @@ def plan_request(
             *_chat_warnings(config, graph),
             *_system_warnings(graph),
             *_staleness_warnings(config, graph),
+            *_quantization_warnings(config, graph),
         ),
     )
 
@@ -381,6 +383,20 @@ def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
                 f"schedule.max_staleness={config.schedule.max_staleness} trains samples of older weights, "
                 f"but with nodes.{node.name}.prox=none the loss clips what changed since they were drawn, "
                 f"and not what the step changes. Set nodes.{node.name}.prox=recompute."
+            )
+
+
+def _quantization_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each train node whose loss takes a quantised engine for the trained policy."""
+    for node in graph.nodes:
+        if all(read.parameter != COMPARED for read in node.reads):
+            continue
+        model = config.models.get(node.spec.models[0], ModelConfig())
+        missing = missing_correction(node)
+        if model.gen.quantization is not None and missing is not None:
+            yield (
+                f"models.{node.spec.models[0]}.gen.quantization={model.gen.quantization} makes the engine "
+                f"draw from another policy than the trainer's, which can stop learning. {missing}"
             )
 
 

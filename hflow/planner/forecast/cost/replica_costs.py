@@ -115,7 +115,7 @@ class ReplicaCosts:
 
     @property
     def dtype(self) -> str:
-        """The precision in which it multiplies matrices: on a device without `low_dtype`, the compute dtype."""
+        """The precision of products of matrices: on a device without `low_dtype`, the compute dtype."""
         has_low = self.low_dtype in self.hardware.device.tflops
         return self.low_dtype if self.low_dtype and has_low else self.config.compute_dtype
 

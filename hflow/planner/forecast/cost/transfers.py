@@ -21,9 +21,9 @@ from hflow.shapes.model_shape import num_parameters
 from hflow.types.tensor_slices import BUCKET_BYTES
 
 QUANTIZING_TRAFFIC = 15
-"""Estimated bytes of memory traffic for each weight that is quantised. It is read and written in bf16 for a
-padded copy, read for the largest of its block and once more to be scaled; the result, a byte, is written, copied
-without padding, and copied to its place."""
+"""Estimated bytes of memory traffic for each weight that is quantised. In bf16, a padded copy is zeroed and
+written, and read for the largest weight of each block and again to be scaled. The result, a byte, is written,
+copied without padding, and copied to its place."""
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:

@@ -123,8 +123,8 @@ def _packs_groups(node: Node) -> bool:
     return returns_groups or any(read.field == "group" for read in node.reads)
 
 
-QUANTIZED_BLOCK = 128 * 128
-"""Weights that have a scale in common where `gen.quantization` is `fp8`."""
+QUANTIZED_ROWS = 128
+"""Rows, and columns, of the weights that have a scale in common where `gen.quantization` is `fp8`."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill. A longer prompt is prefilled alone."""
 
@@ -172,7 +172,7 @@ def engine_weights(rank: Rank) -> int:
     keeps_adapters = rank.config.lora is not None and not traits(rank.replica.backend).merges_adapters
     adapters = rank.trained.total if keeps_adapters else 0
     num_quantized = rank.sizes.quantizable if rank.config.gen.quantization else 0
-    quantized = num_quantized + -(-FP32_BYTES * num_quantized // QUANTIZED_BLOCK)
+    quantized = num_quantized + -(-FP32_BYTES * num_quantized // QUANTIZED_ROWS**2)
     return rank.width * (rank.sizes.total - num_quantized + padding + adapters) + quantized
 
 

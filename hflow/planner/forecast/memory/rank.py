@@ -157,8 +157,7 @@ class StageSizes:
     experts: int
     """The experts in all layers, not sharded over the data axis, which counts them in `layers` too."""
     quantizable: int
-    """The matrices in all layers without routers, not sharded over the data axis, which counts them in `layers`
-    too."""
+    """The matrices of `layers` without routers."""
     rest: int
     """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
     rest_shard: int
