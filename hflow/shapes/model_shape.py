@@ -153,7 +153,8 @@ class TensorSpec:
     @property
     def is_quantizable(self) -> bool:
         """Whether it is a matrix of a layer, or of its experts, but not their router."""
-        return self.location == "layer" and len(self.shape) > 1 and not self.name.endswith(".gate.weight")
+        is_matrix = len(self.shape) > 1 and self.name.endswith(".weight")
+        return self.location == "layer" and is_matrix and not self.name.endswith(".gate.weight")
 
     @property
     def numel(self) -> int:

@@ -37,8 +37,8 @@ def loaded_parameters(module: nn.Module) -> dict[str, Tensor]:
     parameters: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
     if not is_quantized(module):
         return parameters
-    quantized, _ = get_layerwise_info(module).restore_metadata
-    return quantized | {name: values for name, values in parameters.items() if name in SKIP_TENSORS}
+    quantized: Mapping[str, Tensor] = get_layerwise_info(module).restore_metadata[0]
+    return {**quantized} | {name: values for name, values in parameters.items() if name in SKIP_TENSORS}
 
 
 class QuantizedLayers:
