@@ -77,6 +77,19 @@ _TRIAL_RUNS = (
         package="vllm",
     ),
     TrialRun(
+        "weights in FP8",
+        "vLLM that quantises weights, beside FSDP2",
+        (
+            _VLLM,
+            "models.actor.layout=d{n}",
+            "models.actor.dtype=bf16",
+            "models.actor.gen.quantization=fp8",
+            "nodes.actor_train.prox=recompute",
+        ),
+        package="vllm",
+        on_cpu=False,
+    ),
+    TrialRun(
         "full memory",
         "vLLM beside the trainer, with a KV cache that takes the memory of the GPU",
         (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.cache_gib={cache_gib}"),
