@@ -55,7 +55,7 @@ def runs_outside_engines(graph: Graph, model: str) -> bool:
 
 
 def missing_correction(node: Node) -> str | None:
-    """Return what a train node lacks to correct its loss for an engine that differs from the trainer.
+    """Return the correction that a train node's loss lacks for an engine that differs from the trainer.
 
     None: it corrects it, by the weight `exp(prox - behav)`.
     """

@@ -54,7 +54,7 @@ def held_by_module(
     Args:
         module: a module of the model, without its submodules.
         path: the module's name.
-        parameters: its parameters in the form in which they are loaded.
+        parameters: the module's parameters in the form in which they are loaded.
         packed: the model's `packed_modules_mapping`.
 
     Raises:
@@ -169,5 +169,5 @@ def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) ->
 
 
 def _place(block: Block) -> int | str:
-    """Return where a tensor is held, which tied ones have in common."""
+    """Return the key of a tensor's place, which tied tensors have in common."""
     return block.tensor if block.values.is_meta else block.values.data_ptr()

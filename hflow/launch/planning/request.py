@@ -290,15 +290,20 @@ def plan_request(
     )
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that decide results, without the default optimizer.
+_LATER_KEYS = {".optim.name": OPTIMIZERS.default, ".gen.quantization": None}
+"""Ends of keys that did not exist at first, with their defaults."""
 
-    Optimizers had no name at first, and a plan keeps the digest that it had then.
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide results, without the defaults of keys that did not exist at first.
+
+    A plan keeps the digest that it had then.
     """
     return {
         key: value
         for key, value in flatten(config)
-        if key.startswith(RESULT_KEYS) and not (key.endswith(".optim.name") and value == OPTIMIZERS.default)
+        if key.startswith(RESULT_KEYS)
+        and not any(key.endswith(later) and value == default for later, default in _LATER_KEYS.items())
     }
 
 
