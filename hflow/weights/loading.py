@@ -75,7 +75,7 @@ def load_verified(
 
     load(tensors())
     blocks = [Block(name, shape, box, view) for name, shape, _ in arrived for box, view in held(name)]
-    expected = [checksum for _, _, checksums in arrived for checksum in checksums]
+    expected = [checksum for _, _, of_tensor in arrived for checksum in of_tensor]
     for block, checksum, wanted in zip(blocks, checksums(blocks), expected, strict=True):
         if checksum != wanted:
             raise RunError(

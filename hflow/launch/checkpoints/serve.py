@@ -120,7 +120,7 @@ def serve(
         {
             "max_running": gen.max_running,
             "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
-            "quantization": gen.quantization,
+            **({} if gen.quantization is None else {"quantization": gen.quantization}),
         },
         tokenizer,
         tensor=_tensor_size(checkpoint, engine),
@@ -332,7 +332,7 @@ def _check_served(setup: EngineSetup, engine: str) -> None:
     problem = None if shape is None else engine_kind(engine).find_unservable(shape, setup.settings.device)
     if problem is not None:
         raise ConfigError(f"{problem}; use --engine {ENGINES.default}")
-    quantization = setup.options["quantization"]
+    quantization = setup.options.get("quantization")
     if quantization is None:
         return
     if quantization not in traits(engine).quantizations:

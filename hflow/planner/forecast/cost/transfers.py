@@ -20,10 +20,10 @@ from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import num_parameters
 from hflow.types.tensor_slices import BUCKET_BYTES
 
-QUANTIZING_TRAFFIC = 15
+QUANTIZING_TRAFFIC = 17
 """Estimated bytes of memory traffic for each weight that is quantised. In bf16, a padded copy is zeroed and
 written, and read for the largest weight of each block and again to be scaled. The result, a byte, is written,
-copied without padding, and copied to its place."""
+copied without padding and to its place, and read for a checksum before and after that."""
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
