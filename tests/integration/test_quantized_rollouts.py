@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_engine_conformance as suite
@@ -80,9 +81,9 @@ def round_columns(linear: nn.Linear, num_ranks: int) -> None:
 
 
 @cache
-def quantized_reference(architecture: str, seed: int, num_ranks: int) -> nn.Module:
+def quantized_reference(architecture: str, seed: int, num_ranks: int) -> Any:
     """Return the model in fp32, with the values that its weights have in vLLM."""
-    module = copy.deepcopy(suite.reference(architecture, seed))
+    module: Any = copy.deepcopy(suite.reference(architecture, seed))
     for parameter in module.parameters():
         parameter.copy_(parameter.bfloat16())
     for layer in module.model.layers:
@@ -107,7 +108,8 @@ def weights_in_bf16(architecture: str, seed: int) -> IncomingWeights:
 class Subject(suite.Subject):
     """An engine that quantises, of which versions from 101 on have faults."""
 
-    def load(self, seed: int, version: int | None = None) -> None:
+    def send(self, seed: int, version: int | None = None) -> None:
+        """Load the weights of a seed as a version, by default the next one."""
         self.version = self.version + 1 if version is None else version
         weights = weights_in_bf16(self.architecture, seed)
         loaded = self.engine.load_weights([weights] * self.tensor, self.version)
@@ -160,7 +162,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 def test_log_probs_are_those_of_the_quantised_weights_of_each_version(subject: Subject) -> None:
     for seed in (3, 4):
-        subject.load(seed)
+        subject.send(seed)
         exact, plain = subject.gaps(seed)
         assert exact < 0.04
         assert plain > 3 * exact
@@ -178,8 +180,8 @@ def test_a_layer_that_keeps_old_weights_is_found(subject: Subject) -> None:
         pytest.skip("faults are those of a rank in the engine's process")
     for version, message in FAULTS.items():
         with pytest.raises(RunError, match=message):
-            subject.load(5, version)
-        subject.load(6, version + 100)
+            subject.send(5, version)
+        subject.send(6, version + 100)
         assert subject.gaps(6)[0] < 0.05
 
 

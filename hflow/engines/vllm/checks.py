@@ -120,7 +120,7 @@ def check(served: ServedModel) -> Iterator[str]:
 
 def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
     """Yield reasons why vLLM cannot quantise the weights as configured."""
-    config, device = served.config, served.device
+    config, device = served.config, served.hardware.device
     key, asked = f"models.{served.replica.model}", config.gen.quantization
     if asked is None:
         return

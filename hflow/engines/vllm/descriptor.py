@@ -40,9 +40,12 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 def _remark(served: ServedModel) -> str | None:
     """Return that weights are quantised and scheduling is asynchronous, where they are."""
-    quantization = served.config.gen.quantization
-    remarks = [] if quantization is None else [f"matrices of layers in {quantization}"]
-    remarks += ["it schedules a step ahead"] if served.cluster.device in SCHEDULES_AHEAD_ON else []
+    quantization, remarks = served.config.gen.quantization, list[str]()
+    if quantization is not None:
+        is_known = quantization in served.hardware.calibration.matmul
+        remarks.append(f"matrices of layers in {quantization}{'' if is_known else ', whose rate is a guess'}")
+    if served.cluster.device in SCHEDULES_AHEAD_ON:
+        remarks.append("it schedules a step ahead")
     return "; ".join(remarks) or None
 
 

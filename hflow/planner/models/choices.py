@@ -54,7 +54,7 @@ def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
         replica,
         request.model(name),
         request.cluster,
-        request.hardware.device,
+        request.hardware,
         request.shapes.get(name),
         request.families.get(name),
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
     from hflow.planner.plan.cluster import ClusterSpec
-    from hflow.planner.plan.hardware import Device
+    from hflow.planner.plan.hardware import Hardware
     from hflow.planner.plan.rows import Replica
     from hflow.shapes.model_shape import ModelShape
 
@@ -204,7 +204,7 @@ class ServedModel:
     replica: Replica
     config: ModelConfig
     cluster: ClusterSpec
-    device: Device
+    hardware: Hardware
     shape: ModelShape | None
     """None if the planner does not know the model's family or sizes."""
     family: str | None
