@@ -107,6 +107,10 @@ class GenConfig:
     """Maximum number of sequences that one engine decodes at once; null: the plan decides, from 256 on."""
     max_model_len: Int = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: a vLLM engine quantises the matrices of decoder layers whenever it loads weights, in blocks of
+    128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
+    Null: the engine computes in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
     """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
     device allows."""

@@ -45,7 +45,13 @@ from hflow.planner.forecast.cost.flops import (
     token_flops,
     work_of,
 )
-from hflow.planner.forecast.cost.generation import DecodePhase, continuous_batching, decode_step, generate
+from hflow.planner.forecast.cost.generation import (
+    DecodePhase,
+    continuous_batching,
+    decode_step,
+    generate,
+    prefill,
+)
 from hflow.planner.forecast.cost.kernels import layer_products
 from hflow.planner.forecast.cost.rank_collectives import (
     MIN_UNIT_BYTES,
@@ -868,6 +874,46 @@ def test_kept_weights_go_to_the_host_and_back():
     engine = side(layout="t2", backend="vllm", dtype="bf16")
     assert named(keep_weights(engine)) == pytest.approx({"sleep": 2 * 2 * 160_256 / 2 / 20e9})
     assert keep_weights(side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))) == []
+
+
+FP8_TOY = replace(TOY, device=replace(TOY.device, tflops={"fp32": 1.0, "bf16": 2.0, "fp8": 4.0}))
+
+
+def test_a_quantised_engine_reads_a_byte_a_weight_and_multiplies_in_fp8():
+    engine = side(backend="vllm", dtype="bf16", quantization="fp8", hardware=FP8_TOY, host=HostTimes())
+    plain = replace(engine, low_dtype=None)
+    # 4 x 36,864 weights of layers and 6,400 of the output matrix, which stays in bf16, as the KV cache does.
+    assert decode_step(engine, 1, 0).seconds == pytest.approx((147_456 + 2 * 6_400) / 1e11)
+    assert decode_step(plain, 1, 0).seconds == pytest.approx(2 * 153_856 / 1e11)
+    compute = 2 * 1e4 * (147_456 / 4e12 + 6_400 / 2e12)
+    assert decode_step(engine, 1e4, 0).seconds == pytest.approx(compute)
+    caches = [decode_step(one, 1, 1e4).seconds - decode_step(one, 1, 0).seconds for one in (plain, engine)]
+    assert caches[1] == pytest.approx(caches[0])
+    prompt = work(1e6, learned=0.0)
+    fast, slow = (named(prefill(one, prompt))["prefill"] for one in (engine, plain))
+    assert slow == pytest.approx(2 * 1e6 * 147_456 / 2e12)
+    assert fast == pytest.approx(slow / 2)
+
+
+def test_a_device_without_fp8_multiplies_quantised_weights_in_the_compute_dtype():
+    engine = side(backend="vllm", dtype="bf16", quantization="fp8", host=HostTimes())
+    assert decode_step(engine, 1e4, 0).seconds == pytest.approx(2 * 1e4 * 153_856 / 2e12)
+    assert decode_step(engine, 1, 0).seconds == pytest.approx((147_456 + 2 * 6_400) / 1e11)
+
+
+def test_new_weights_are_quantised_when_they_are_loaded():
+    engine = side(layout="t2", backend="vllm", dtype="bf16", quantization="fp8", hardware=FP8_TOY)
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="shared", moved_bytes=1_000)
+    (seconds,) = (
+        part.seconds
+        for part in load_weights(route, engine, RankPlacement(), TOY.inter, 1)
+        if part.name == "quantisation"
+    )
+    assert seconds == pytest.approx(17 * 147_456 / 2 / 1e11)
+    # A sleeping engine keeps a byte of each of these weights, and two of the others.
+    assert named(keep_weights(engine)) == pytest.approx({"sleep": 2 * (147_456 + 2 * 12_800) / 2 / 20e9})
+    trainer = side(dtype="bf16", quantization="fp8", hardware=FP8_TOY)
+    assert trainer.dtype == "bf16"
 
 
 def test_saving_gathers_and_copies_fp32_to_the_host():

@@ -51,7 +51,7 @@ from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import num_parameters
+from hflow.shapes.model_shape import Experts, num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop import logprobs
@@ -389,6 +389,40 @@ def test_vllm_assembles_what_a_rank_holds_a_part_of_beside_the_module_that_it_ma
     assert loading("t2", 8) == {"layer being loaded": vocab + vocab // 2}
     small = named(vllm_memory.layer_being_loaded(rank(replace(LLAMA_7B, vocab=128), "d1", "vllm"), 2))
     assert small == {"layer being loaded": 2 * mlp}  # fp32
+
+
+def test_quantised_weights_take_a_byte_and_their_scales():
+    # Matrices of 32 layers: 4 x 4,096^2 + 3 x 4,096 x 11,008 each. A scale of 4 bytes for 128 x 128 weights.
+    matrices = 32 * (4 * 4_096**2 + 3 * 4_096 * 11_008)
+    plain, quantized = (parts.engine_weights(vllm_rank(quantization=q)) for q in (None, "fp8"))
+    assert plain == 2 * NUM_7B
+    assert quantized == 2 * (NUM_7B - matrices) + matrices + matrices // 4_096
+    halves = parts.engine_weights(vllm_rank("t2", quantization="fp8"))
+    norms = 2 * 65 * 4_096
+    assert halves == (quantized - norms) // 2 + norms  # every rank has all norms
+    mixture = replace(SMALL, family="qwen3_moe", experts=Experts(8, 2, 32))
+    plain, quantized = (
+        parts.engine_weights(rank(mixture, "d1", "vllm", dtype="bf16", quantization=q)) for q in (None, "fp8")
+    )
+    # 4 layers: attention 2 x 64 x (4 + 2) x 16, and 8 experts of 3 x 64 x 32. The router of 8 x 64 remains.
+    experts = 4 * (12_288 + 8 * 6_144)
+    assert plain - quantized == experts - -(-4 * experts // 128**2)
+
+
+def test_a_quantised_layer_is_loaded_in_bf16_and_quantised_beside_it():
+    # Gate and up: 2 bytes as they arrived and as assembled, the result, and copies that are padded.
+    mlp, vocab = 2 * 11_008 * 4_096, 2 * 32_000 * 4_096
+    loading = lambda layout, parts: named(  # noqa: E731
+        vllm_memory.layer_being_loaded(vllm_rank(layout, quantization="fp8"), parts)
+    )
+    assert loading("d1", 8) == {"layer being loaded": (2 + 2 + 1 + 3) * mlp}
+    assert loading("d1", 8)["layer being loaded"] > 2 * vocab
+    assert loading("t2", 8) == {"layer being loaded": 2 * mlp + 6 * mlp // 2}
+    mixture = replace(SMALL, family="qwen3_moe", vocab=64, experts=Experts(8, 2, 32))
+    one = rank(mixture, "d1", "vllm", dtype="bf16", quantization="fp8")
+    experts = 8 * 3 * 64 * 32  # copies are made of one expert at a time
+    found = named(vllm_memory.layer_being_loaded(one, 8))
+    assert found == {"layer being loaded": 5 * experts + 3 * experts // 8}
 
 
 @pytest.mark.parametrize("num_senders", [1, 2])

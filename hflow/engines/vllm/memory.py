@@ -8,6 +8,7 @@ sleep.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from hflow.base.machine_memory import machine_memory
@@ -16,7 +17,7 @@ from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_p
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, cached_tokens, tensors
+from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""
@@ -31,6 +32,9 @@ SAMPLING_BYTES = 4 * FP32_BYTES
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
 MACHINE_FRACTION = 0.25
 """Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
+QUANTIZING_BYTES = 3
+"""Bytes that quantising takes for each weight of a module, or of one of its experts, beside the result: a
+padded copy in bf16, and the padded result (`per_block_cast_to_fp8` in `vllm/utils/deep_gemm.py`)."""
 MERGE_BYTES = 3 * FP32_BYTES
 """Bytes that adding an adapter takes for each weight: the weight, what is added and the sum, in fp32."""
 CPU_PROCESS_BYTES = 768 << 20
@@ -117,20 +121,31 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
 
     vLLM keeps the tensors of a module until it has all of them, then makes the rank's part of the module anew
     and copies it to its place. A tensor of which a rank holds a part is assembled whole; one that it holds
-    whole is assembled in its place, unless it arrives as one slice. Adapters are added in fp32.
+    whole is assembled in its place, unless it arrives as one slice, or is quantised. Adapters are added in
+    fp32.
     """
-    modules: dict[str, int] = {}
+    modules: dict[str, list[TensorSpec]] = {}
     for spec in tensors(rank.shape):
-        name = _module_name(spec.name)
-        modules[name] = modules.get(name, 0) + rank.width * spec.numel
-    whole = max(modules.values())
-    kept = whole if rank.tensor > 1 or num_parts == 1 else 0
-    items = item(MemoryCategory.BUFFERS, kept + -(-whole // rank.tensor), "layer being loaded")
+        modules.setdefault(_module_name(spec.name), []).append(spec)
+    peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
+    items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
     if rank.config.lora is None:
         return items
     adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
     return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
+
+
+def _module_being_loaded(rank: Rank, specs: Sequence[TensorSpec], num_parts: int) -> int:
+    """Return the bytes beside the model while the tensors of a module are loaded."""
+    num = sum(spec.numel for spec in specs)
+    part = -(-num // rank.tensor)
+    is_quantized = rank.config.gen.quantization is not None and any(spec.is_quantizable for spec in specs)
+    is_kept = rank.tensor > 1 or num_parts == 1 or is_quantized
+    loaded = rank.width * (part + (num if is_kept else 0))
+    if not is_quantized:
+        return loaded
+    return loaded + part + QUANTIZING_BYTES * -(-part // specs[0].num_experts)
 
 
 def _module_name(tensor: str) -> str:
