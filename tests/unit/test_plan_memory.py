@@ -50,7 +50,7 @@ from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import num_parameters
+from hflow.shapes.model_shape import SlidingWindow, num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop import logprobs
@@ -310,6 +310,17 @@ def test_the_vllm_cache_has_whole_blocks_one_of_them_empty():
     )
     fixed = vllm_rank(cache_gib=1.5)
     assert vllm_memory.cache_bytes(fixed, load, 0, little) == 3 * 2**29
+
+
+def test_the_smallest_vllm_cache_holds_steps_in_flight_besides_a_window():
+    # Every second layer has a window of 1,024 tokens and holds two steps of 8,192 besides: 1,088 blocks of 16
+    # tokens, and one as the window may begin within a block. The others hold 100,000 tokens, 6,250 blocks.
+    shape = replace(LLAMA_7B, window=SlidingWindow(1024, 2))
+    long = rank(shape, "d1", "vllm", on_cpu=False, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(long) == (1 + 3_670) * 16 * TOKEN
+    # On a CPU one step at a time is in flight, as long as the longest prompt: all 782 blocks of 128 tokens.
+    on_cpu = rank(shape, "d1", "vllm", on_cpu=True, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(on_cpu) == (1 + 783) * 128 * TOKEN
 
 
 def test_the_largest_batch_of_a_vllm_cache():
