@@ -7,9 +7,12 @@ from pathlib import Path
 import pretend_device
 import pytest
 import torch
+import torch.distributed as dist
 import torch_kit as kit
 from pretend_device import HostSync, host_syncs
+from torch.distributed import PrefixStore
 
+from hflow.base.errors import WorkerFailureError
 from hflow.config.schema import LoraConfig
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
@@ -28,6 +31,7 @@ from hflow.types.engine import SleepLevel
 from hflow.types.kernels import AttentionKernel
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
+from hflow.weights.channels.collective import channel as collective
 from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.incoming import IncomingWeights
 
@@ -90,6 +94,116 @@ def test_freed_memory_cannot_be_read(device):
         x + 1
     x.untyped_storage().resize_(12)
     assert x.isnan().all()
+
+
+# --------------------------------------------------------------------------------------- streams
+def doubled_on_a_side_stream(device, waits, is_kept):
+    """Double on a side stream what the default stream has made."""
+    accelerator = torch.get_device_module(device)
+    side, default = accelerator.Stream(device), accelerator.current_stream(device)
+    x = torch.ones(4).pin_memory().to(device, non_blocking=True) + 2
+    if "begin" in waits:
+        side.wait_stream(default)
+    with accelerator.stream(side):
+        doubled = x * 2
+    if not is_kept:
+        del x
+    if "end" in waits:
+        default.wait_stream(side)
+    return doubled.tolist()
+
+
+def test_streams_that_do_not_wait_compute_with_wrong_values(device):
+    right = [6.0] * 4
+    assert doubled_on_a_side_stream(device, (), is_kept=False) == right, "nothing is deferred"
+    with pretend_device.deferred():
+        assert doubled_on_a_side_stream(device, ("begin", "end"), is_kept=True) == right
+        assert doubled_on_a_side_stream(device, ("end",), is_kept=True) != right
+        assert doubled_on_a_side_stream(device, ("begin",), is_kept=True) != right
+        assert doubled_on_a_side_stream(device, ("begin", "end"), is_kept=False) != right
+        x = torch.zeros(2, device=device)
+        host = torch.zeros(2).pin_memory()
+        host.copy_(x + 1, non_blocking=True)
+        assert host.tolist() == [0, 0], "the host has not waited"
+        torch.get_device_module(device).synchronize()
+        assert host.tolist() == [1, 1]
+
+
+def broadcast(device, monkeypatch):
+    """Send two buckets from a device that trains on meanwhile to a receiver on the CPU."""
+    groups = {"cpu": dist.ProcessGroupGloo, device: pretend_device.PretendGroup}
+
+    def join(store, name, rank, size, where, timeout):
+        return groups[where](PrefixStore(name, store), rank, size, timeout)
+
+    monkeypatch.setattr(collective, "_join", join)
+    settings = ChannelSettings("collective", "a-0", "", host="127.0.0.1", timeout=1.0)
+    sender, receiver = make_channel(settings), make_channel(settings)
+    piece = WeightSlice("w", (8,), ((0, 8),), 0)
+    weight = torch.arange(8.0).pin_memory().to(device, non_blocking=True)
+    handles = []
+    for _ in range(2):
+        (bucket,) = pack_buckets([(piece, weight)])  # complete, as its checksums were copied to the host
+        handles.append(sender.send((1,), bucket.header.with_payload(bucket.payload.clone())))
+        weight.add_(10)  # the next step of training
+    taken = []
+    try:
+        for handle in handles:
+            bucket = receiver.receive(handle._replace(device="cpu"), 1)
+            taken.append(bucket.payload.view(torch.float32).tolist())
+    except WorkerFailureError as error:
+        return str(error)
+    finally:
+        sender.close()
+    return taken
+
+
+def test_buckets_are_broadcast_beside_training(device, monkeypatch):
+    """Its stream waits until a bucket is packed, and the bucket is kept until it is sent."""
+    right = [[float(i + step) for i in range(8)] for step in (0, 10)]
+    with pretend_device.deferred():
+        assert broadcast(device, monkeypatch) == right
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Event, "wait", lambda event, stream=None: None)
+            assert broadcast(device, patch) != right
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            assert broadcast(device, patch) != right
+
+
+def test_copies_for_a_checkpoint_are_complete_when_they_are_written(device, monkeypatch):
+    values = torch.arange(4.0)
+    copies = HostCopies()
+
+    def copied():
+        x = values.pin_memory().to(device, non_blocking=True) + 1
+        with copies.copying():
+            kept = copies.copy(x)
+        x.zero_()  # training continues
+        return kept.tolist()
+
+    with pretend_device.deferred():
+        assert copied() == [1, 2, 3, 4]
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            values += 10
+            assert copied() != [11, 12, 13, 14]
+
+
+def test_everything_that_copies_beside_the_host_is_right_with_deferred_work(device):
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3)
+    wanted, _ = generate(EmbeddedEngine(settings))
+    _, metrics, _ = trained("cpu", "mask")
+    with pretend_device.deferred():
+        test_weights_in_shared_memory_are_pinned_at_both_ends(device)
+        test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device)
+        engine = EmbeddedEngine(dataclasses.replace(settings, device=device))
+        assert generate(engine)[0] == wanted
+        engine.sleep(SleepLevel.KEEP_WEIGHTS)
+        engine.wake_weights()
+        engine.wake_cache()
+        assert generate(engine)[0] == wanted
+        assert trained(device, "mask")[1] == pytest.approx(metrics, abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -168,14 +282,15 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
 
 # ----------------------------------------------------------------------------------------- copies
 def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
+    before = pretend_device.pinned_by_address()
     copies, values = HostCopies(), [torch.randn(n, device=device) for n in (3, 1000)]
     with host_syncs() as syncs, copies.copying():
         copied = [copies.copy(x) for x in values]
     assert [sync.kind for sync in syncs] == ["synchronize"]
     torch.testing.assert_close(copied, [x.cpu() for x in values])
-    assert len(pretend_device.pinned_by_address()) == 2
+    assert len(pretend_device.pinned_by_address() - before) == 2
     del copies
-    assert not pretend_device.pinned_by_address()
+    assert pretend_device.pinned_by_address() == before
 
 
 def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device):
@@ -193,6 +308,7 @@ def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(d
 
 
 def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
+    before = pretend_device.pinned_by_address()
     values = torch.arange(12.0, device=device)
     settings = ChannelSettings("shared", "a-0", "")
     channel = make_channel(settings)
@@ -201,7 +317,7 @@ def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
     incoming = list(IncomingWeights(settings, 1, device, [sent]))
     assert [one.tensor.tolist() for one in incoming] == [values.tolist()]
     assert {one.tensor.device.type for one in incoming} == {device}
-    assert len(pretend_device.pinned_by_address()) == 2
+    assert len(pretend_device.pinned_by_address() - before) == 2
     channel.close()
 
 
