@@ -15,7 +15,7 @@ There is one such device in a process. Every operation is complete when it retur
 except inside of `deferred()`: there each stream does its work as late as it may, when the host or another
 stream waits for it, and before all that this one has to do. Results have no values until then. So a stream
 that reads what another one writes, without an event, reads wrong values. Memory that is freed while a stream
-other than its own has work with it is overwritten by its own stream at once, as the next tensor could be there.
+other than its own has work with it is overwritten by its own stream at once: the next tensor could be there.
 
 The process groups of `PretendGroup` take tensors of the device, and as with NCCL no others.
 """
