@@ -6,7 +6,8 @@ results to the device. As on CUDA, it is an error
 
 - to mix tensors of the device and of the CPU, except for a CPU scalar in a pointwise operation;
 - to read a tensor as a numpy array without copying it to the CPU first;
-- to use memory that was freed with `UntypedStorage.resize_(0)`.
+- to use memory that was freed with `UntypedStorage.resize_(0)`;
+- to allocate more than `Memory.limit` inside of `memory()`.
 
 An operation that would make the host wait for the device is recorded: see `host_syncs`. Copies of memory that
 is not pinned count, as torch waits for them.
@@ -94,6 +95,8 @@ _freed: set[int] = set()
 """Addresses of storages whose memory is free."""
 _owners: dict[int, tuple[torch.UntypedStorage, _Stream]] = {}
 """Address -> memory that was made while work is deferred, and the stream that it was made on."""
+_counted: dict[int, Memory] = {}
+"""Address of a storage whose bytes count -> where."""
 _streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
 _is_deferred = False
 _here = threading.local()
@@ -136,10 +139,12 @@ def _to_device(tensor: Tensor) -> Tensor:
     address = _pointer_of(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value = _DLPACK_EXTENSION
     moved: Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    if _memory is not None:
+        _count(_memory, moved.untyped_storage())
     if _is_deferred:
-        memory = tensor.untyped_storage()
-        _owners[memory.data_ptr()] = memory, _current_stream()
-        weakref.finalize(moved.untyped_storage(), _free, memory.data_ptr())
+        owner = tensor.untyped_storage()
+        _owners[owner.data_ptr()] = owner, _current_stream()
+        weakref.finalize(moved.untyped_storage(), _free, owner.data_ptr())
     return moved
 
 
@@ -163,6 +168,53 @@ def _free(address: int) -> None:
     if any(stream is not own and stream.uses(address) for stream in tuple(_streams)):
         own.give(lambda: ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes()))
         own.run()
+
+
+# ------------------------------------------------------------------------- allocated bytes
+@dataclass
+class Memory:
+    """What is allocated on the device of what was made inside of `memory()`."""
+
+    num_bytes: int = 0
+    most: int = 0
+    limit: int | None = None
+    """An allocation beyond it fails."""
+
+    def add(self, num_bytes: int) -> None:
+        with _memory_lock:
+            if self.limit is not None and self.num_bytes + num_bytes > self.limit:
+                raise torch.OutOfMemoryError(
+                    f"{self.num_bytes} bytes of {self.limit} are allocated, which leaves no {num_bytes}"
+                )
+            self.num_bytes += num_bytes
+            self.most = max(self.most, self.num_bytes)
+
+
+_memory: Memory | None = None
+_memory_lock = threading.RLock()
+
+
+@contextmanager
+def memory() -> Iterator[Memory]:
+    """Count the bytes on the device of all tensors that are made inside."""
+    global _memory
+    _memory = Memory()
+    try:
+        yield _memory
+    finally:
+        _memory = None
+
+
+def _count(counted: Memory, storage: torch.UntypedStorage) -> None:
+    """Count the bytes of a storage until it is gone; while they are free, `_resize` has taken them off."""
+    address, size = storage.data_ptr(), storage.nbytes()
+    counted.add(size)
+    _counted[address] = counted
+
+    def take_off() -> None:
+        counted.num_bytes -= 0 if _counted.pop(address, None) is None else size
+
+    weakref.finalize(storage, take_off).atexit = False
 
 
 # ----------------------------------------------------------------------------- streams
@@ -327,10 +379,14 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.device.type != NAME:
         return _resize_storage(storage, size)
     address = storage.data_ptr()
+    nbytes = storage.nbytes()
     if size:
+        if address in _freed and _memory is not None:
+            _count(_memory, storage)
         _freed.discard(address)
-    else:
-        nbytes = storage.nbytes()
+    elif address not in _freed:
+        if (counted := _counted.pop(address, None)) is not None:
+            counted.num_bytes -= nbytes
         # NaN in every float type. Its own stream still does what it was given before.
         _current_stream().give(lambda: ctypes.memset(address, 0xFF, nbytes))
         _freed.add(address)

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import memory_kit
 import pretend_device
 import pytest
 import torch
@@ -22,13 +24,18 @@ from hflow.models import attention_kernels
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.settings import ModelSettings
+from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.parts import engine_weights
+from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.shapes.architectures import read_shape
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import pack_batch, prepare_batch
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.types.kernels import AttentionKernel
+from hflow.weights import incoming
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.collective import channel as collective
@@ -314,9 +321,9 @@ def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
     channel = make_channel(settings)
     piece = WeightSlice("w", (12,), ((0, 12),), 0)
     sent = [channel.send((1,), bucket) for bucket in pack_buckets([(piece, values)])]
-    incoming = list(IncomingWeights(settings, 1, device, [sent]))
-    assert [one.tensor.tolist() for one in incoming] == [values.tolist()]
-    assert {one.tensor.device.type for one in incoming} == {device}
+    arrived = list(IncomingWeights(settings, 1, device, [sent]))
+    assert [one.tensor.tolist() for one in arrived] == [values.tolist()]
+    assert {one.tensor.device.type for one in arrived} == {device}
     assert len(pretend_device.pinned_by_address() - before) == 2
     channel.close()
 
@@ -382,6 +389,61 @@ def test_an_engine_sleeps_wakes_and_loads(device):
     engine.load_weights([IncomingWeights.of_tensors(lambda: other._module.named_parameters())], 1)
     engine.wake_cache()
     assert generate(engine)[0] == generate(other)[0]
+
+
+BUCKET_BYTES = 1 << 20
+LARGE_VOCABULARY = ONE_LAYER | {"vocab_size": 16384, "hidden_size": 128}
+"""The embeddings have 8 MiB, and eight buckets."""
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(incoming, "BUCKET_BYTES", BUCKET_BYTES)
+    largest = partial(transfer.largest_bucket, minimum=BUCKET_BYTES)
+    monkeypatch.setattr(transfer, "largest_bucket", largest)
+
+
+def most_bytes_while_loading(device):
+    """Load new weights, of which each of two senders has half, into an engine that wakes without weights.
+
+    Allocates no more than the plan says, the weights and what a transfer adds.
+    """
+    settings = ModelSettings(name="actor", architecture=LARGE_VOCABULARY, seed=3)
+    channel_settings = ChannelSettings("shared", "a-0", "")
+    channel = make_channel(channel_settings)
+    sent = [[], []]
+    for position, (name, tensor) in enumerate(EmbeddedEngine(settings)._module.named_parameters()):
+        for sender, half in enumerate(tensor.detach().chunk(2)):
+            first = sender * (len(tensor) - len(half))
+            box = ((first, first + len(half)), *((0, size) for size in tensor.shape[1:]))
+            sent[sender].append((WeightSlice(name, tuple(tensor.shape), box, position), half))
+    handles = [
+        [channel.send((1,), bucket) for bucket in pack_buckets(slices, BUCKET_BYTES)] for slices in sent
+    ]
+    rank = memory_kit.rank(read_shape(LARGE_VOCABULARY), "d1", "embedded", on_cpu=False, dtype="fp32")
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="shared")
+    added = memory_kit.named(transfer.receive_weights(rank, route, num_senders=2))
+    with pretend_device.memory() as memory:
+        engine = EmbeddedEngine(dataclasses.replace(settings, seed=4, device=device))
+        engine.sleep(SleepLevel.DROP_WEIGHTS)
+        assert memory.num_bytes < BUCKET_BYTES // 8, "only buffers are left"
+        memory.limit, memory.most = engine_weights(rank) + sum(added.values()), 0
+        engine.wake_weights()
+        engine.load_weights([IncomingWeights(channel_settings, 1, device, handles)], 1)
+        channel.close()
+        return memory.most, memory.limit
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_an_engine_that_wakes_loads_weights_in_the_memory_of_the_plan(device, monkeypatch):
+    most, limit = most_bytes_while_loading(device)
+    assert limit - 3 * BUCKET_BYTES < most <= limit
+    # Where tensors are assembled beside the engine's own, the largest one is in memory twice.
+    assemble = incoming.assemble_tensors
+    monkeypatch.setattr(incoming, "assemble_tensors", lambda streams, storage: assemble(streams))
+    with pytest.raises(torch.OutOfMemoryError):
+        most_bytes_while_loading(device)
 
 
 # ------------------------------------------------------------------------------------- a whole run

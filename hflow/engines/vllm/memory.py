@@ -95,7 +95,7 @@ def smallest_cache(rank: Rank) -> int:
     """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`.
 
     Layers with a window free blocks when a step has ended, so they also hold the tokens of steps in flight,
-    and one more block where a window begins within one (`vllm/v1/kv_cache_interface.py`, `SlidingWindowSpec`).
+    and one more block where a window begins within one (`SlidingWindowSpec` of vLLM).
     """
     gen, block, window = rank.config.gen, _block_tokens(rank), rank.shape.window
     length = gen.max_model_len
