@@ -43,8 +43,7 @@ REPLICA = "replica"
 
 
 SHARD, REPLICATE = "shard", "replicate"
-"""The kinds of the groups of FSDP2 with a replicate axis: ranks that shard weights together, and ranks that hold
-the same shard."""
+"""The kinds of the groups of FSDP2 with a replicate axis: they shard the weights, or hold the same shard."""
 
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "send")
