@@ -381,6 +381,15 @@ def test_a_bucket_of_each_sender_is_on_the_gpu_while_weights_arrive(num_senders)
     assert not transfer.receive_weights(vllm_rank(), replace(route, transport="ipc"), num_senders)
 
 
+def test_an_engine_that_passes_buckets_on_holds_the_next_one_of_each_stream():
+    # Of four trainers each of three engines passes on one or two; with one trainer nothing is passed on.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="collective")
+    for num_senders, num_buckets in ((1, 1), (4, 4 + 2)):
+        (arriving,) = named(transfer.receive_weights(vllm_rank("d3"), route, num_senders)).values()
+        bucket = transfer.largest_bucket(LLAMA_7B, 2, num_parts=num_senders)
+        assert arriving == num_buckets * bucket + transfer.BUCKET_BYTES
+
+
 def test_an_engine_on_its_own_devices_loads_weights_beside_its_cache():
     """Its cache leaves room for that; an engine that shares devices has no cache while it loads."""
     shapes = dict.fromkeys(("actor", "ref"), LLAMA_7B)
