@@ -168,7 +168,7 @@ class GroupMemory:
     def _common(
         self, option: ReplicaOption, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
     ) -> _Common:
-        """Return what an option has in common with the other side of its model among a group's options."""
+        """Compare an option with the other side of its model among a group's options."""
         model = option.replica.model
         devices = common.get(model, "all")
         mine = [other for other in options if other.replica.model == model]
@@ -181,10 +181,8 @@ class GroupMemory:
     @memo
     def _way(self, source: ReplicaOption, engine: ReplicaOption) -> Literal["shared", "gather", "pull"]:
         """Return the way of weights from a trainer to an engine on the same devices."""
-        request = self._problem.request
-        return way_of(
-            *(replace(one.replica, workers=(0,)) for one in (source, engine)), engine.config, request
-        )
+        trainer, served = (replace(one.replica, workers=(0,)) for one in (source, engine))
+        return way_of(trainer, served, engine.config, self._problem.request)
 
     def _shared(self, options: Sequence[ReplicaOption]) -> int:
         """Return the bytes of communicators that options of a group share, and that each of them counts."""
