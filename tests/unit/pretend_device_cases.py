@@ -9,12 +9,9 @@ import memory_kit
 import pretend_device
 import pytest
 import torch
-import torch.distributed as dist
 import torch_kit as kit
 from pretend_device import HostSync, host_syncs
-from torch.distributed import PrefixStore
 
-from hflow.base.errors import WorkerFailureError
 from hflow.config.schema import LoraConfig
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
@@ -38,7 +35,6 @@ from hflow.types.kernels import AttentionKernel
 from hflow.weights import incoming
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
-from hflow.weights.channels.collective import channel as collective
 from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.incoming import IncomingWeights
 
@@ -134,45 +130,6 @@ def test_streams_that_do_not_wait_compute_with_wrong_values(device):
         assert host.tolist() == [0, 0], "the host has not waited"
         torch.get_device_module(device).synchronize()
         assert host.tolist() == [1, 1]
-
-
-def broadcast(device, monkeypatch):
-    """Send two buckets from a device that trains on meanwhile to a receiver on the CPU."""
-    groups = {"cpu": dist.ProcessGroupGloo, device: pretend_device.PretendGroup}
-
-    def join(store, name, rank, size, where, timeout):
-        return groups[where](PrefixStore(name, store), rank, size, timeout)
-
-    monkeypatch.setattr(collective, "_join", join)
-    settings = ChannelSettings("collective", "a-0", "", host="127.0.0.1", timeout=1.0)
-    sender, receiver = make_channel(settings), make_channel(settings)
-    piece = WeightSlice("w", (8,), ((0, 8),), 0)
-    weight = torch.arange(8.0).pin_memory().to(device, non_blocking=True)
-    handles = []
-    for _ in range(2):
-        (bucket,) = pack_buckets([(piece, weight)])  # complete, as its checksums were copied to the host
-        handles.append(sender.send((1,), bucket.header.with_payload(bucket.payload.clone())))
-        weight.add_(10)  # the next step of training
-    taken = []
-    try:
-        for handle in handles:
-            bucket = receiver.receive(handle._replace(device="cpu"), 1)
-            taken.append(bucket.payload.view(torch.float32).tolist())
-    except WorkerFailureError as error:
-        return str(error)
-    finally:
-        sender.close()
-    return taken
-
-
-def test_buckets_are_broadcast_beside_training(device, monkeypatch):
-    """Its stream waits until a bucket is packed."""
-    right = [[float(i + step) for i in range(8)] for step in (0, 10)]
-    with pretend_device.deferred():
-        assert broadcast(device, monkeypatch) == right
-        with monkeypatch.context() as patch:
-            patch.setattr(pretend_device._Event, "wait", lambda event, stream=None: None)
-            assert broadcast(device, patch) != right
 
 
 def test_copies_for_a_checkpoint_are_complete_when_they_are_written(device, monkeypatch):
