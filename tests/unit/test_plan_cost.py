@@ -783,12 +783,13 @@ def test_weights_that_every_rank_gathers_by_hand():
 
 
 def test_what_several_trainers_broadcast_goes_to_an_engine_first():
-    # Two engines need 1 GiB each. Of one trainer they take it in one broadcast, of two by way of one engine.
+    # Two engines need 1 GiB each in 16 buckets. Of one trainer they take it in one broadcast, of two by way
+    # of one engine: while that broadcasts a bucket it takes the next one, so only the first is waited for.
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**31, 0, 0, "collective")
     engines = side(layout="d2")
-    for num_sources, ways in ((1, 1), (2, 2)):
+    for num_sources, num_buckets, latencies in ((1, 16, 16), (2, 17, 32)):
         weights, *_ = load_weights(route, engines, RankPlacement(2), TOY.inter, num_sources)
-        assert weights.seconds == pytest.approx(ways * (2**30 / 1e10 + 16 * 1e-6))
+        assert weights.seconds == pytest.approx(num_buckets * 2**26 / 1e10 + latencies * 1e-6)
     across = replace(route, node_bytes=2**31)
     weights, *_ = load_weights(across, engines, RankPlacement(2), TOY.inter, 2)
     assert weights.seconds > 2**30 / 1e9

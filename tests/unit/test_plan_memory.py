@@ -51,7 +51,7 @@ from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import Experts, num_parameters
+from hflow.shapes.model_shape import Experts, SlidingWindow, num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop import logprobs
@@ -343,6 +343,17 @@ def test_the_vllm_cache_has_whole_blocks_one_of_them_empty():
     assert vllm_memory.cache_bytes(fixed, load, 0, little) == 3 * 2**29
 
 
+def test_the_smallest_vllm_cache_holds_steps_in_flight_besides_a_window():
+    # Every second layer has a window of 1,024 tokens and holds two steps of 8,192 besides: 1,088 blocks of 16
+    # tokens, and one as the window may begin within a block. The others hold 100,000 tokens, 6,250 blocks.
+    shape = replace(LLAMA_7B, window=SlidingWindow(1024, 2))
+    long = rank(shape, "d1", "vllm", on_cpu=False, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(long) == (1 + 3_670) * 16 * TOKEN
+    # On a CPU one step at a time is in flight, as long as the longest prompt: all 782 blocks of 128 tokens.
+    on_cpu = rank(shape, "d1", "vllm", on_cpu=True, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(on_cpu) == (1 + 783) * 128 * TOKEN
+
+
 def test_the_largest_batch_of_a_vllm_cache():
     # 101 blocks, one of them empty: 25 sequences of 64 tokens, 20 of 65.
     cache = 101 * 16 * TOKEN
@@ -433,6 +444,15 @@ def test_a_bucket_of_each_sender_is_on_the_gpu_while_weights_arrive(num_senders)
     norms = num_senders * 10 * 8_192  # a few share the bucket
     assert 0 <= arriving - num_senders * part - transfer.BUCKET_BYTES < norms
     assert not transfer.receive_weights(vllm_rank(), replace(route, transport="ipc"), num_senders)
+
+
+def test_an_engine_that_passes_buckets_on_holds_the_next_one_of_each_stream():
+    # Of four trainers each of three engines passes on one or two; with one trainer nothing is passed on.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="collective")
+    for num_senders, num_buckets in ((1, 1), (4, 4 + 2)):
+        (arriving,) = named(transfer.receive_weights(vllm_rank("d3"), route, num_senders)).values()
+        bucket = transfer.largest_bucket(LLAMA_7B, 2, num_parts=num_senders)
+        assert arriving == num_buckets * bucket + transfer.BUCKET_BYTES
 
 
 def test_an_engine_on_its_own_devices_loads_weights_beside_its_cache():

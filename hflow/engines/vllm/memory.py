@@ -7,6 +7,7 @@ sleep.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,9 @@ CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache on CUDA (vLLM's default)."""
 STEP_TOKENS = 8192
-"""Tokens that one step computes at most (vLLM's `max_num_batched_tokens`); longer prompts are divided."""
+"""Tokens that one step computes at most on a GPU, unless more sequences run; longer prompts are divided."""
+STEPS_IN_FLIGHT = 2
+"""Steps that are scheduled at once on a GPU, where vLLM schedules ahead (`max_concurrent_batches`)."""
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
@@ -93,8 +96,28 @@ def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
 
 
 def smallest_cache(rank: Rank) -> int:
-    """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`."""
-    return block_bytes(rank) * (1 + _num_blocks(rank, rank.config.gen.max_model_len))
+    """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`.
+
+    Layers with a window free blocks when a step has ended, so they also hold the tokens of steps in flight,
+    and one more block where a window begins within one (`SlidingWindowSpec` of vLLM).
+    """
+    gen, block, window = rank.config.gen, _block_tokens(rank), rank.shape.window
+    length = gen.max_model_len
+    if window is None:
+        return block_bytes(rank) * (1 + _num_blocks(rank, length))
+    num_steps = 1 if rank.on_cpu else STEPS_IN_FLIGHT
+    in_flight = num_steps * step_tokens(gen.max_running, length, rank.on_cpu)
+    windowed = 1 + -(-min(window.tokens - 1 + in_flight, length) // block)
+    share = (rank.shape.num_layers // window.full_every) / rank.shape.num_layers
+    return block_bytes(rank) * (1 + math.ceil(share * -(-length // block) + (1 - share) * windowed))
+
+
+def step_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
+    """Return the tokens that one step computes at most, vLLM's `max_num_batched_tokens`.
+
+    A prompt that is not divided, as on a CPU, needs a step of its own.
+    """
+    return max(STEP_TOKENS, max_running, max_length if on_cpu else 0)
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int:

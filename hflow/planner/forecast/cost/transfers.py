@@ -196,8 +196,11 @@ def _arrival(
         if between:
             link_time += send(between, network, hardware)
         if has_relays and channel.broadcasts and replica.layout.data > 1 and num_sources > 1:
+            # The next bucket comes from its sender while one is broadcast, so the longer way counts.
             link = network if route.node_bytes == route.moved_bytes else hardware.intra
-            link_time += send(route.moved_bytes / num, link, hardware)
+            first = send(route.moved_bytes / num, link, hardware)
+            transfer = max(first.transfer, link_time.transfer) + first.transfer / num_buckets
+            link_time = LinkTime(transfer, link_time.latency + first.latency)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
 
 
