@@ -151,22 +151,6 @@ def test_copies_for_a_checkpoint_are_complete_when_they_are_written(device, monk
             assert copied() != [11, 12, 13, 14]
 
 
-def test_everything_that_copies_beside_the_host_is_right_with_deferred_work(device):
-    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3)
-    wanted, _ = generate(EmbeddedEngine(settings))
-    _, metrics, _ = trained("cpu", "mask")
-    with pretend_device.deferred():
-        test_weights_in_shared_memory_are_pinned_at_both_ends(device)
-        test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device)
-        engine = EmbeddedEngine(dataclasses.replace(settings, device=device))
-        assert generate(engine)[0] == wanted
-        engine.sleep(SleepLevel.KEEP_WEIGHTS)
-        engine.wake_weights()
-        engine.wake_cache()
-        assert generate(engine)[0] == wanted
-        assert trained(device, "mask")[1] == pytest.approx(metrics, abs=1e-4)
-
-
 # ---------------------------------------------------------------------------------------- training
 def trained(device, name, **changes):
     """Train on two micro-batches, which is a step of one update, or two if the call has two epochs."""
