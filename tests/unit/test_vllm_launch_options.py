@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+from typing import Any
+
 import pytest
 
 from hflow.engines.interface import EngineSetup
@@ -10,9 +13,9 @@ from hflow.engines.vllm.memory import graph_sizes
 from hflow.models.settings import ModelSettings
 
 
-def arguments(device: str, max_running: int = 1024) -> dict[str, object]:
+def arguments(device: str, max_running: int = 1024, **more: object) -> dict[str, Any]:
     settings = ModelSettings(name="actor", device=device, dtype="bf16")
-    options = {"max_running": max_running, "cache_bytes": 1 << 20}
+    options = {"max_running": max_running, "cache_bytes": 1 << 20, **more}
     return engine_arguments(EngineSetup(settings, options), "model", 2048)
 
 
@@ -29,6 +32,16 @@ def test_a_cpu_has_neither() -> None:
     assert "cudagraph_capture_sizes" not in found
 
 
+def test_fp8_spares_the_routers_of_experts() -> None:
+    assert "quantization" not in arguments("cuda")
+    found = arguments("cuda", quantization="fp8")
+    assert found["quantization"] == "fp8_per_block"
+    (pattern,) = found["quantization_config"]["ignore"]
+    layer = "model.layers.0.mlp"
+    assert fnmatch(f"{layer}.gate", pattern)
+    assert not any(fnmatch(f"{layer}.{name}", pattern) for name in ("gate_up_proj", "gate_proj", "experts"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_vllms_server_reads_the_same_arguments(device: str) -> None:
@@ -36,6 +49,8 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
-    found = arguments(device, max_running=600)
+    found = arguments(device, max_running=600, quantization="fp8")
     read = vars(parser.parse_args(command_line(found)))
+    ignored = found.pop("quantization_config")
+    assert read["quantization_config"].ignore == ignored["ignore"]
     assert {name: read[name] for name in found} == found

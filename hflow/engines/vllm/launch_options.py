@@ -5,6 +5,7 @@ A run's engine and the server that `hflow serve` starts have the same, so that b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
-from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan, graph_sizes
+from hflow.engines.vllm.memory import MEMORY_BUDGET, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
@@ -23,6 +24,12 @@ _CUDA_QUEUES = "8"
 """Hardware queues of a process: CUDA's default. A worker with tensor ranks of megatron has only one."""
 _RANK_EXTENSION = "hflow.engines.vllm.rank.RankExtension"
 _RECORDING_WORKER = "hflow.engines.vllm.cpu_recording.RecordingWorker"
+_QUANTIZATIONS: Mapping[str | None, Mapping[str, Any]] = {
+    None: {},
+    # vLLM would quantise the routers of experts too, whose rounding changes which experts compute a token.
+    "fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*.gate"]}},
+}
+"""`models.NAME.gen.quantization` -> the arguments of vLLM's engine."""
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -71,8 +78,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "max_model_len": max_length,
         "max_num_seqs": max_running,
         "async_scheduling": setup.settings.device in SCHEDULES_AHEAD_ON,
-        # A prompt that is not divided needs a step of its own.
-        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
+        "max_num_batched_tokens": step_tokens(max_running, max_length, on_cpu),
         # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
         "enable_chunked_prefill": not on_cpu,
         "tensor_parallel_size": setup.tensor,
@@ -82,6 +88,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
+        **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_memory(setup, max_length),
     }
@@ -109,6 +116,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, Mapping):
+            words += [f"--{option}", json.dumps(value)]
         elif isinstance(value, list):
             words += [f"--{option}", *map(str, value)]
         else:

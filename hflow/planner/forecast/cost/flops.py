@@ -59,7 +59,7 @@ def work_of(
         group_size: samples that share a prompt.
         budget: tokens of a micro-batch, for a backend that computes shared prompts once. It does if a whole
             group fits and `MIN_SAVED_FRACTION` is saved. None for other backends.
-        images: those of each prompt. A micro-batch computes them once for all of its samples with the prompt.
+        images: the images of each prompt. A micro-batch computes them once for all samples with the prompt.
     """
     tokens, groups = sum(lengths), len(lengths) / group_size
     shared = prompt * (len(lengths) - groups)
@@ -76,7 +76,7 @@ def work_of(
 
 
 def _tower_work(images: PromptImages | None, groups: float, num_microbatches: float) -> dict[str, float]:
-    """Return what the tower computes for the prompts of groups that are in some micro-batches each."""
+    """Return the tower's work for the prompts of groups that are in some micro-batches each."""
     if images is None:
         return {}
     num, load = images.count * groups * num_microbatches, images.load
