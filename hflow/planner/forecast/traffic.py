@@ -391,9 +391,9 @@ class ImageBytes:
     """Bytes of the images of a sample."""
 
     files: int = 0
-    """Their files, as columns of a dataset have them."""
+    """Image files, as columns of a dataset have them."""
     urls: int = 0
-    """The same as data URLs, as messages of a model that sees have them."""
+    """Data URLs of the files, as messages of a model that sees have them."""
     pixels: int = 0
     """What the model takes: a sample's part, as those of a group that move together have them once."""
 
