@@ -5,6 +5,7 @@ A run's engine and the server that `hflow serve` starts have the same, so that b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
             words.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, list):
             words += [f"--{option}", *map(str, value)]
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
         else:
             words += [f"--{option}", str(value)]
     return words
@@ -121,7 +124,7 @@ def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
     cache = setup.options.get("cache_bytes")
     if cache is None and setup.settings.device == "cpu":
         cache = cache_without_plan(
-            read_config(setup.settings),
+            read_config(setup.settings).get_text_config(),
             setup.settings.dtype,
             setup.options["max_running"],
             max_length,

@@ -60,7 +60,7 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     It holds `max_running` of the longest sequences, within a fraction of the machine's memory.
 
     Args:
-        config: the model's HF config.
+        config: the HF config of the language model.
         dtype: `fp32` or `bf16`.
         max_running: sequences that run at once.
         max_length: tokens of the longest.
