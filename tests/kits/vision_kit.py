@@ -13,21 +13,23 @@ from transformers import AutoConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.images.files import read_image
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.trajectories import append_turn, prompt_trajectory
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.types import Unit
 from hflow.types.trajectory import PIXELS
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789<>_\n"
 VOCAB = 7 + len(ALPHABET)
 _TEXT: dict[str, Any] = {
-    "hidden_size": 32,
+    "hidden_size": 128,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "bos_token_id": None,
     "eos_token_id": 2,
@@ -37,7 +39,7 @@ _IDS = {"image_token_id": 6, "vision_start_token_id": 4, "vision_end_token_id": 
 _TOWER = {
     "depth": 2,
     "hidden_size": 32,
-    "out_hidden_size": 32,
+    "out_hidden_size": 128,
     "num_heads": 2,
     "intermediate_size": 48,
     "patch_size": 4,
@@ -49,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_5_vl",
         "text_config": {
             **_TEXT,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 8], "rope_theta": 1e4},
         },
         "vision_config": {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
         "tie_word_embeddings": True,
@@ -59,8 +61,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_vl",
         "text_config": {
             **_TEXT,
-            "head_dim": 8,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 1e4},
         },
         "vision_config": {**_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
@@ -83,7 +85,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-IMAGE_SETTINGS = {"smolvlm": {"do_image_splitting": False}}
+IMAGE_SETTINGS = {"smolvlm": {"size": {"longest_edge": 64}}}
+"""SmolVLM's images have tiles, so that text is between the tokens of an image."""
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -145,3 +148,26 @@ def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
         PIXELS: Column(Unit.PIXELS, [sample.pixels for sample in samples]),
     }
     return Batch(np.arange(count), np.array(groups or range(count)), lengths, columns)
+
+
+def prompt_length(sample: Any) -> int:
+    return int(sample.loss_mask.index(True))
+
+
+def drawn(sample: Any, result: GenerationResult) -> Any:
+    """Return the trajectory of a sample's prompt with what an engine drew after it."""
+    prompt = sample.input_ids[: prompt_length(sample)]
+    return append_turn(prompt_trajectory(prompt, sample.messages[:1], sample.pixels), result, "")
+
+
+def assert_logprobs(backend: TorchModel, trajectories: list[Any], version: int | None = None) -> None:
+    """Check that a trainer gives drawn tokens, those of a version, the log-probs that an engine gave them."""
+    (computed,) = backend.infer(
+        torch_kit.call(torch_kit.logprobs, "token", []), [batch_of(trajectories)]
+    )
+    wanted = np.concatenate([sample.behav_logprobs for sample in trajectories])
+    versions = np.concatenate([sample.versions for sample in trajectories])
+    mask = versions >= 0 if version is None else versions == version
+    assert mask.any()
+    assert np.abs(wanted[mask]).max() > 1
+    np.testing.assert_allclose(computed.columns["result"].values[mask], wanted[mask], atol=1e-5)

@@ -24,6 +24,8 @@ from vllm.multimodal.processing import (
     BaseProcessingInfo,
     InputProcessingContext,
 )
+from vllm.platforms import current_platform
+from vllm.v1.core.sched import output
 
 from hflow.engines.vllm.images import IMAGE
 from hflow.engines.vllm.rank import RankExtension
@@ -88,5 +90,16 @@ def _replace_torchvision() -> None:
         models._run_in_subprocess = lambda inspect: inspect()  # another process could not import them
 
 
+def _keep_pixels() -> None:
+    """Let the scheduler send the pixels of cached images too.
+
+    vLLM's first model runner gets them with a new request only. It needs them if the request is computed again
+    from its first token, after new weights or for want of memory.
+    """
+    output.strip_covered_mm_data = lambda features, *_, **__: features
+
+
 _replace_processors()
 _replace_torchvision()
+if current_platform.is_cpu():
+    _keep_pixels()

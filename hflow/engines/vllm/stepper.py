@@ -211,7 +211,10 @@ class VllmStepper(Stepper):
     def _use(self, version: int) -> None:
         """Drop all that older weights have computed."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._engine.reset_encoder_cache()
+        core: EngineCore = self._core.engine_core
+        # Not by the engine's own method, which warns of requests that still use the outputs of the tower.
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
         self._engine.set_weight_version(str(version))
         self._version = version
 

@@ -47,12 +47,13 @@ def image_options(setup: EngineSetup) -> Mapping[str, Any]:
             f"model {setup.settings.name!r}: the vllm engine takes images of {', '.join(SERVED)}, but not of "
             f"{family.name}. Set models.{setup.settings.name}.gen.engine=embedded."
         )
-    return {
+    options = {
         "worker_extension_cls": _RANK_EXTENSION,
         # Both would run the model's processor, which vLLM has no need of here.
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
-        # Each rank has the whole tower and computes a part of the images.
-        "mm_encoder_tp_mode": "data",
         **model_overrides(setup),
     }
+    if family.name in _SECTIONS:  # each rank has the whole tower, and computes a part of the images
+        options["mm_encoder_tp_mode"] = "data"
+    return options

@@ -1,0 +1,197 @@
+"""vLLM's engine sees what the trainer sees: its log-probs are those of the trainer, in fp32 to 1e-5.
+
+Prompts have no image, one or two, whose samples share them. SmolVLM's have text between the tokens of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch_kit
+import vision_kit as kit
+
+from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.interface import EngineSetup, GenerationResult, SamplingParams
+from hflow.engines.process.engine import ProcessEngine
+from hflow.planner.models.descriptors import engine_kind
+from hflow.training.fsdp.backend import TorchModel
+from hflow.types.engine import SleepLevel
+from hflow.weights.incoming import IncomingWeights
+
+pytest.importorskip("vllm")
+
+SIZES = [[(40, 24)], [], [(16, 16), (24, 40)], [(40, 24)]]
+GROUP = 3
+OPTIONS = {"max_running": 7, "max_model_len": 500}
+
+
+@dataclass
+class Subject:
+    """An engine, and the trainers whose weights it gets."""
+
+    family: str
+    tensor: int
+    engine: ProcessEngine
+    next_id: int = 0
+    version: int = 0
+
+    def load(self, seed: int) -> TorchModel:
+        """Load the weights of a trainer as the next version."""
+        self.version += 1
+        backend = trainer(self.family, seed)
+        weights = {name: tensor.clone() for name, tensor in torch_kit.weights(backend).items()}
+        incoming = IncomingWeights.of_tensors(partial(list, list(weights.items())))
+        loaded = self.engine.load_weights([incoming] * self.tensor, self.version)
+        assert len(set(loaded.checksums)) == 1
+        return backend
+
+    def add(self, samples: Sequence[Any], params: SamplingParams) -> list[int]:
+        """Add a request for the prompt of each sample; return their ids."""
+        ids = list(range(self.next_id, self.next_id + len(samples)))
+        self.next_id += len(samples)
+        for number, sample in zip(ids, samples, strict=True):
+            prompt = sample.input_ids[: kit.prompt_length(sample)]
+            self.engine.add(number, prompt, replace(params, seed=number), sample.pixels)
+        return ids
+
+    def finish(self) -> dict[int, GenerationResult]:
+        results: dict[int, GenerationResult] = {}
+        while self.engine.num_unfinished:
+            results.update(self.engine.step())
+        return results
+
+    def generate(self, samples: Sequence[Any], params: SamplingParams) -> list[Any]:
+        """Return the trajectories that the engine draws for the prompts of samples."""
+        ids = self.add(samples, params)
+        results = self.finish()
+        return [kit.drawn(sample, results[i]) for sample, i in zip(samples, ids, strict=True)]
+
+    def run_until(self, number: int, num_tokens: int) -> None:
+        """Let a request draw some tokens."""
+        while len(self.engine.drawn({number: 0}).get(number, ((), ()))[0]) < num_tokens:
+            assert not self.engine.step()
+
+
+@cache
+def trainer(family: str, seed: int) -> TorchModel:
+    return kit.model(family, seed=seed)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3_vl", 1),
+        *(
+            pytest.param(of_engine, marks=pytest.mark.long)
+            for of_engine in [("qwen2_5_vl", 1), ("smolvlm", 1), ("qwen3_vl", 2), ("smolvlm", 2)]
+        ),
+    ],
+    ids=lambda of_engine: f"{of_engine[0]}-t{of_engine[1]}",
+)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    family, tensor = request.param
+    cores = tuple((rank % 2,) for rank in range(tensor)) if tensor > 1 else ()
+    setup = EngineSetup(
+        kit.settings(family, seed=3), OPTIONS, kit.tokenizer(family), tensor=tensor, cores=cores
+    )
+    engine = engine_kind("vllm").factory(setup)
+    yield Subject(family, tensor, engine)
+    engine.close()
+
+
+def groups(family: str, text: str = "what? ") -> list[Any]:
+    return [sample for sample in kit.trajectories(family, SIZES, text) for _ in range(GROUP)]
+
+
+def test_random_weights_are_those_of_the_trainer(subject: Subject) -> None:
+    """Before it has loaded any, the engine draws its weights as the trainer does."""
+    subject.version += 1
+    subject.engine.set_version(subject.version)
+    samples = kit.trajectories(subject.family, SIZES)
+    drawn = subject.generate(samples, SamplingParams(max_tokens=4))
+    kit.assert_logprobs(trainer(subject.family, 3), drawn)
+
+
+def test_groups_draw_what_the_trainer_computes(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, sent = subject.engine._process, []
+    monkeypatch.setattr(process, "send", lambda calls, send=process.send: [sent.extend(calls), send(calls)])
+    backend, samples = subject.load(4), groups(subject.family, "look! ")
+    drawn = subject.generate(samples, SamplingParams(max_tokens=9))
+    kit.assert_logprobs(backend, drawn)
+    assert len({tuple(trajectory.input_ids) for trajectory in drawn}) > len(SIZES)
+    images = {image.digest for sample in samples for _, image in sample.pixels}
+    new = [image.digest for call in sent if call.method == "keep_images" for image in call.arguments[0]]
+    assert set(new) <= images
+    assert len(new) == len(set(new))
+
+
+def test_it_is_as_greedy_as_the_embedded_engine(subject: Subject) -> None:
+    backend, samples = subject.load(5), kit.trajectories(subject.family, SIZES)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    embedded = EmbeddedEngine(kit.settings(subject.family), {}, backend.shared_module())
+    embedded.wake_cache()
+    for number, sample in enumerate(samples):
+        embedded.add(number, sample.input_ids[: kit.prompt_length(sample)], greedy, sample.pixels)
+    results = dict(finished for _ in range(12) for finished in embedded.step())
+    expected = [kit.drawn(sample, results[number]) for number, sample in enumerate(samples)]
+    assert [x.input_ids for x in subject.generate(samples, greedy)] == [x.input_ids for x in expected]
+
+
+def test_new_weights_look_again_at_cached_images(subject: Subject) -> None:
+    samples = groups(subject.family)
+    drawn = []
+    for seed in (3, 4):
+        backend = subject.load(seed)
+        drawn.append(subject.generate(samples, SamplingParams(max_tokens=5, temperature=0.8)))
+        kit.assert_logprobs(backend, subject.generate(samples, SamplingParams(max_tokens=5)))
+    assert drawn[0][0].behav_logprobs != drawn[1][0].behav_logprobs
+
+
+def test_requests_continue_with_new_weights(subject: Subject) -> None:
+    """Requests that run when weights arrive, whose images the cache of their prompt had covered."""
+    old = subject.load(3)
+    (sample, *_) = kit.trajectories(subject.family, SIZES[:1], "and this is a long question " * 10)
+    assert kit.prompt_length(sample) > 2 * 128
+    subject.generate([sample], SamplingParams(max_tokens=2))
+    first, second = subject.add([sample] * 2, SamplingParams(max_tokens=20))
+    subject.run_until(second, 5)
+    new = subject.load(4)
+    results = subject.finish()
+    drawn = [kit.drawn(sample, results[number]) for number in (first, second)]
+    assert {len(trajectory.input_ids) for trajectory in drawn} == {kit.prompt_length(sample) + 20}
+    kit.assert_logprobs(old, drawn, subject.version - 1)
+    kit.assert_logprobs(new, drawn, subject.version)
+
+
+def test_interrupted_requests_continue_with_their_images(subject: Subject) -> None:
+    backend, samples = subject.load(4), kit.trajectories(subject.family, SIZES)
+    params = SamplingParams(max_tokens=16)
+    ids = subject.add(samples, params)
+    subject.run_until(ids[-1], 4)
+    parts = dict(subject.engine.interrupt())
+    subject.engine.sleep(SleepLevel.KEEP_WEIGHTS)
+    subject.engine.wake_weights()
+    subject.engine.wake_cache()
+    for number, sample in zip(ids, samples, strict=True):
+        num_drawn = len(parts[number].ids)
+        rest = replace(params, max_tokens=16 - num_drawn, num_resumed=num_drawn, seed=number)
+        prompt = [*sample.input_ids[: kit.prompt_length(sample)], *parts[number].ids]
+        subject.engine.add(number, prompt, rest, sample.pixels)
+    rests = subject.finish()
+    whole = [
+        replace(
+            rests[number],
+            ids=parts[number].ids + rests[number].ids,
+            logprobs=parts[number].logprobs + rests[number].logprobs,
+            versions=parts[number].versions + rests[number].versions,
+        )
+        for number in ids
+    ]
+    assert {len(result.ids) for result in whole} == {16}
+    kit.assert_logprobs(backend, [kit.drawn(*pair) for pair in zip(samples, whole, strict=True)])
