@@ -162,9 +162,7 @@ def drawn(sample: Any, result: GenerationResult) -> Any:
 
 def assert_logprobs(backend: TorchModel, trajectories: list[Any], version: int | None = None) -> None:
     """Check that a trainer gives drawn tokens, those of a version, the log-probs that an engine gave them."""
-    (computed,) = backend.infer(
-        torch_kit.call(torch_kit.logprobs, "token", []), [batch_of(trajectories)]
-    )
+    (computed,) = backend.infer(torch_kit.call(torch_kit.logprobs, "token", []), [batch_of(trajectories)])
     wanted = np.concatenate([sample.behav_logprobs for sample in trajectories])
     versions = np.concatenate([sample.versions for sample in trajectories])
     mask = versions >= 0 if version is None else versions == version

@@ -81,4 +81,6 @@ def test_the_engine_draws_what_the_trainer_computes(family):
             engine.add(2 * number + copy, prompt, params, sample.pixels)
     results = dict(finished for _ in range(40) for finished in engine.step())
     assert len(results) == 2 * len(samples)
-    kit.assert_logprobs(backend, [kit.drawn(samples[i // 2], result) for i, result in sorted(results.items())])
+    kit.assert_logprobs(
+        backend, [kit.drawn(samples[i // 2], result) for i, result in sorted(results.items())]
+    )

@@ -25,6 +25,7 @@ class SentImages:
     def __init__(self) -> None:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Digest -> bytes, the latest used last."""
+        self._num_bytes = 0
 
     def take_new(self, images: Sequence[PlacedImage]) -> tuple[list[ProcessedImage], list[str]]:
         """Count a request's images as sent.
@@ -39,16 +40,17 @@ class SentImages:
         for _, image in images:
             if image.digest not in self._sizes:
                 new[image.digest] = image
+                self._num_bytes += image.nbytes
             self._sizes[image.digest] = image.nbytes
             self._sizes.move_to_end(image.digest)
-        forgotten, needed = [], {image.digest for _, image in images}
-        while sum(self._sizes.values()) > KEPT_BYTES and len(self._sizes) > len(needed):
-            forgotten.append(self._sizes.popitem(last=False)[0])
+        forgotten, needed = [], len({image.digest for _, image in images})
+        while self._num_bytes > KEPT_BYTES and len(self._sizes) > needed:
+            digest, num_bytes = self._sizes.popitem(last=False)
+            self._num_bytes -= num_bytes
+            forgotten.append(digest)
         return list(new.values()), forgotten
 
 
 def without_pixels(images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
     """Return images as a request has them whose pixels were sent before."""
-    return tuple(
-        PlacedImage(start, dataclasses.replace(image, pixels=_NO_PIXELS)) for start, image in images
-    )
+    return tuple(PlacedImage(start, dataclasses.replace(image, pixels=_NO_PIXELS)) for start, image in images)

@@ -1,10 +1,10 @@
-"""Stands in for what vLLM needs to prepare images itself, which hflow has done before.
+"""Stand-ins for what vLLM prepares images with, as hflow has prepared them before.
 
-hflow has expanded the prompt and made the pixels of its images. So the processors of vLLM and transformers are
-not needed; neither are a tokenizer and torchvision.
+hflow has expanded the prompt and made the pixels of its images. So the processors of vLLM and transformers, a
+tokenizer and torchvision are not needed.
 
-Importing this module replaces them in its process: that of the engine, and those of tensor ranks, which import
-it as their `worker_extension_cls`.
+Importing this module replaces them in its process: that of the engine, and those of tensor ranks, which
+import it as their `worker_extension_cls`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _replace_torchvision() -> None:
 def _keep_pixels() -> None:
     """Let the scheduler send the pixels of cached images too.
 
-    vLLM's first model runner gets them with a new request only. It needs them if the request is computed again
-    from its first token, after new weights or for want of memory.
+    vLLM's first model runner gets them with a new request only. It needs them if the request is computed
+    again from its first token, after new weights or for want of memory.
     """
     output.strip_covered_mm_data = lambda features, *_, **__: features
 
