@@ -5,6 +5,7 @@ Prompts have no image, one or two, whose samples share them. SmolVLM has text be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -14,10 +15,11 @@ import pytest
 import torch_kit
 import vision_kit as kit
 
+from hflow.data.images.files import read_image
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import EngineSetup, GenerationResult, SamplingParams
 from hflow.engines.process.engine import ProcessEngine
-from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS
+from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS, STEP_TOKENS
 from hflow.planner.models.descriptors import engine_kind
 from hflow.training.fsdp.backend import TorchModel
 from hflow.types.engine import SleepLevel
@@ -31,7 +33,7 @@ LONG = 90
 """Tokens of requests that shall still run when something happens."""
 ATTEMPTS = 20
 """The engine draws while the test does something else, and may have finished."""
-OPTIONS = {"max_running": 7, "max_model_len": 500}
+OPTIONS = {"max_running": 40, "max_model_len": 510, "cache_bytes": 1 << 28}
 
 
 @dataclass
@@ -198,3 +200,26 @@ def test_interrupted_requests_continue_with_their_images(subject: Subject) -> No
         assert len(result.ids) == LONG
         whole.append(kit.drawn(samples[i], result))
     kit.assert_logprobs(backend, whole)
+
+
+@pytest.mark.long
+def test_prompts_are_computed_whole_though_images_do_not_fit_into_a_step(subject: Subject) -> None:
+    """Prompts of which a step computes little, but has to compute the images, as others came since."""
+    if subject.family != "qwen3_vl":
+        pytest.skip("the scheduler is the same")
+    tokens, more_tokens, side = (20, 20), (7, 8), 8
+    num_first, num_both = math.prod(tokens), math.prod(tokens) + math.prod(more_tokens)
+    assert STEP_TOKENS % num_both >= num_first  # a step has place for the first image of one more prompt
+    num = STEP_TOKENS // num_both + 4
+
+    def samples(first: int, *sizes: tuple[int, int]) -> list[Any]:
+        pictures = [
+            [read_image(kit.picture(side * x, side * y, first + i)) for x, y in sizes] for i in range(num)
+        ]
+        return [kit.tokenizer(subject.family).join("see", "it", images) for images in pictures]
+
+    backend = subject.load(3)
+    for first in (0, num):  # the others take the place of the first in the cache of images
+        subject.generate(samples(first, tokens), SamplingParams(max_tokens=1))
+    drawn = subject.generate(samples(0, tokens, more_tokens), SamplingParams(max_tokens=3))
+    kit.assert_logprobs(backend, drawn)

@@ -51,5 +51,5 @@ def test_a_request_may_have_more_images_than_are_kept(monkeypatch: pytest.Monkey
 
 
 def test_requests_have_no_pixels() -> None:
-    (start, image), = without_pixels([placed("a")])
+    ((start, image),) = without_pixels([placed("a")])
     assert (start, image.digest, image.nbytes, image.num_tokens) == (3, "a", 0, 1)

@@ -26,6 +26,8 @@ from vllm.multimodal.processing import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import output
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from hflow.engines.vllm.images import IMAGE
 from hflow.engines.vllm.rank import RankExtension
@@ -99,7 +101,31 @@ def _keep_pixels() -> None:
     output.strip_covered_mm_data = lambda features, *_, **__: features
 
 
+def _compute_prompts_whole() -> None:
+    """Let a prompt wait whose images do not fit into a step any more.
+
+    vLLM would compute it up to such an image, but a CPU cannot divide prompts (`engine_arguments`). The
+    images of a prompt always fit into a step of its own.
+    """
+    schedule = Scheduler._try_schedule_encoder_inputs
+
+    def whole_or_none(
+        self: Scheduler,
+        request: Request,
+        num_computed: int,
+        num_new: int,
+        budget: int,
+        *rest: Any,
+        **more: Any,
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        found = schedule(self, request, start, num_new, budget, *rest, **more)
+        return found if found[1] == num_new else ([], 0, budget, [], [])
+
+    Scheduler._try_schedule_encoder_inputs = whole_or_none
+
+
 _replace_processors()
 _replace_torchvision()
 if current_platform.is_cpu():
     _keep_pixels()
+    _compute_prompts_whole()
