@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from hflow.types import (
         Endpoint,
         Engine,
+        Image,
         Json,
         Messages,
         Metrics,
@@ -86,7 +87,7 @@ _NAMES = {
     "serve simulate size twin",
     "hflow.observer": "Observer RunInfo",
     "hflow.services.client": "Service",
-    "hflow.types": "Endpoint Engine Json Messages Metrics Output PerGroup PerSequence PerToken Sequences "
+    "hflow.types": "Endpoint Engine Image Json Messages Metrics Output PerGroup PerSequence PerToken Sequences "
     "State Tensor TensorDict Text Tokenizer ToolCall Trajectory",
 }
 """Module -> its names. The first use of one imports it, so that small processes of hflow start quickly."""
@@ -101,6 +102,7 @@ __all__ = [
     "Engine",
     "EpisodeError",
     "HflowError",
+    "Image",
     "Json",
     "Messages",
     "Metrics",

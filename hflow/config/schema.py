@@ -131,6 +131,17 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class ImagesConfig:
+    """How a model that sees gets images: `models.NAME.images`."""
+
+    min_pixels: Int | None = Field(default=None, ge=1)
+    """Smaller images are enlarged to so many pixels; null: as the checkpoint says."""
+    max_pixels: Int | None = Field(default=None, ge=1)
+    """Larger images are made smaller, to so many pixels; null: as the checkpoint says. The tokens of an image
+    are in proportion to its pixels."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class ModelConfig:
     """One model of the recipe: `models.NAME`."""
 
@@ -195,6 +206,8 @@ class ModelConfig:
     """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)
     """How the model generates."""
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
+    """How the model gets images, if the recipe declares it with `vision=True`."""
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16"]:

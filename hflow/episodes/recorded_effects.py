@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from hflow.base.errors import EpisodeError, HflowError
+from hflow.data.images.files import with_digests, with_images_of_urls, with_urls
 from hflow.data.text.tool_formats.tools import Tool, tool_name
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
@@ -148,7 +149,7 @@ class RecordedEffects:
         number = environment_number(tool, self._environments)
         request = {
             "tool": tool.__name__ if number is None else tool.__qualname__,
-            "arguments": json_value(arguments, f"the arguments of {tool.__name__}"),
+            "arguments": json_value(with_digests(arguments), f"the arguments of {tool.__name__}"),
         }
         if number is not None:
             request["environment"] = number
@@ -167,7 +168,8 @@ class RecordedEffects:
             self.offer([tool])
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += outcome["failed"]
-        return outcome["result"]
+        result = outcome["result"]
+        return with_images_of_urls(result) if outcome.get("has_images") else result
 
     async def create_environment(
         self, model: str, kind: Callable[..., Any], arguments: Mapping[str, Any]
@@ -183,7 +185,7 @@ class RecordedEffects:
         name = getattr(kind, "__name__", type(kind).__name__)
         request = {
             "environment": name,
-            "arguments": json_value(arguments, f"the arguments of {name}"),
+            "arguments": json_value(with_digests(arguments), f"the arguments of {name}"),
         }
         index, entry = self._recorder.begin("environment", model, request)
         with self.status.during(EpisodeState.PROCESSING_TOOLS):
@@ -263,7 +265,9 @@ class RecordedEffects:
             if not self._is_for_model(tool):
                 raise
             return {"result": failure(error_line(error)), "failed": True}
-        return {"result": json_value(result, f"what {tool.__name__} returned"), "failed": False}
+        plain, has_images = with_urls(result)
+        outcome = {"result": json_value(plain, f"what {tool.__name__} returned"), "failed": False}
+        return outcome | {"has_images": True} if has_images else outcome
 
 
 class EpisodeStatus:

@@ -199,6 +199,9 @@ class Engine(Protocol):
 
         If the tool has a sandbox or was offered to the model, an exception becomes the result, as one line of
         text. Exceptions of other functions are raised. A method must belong to an environment of the episode.
+
+        Arguments and results are JSON values, or images: an `Image`, or a Pillow image as a result, which the
+        caller gets as an `Image`.
         """
         ...
 

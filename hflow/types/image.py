@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 1 << 26
 """Pixels of the largest image that is read. A small file can decode to any number of them."""
+_TOO_LARGE = f"an image has more than the {MAX_PIXELS:,} pixels that are read; make it smaller"
 _MEDIA_TYPES = {
     "PNG": "image/png",
     "JPEG": "image/jpeg",
@@ -60,10 +61,7 @@ class Image:
                 known = ", ".join(_MEDIA_TYPES)
                 raise DataError(f"an image has the format {picture.format}; save it as one of {known}")
             if picture.width * picture.height > MAX_PIXELS:
-                raise DataError(
-                    f"an image has {picture.width} x {picture.height} pixels, and at most {MAX_PIXELS:,} are "
-                    "read; make it smaller"
-                )
+                raise DataError(_TOO_LARGE)
             if picture.mode not in _MODES:
                 raise DataError(
                     f"an image has colours of mode {picture.mode}, which 8 bits cannot hold; save it as RGB"
@@ -71,7 +69,8 @@ class Image:
             if (frames := getattr(picture, "n_frames", 1)) > 1:
                 raise DataError(f"an image is an animation of {frames} frames; save one of them")
             size = picture.size
-            if picture.getexif().get(_ORIENTATION) in _TURNED:
+            # Reading EXIF data that the header lacks would decode the image.
+            if "exif" in picture.info and picture.getexif().get(_ORIENTATION) in _TURNED:
                 size = size[::-1]
         return cls(data, media_type, *size)
 
@@ -121,7 +120,9 @@ def _decoding(data: bytes) -> Iterator[PIL.Image.Image]:
                 yield picture
     except UnidentifiedImageError as error:
         raise DataError(f"{len(data):,} bytes are no image that Pillow can read; restore the file") from error
-    except (OSError, SyntaxError, ValueError, EOFError, Pillow.DecompressionBombError) as error:
+    except Pillow.DecompressionBombError as error:
+        raise DataError(_TOO_LARGE) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"an image cannot be decoded: {error}; restore the file") from error

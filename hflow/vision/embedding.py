@@ -92,14 +92,17 @@ def encode_images(
 
 
 def normalised(colours: Tensor, image: ProcessedImage) -> Tensor:
-    """Return fp32 colours `[N, C, ...]`, normalised as transformers does it: `Colours`."""
+    """Return fp32 colours `[N, C, ...]`, normalised to the bit as transformers does it (`Colours`).
+
+    Each of the 256 values of a channel is looked up.
+    """
     factor, mean, deviation = image.colours
+    values = (np.arange(256, dtype=np.float64) * factor).astype(np.float32)
+    means, deviations = (np.array(x, np.float32)[:, None] for x in (mean, deviation))
+    table = to_device(torch.from_numpy((values - means) / deviations), colours.device)
     shape = (1, -1, *[1] * (colours.dim() - 2))
-    means, deviations = (
-        torch.tensor(values, dtype=torch.float32, device=colours.device).view(shape)
-        for values in (mean, deviation)
-    )
-    return colours.float().mul_(factor).sub_(means).div_(deviations)
+    channels = 256 * torch.arange(len(mean), dtype=torch.int32, device=colours.device).view(shape)
+    return table.flatten().index_select(0, (colours.int() + channels).flatten()).view(colours.shape)
 
 
 def hidden_states(

@@ -136,6 +136,22 @@ class VisionFamily(abc.ABC):
         """Return the grid of an image of this size, without its pixels."""
 
     @abc.abstractmethod
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return settings of a processor whose images have pixels between two numbers.
+
+        Args:
+            config: the model's HF config.
+            saved: the checkpoint's settings; may be empty.
+            min_pixels: the least; None: as saved, or the default.
+            max_pixels: the most; None: as saved, or the default.
+
+        Raises:
+            DataError: if the family has no such limit.
+        """
+
+    @abc.abstractmethod
     def smallest_settings(self, config: Config) -> Config:
         """Return settings of a processor that makes an image of one pixel as small as the tower takes it."""
 

@@ -538,6 +538,8 @@ class SampleTurn:
     tokens: tuple[tuple[str, float, int], ...] = ()
     """For generated tokens: the text of each, its log-prob by the engine in nats, and the version of the
     weights that drew it; empty for all others, and for long turns."""
+    images: tuple[str, ...] = ()
+    """Small copies of its images, as data URLs."""
 
 
 @dataclass(frozen=True)

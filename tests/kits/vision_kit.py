@@ -85,8 +85,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-IMAGE_SETTINGS = {"smolvlm": {"size": {"longest_edge": 64}}}
-"""SmolVLM's images have tiles, so that text is between the tokens of an image."""
+PIXELS_OF = {"qwen2_5_vl": (64, 1 << 16), "qwen3_vl": (64, 1 << 16), "smolvlm": (None, 64 * 64)}
+"""The fewest and the most pixels of an image. SmolVLM has tiles of 32 x 32, with text between."""
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -99,7 +99,8 @@ def tokenizer(family: str, **changes: Any) -> TextTokenizer:
     settings = TokenizerSettings(
         alphabet=ALPHABET,
         vision=config_of(family),
-        image_settings=IMAGE_SETTINGS.get(family, {}),
+        min_pixels=PIXELS_OF[family][0],
+        max_pixels=PIXELS_OF[family][1],
         **changes,
     )
     return TextTokenizer(settings)

@@ -7,9 +7,12 @@ import torch_kit
 import vision_kit as kit
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from hflow.data.images.files import read_image
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
-from hflow.vision.interface import vision_family
+from hflow.training.interface import TrainShard
+from hflow.training.loop.inputs import pack_tokens
+from hflow.types import Unit
 
 SIZES = [[(40, 24)], [], [(16, 16), (24, 40)], [(40, 24)]]
 
@@ -26,17 +29,13 @@ def reference(backend, family):
 
 def processed(family, sample):
     """Return the pixels and the grids of a sample's images by transformers' processor."""
-    made = vision_family(kit.config_of(family)).processor(
-        kit.config_of(family), kit.IMAGE_SETTINGS.get(family, {})
-    )
+    made = kit.tokenizer(family).images._processor
     pictures = [
         part["image_url"]["url"]
         for m in sample.messages
         for part in m["content"]
         if isinstance(part, dict) and part["type"] == "image_url"
     ]
-    from hflow.data.images.files import read_image
-
     images = [read_image(url).open() for url in pictures]
     if not images:
         return {}
@@ -84,3 +83,86 @@ def test_the_engine_draws_what_the_trainer_computes(family):
     kit.assert_logprobs(
         backend, [kit.drawn(samples[i // 2], result) for i, result in sorted(results.items())]
     )
+
+
+def num_encoded(module, run):
+    """Return how many patches or tiles go through a tower's first layer while `run` runs."""
+    counts = []
+    layer = next(m for m in module.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d))
+    handle = layer.register_forward_hook(lambda _, inputs, __: counts.append(len(inputs[0])))
+    run()
+    handle.remove()
+    return sum(counts)
+
+
+@pytest.mark.parametrize("family", kit.ARCHITECTURES)
+def test_a_group_shares_prompt_and_images(family):
+    """Samples of one prompt compute its tokens and its image once; another image of its size is another."""
+    first, other = (read_image(kit.picture(40, 24, seed)) for seed in (1, 2))
+    tokenizer = kit.tokenizer(family)
+    answers = [("answer a", first), ("answer b", first), ("answer a", other), ("answer b", other)]
+    samples = [tokenizer.join("what is this? ", answer, [image]) for answer, image in answers]
+    assert samples[0].input_ids == samples[2].input_ids
+    backend = kit.model(family)
+
+    def computed(groups):
+        batch = kit.batch_of(samples, groups)
+        (result,) = backend.infer(torch_kit.call(torch_kit.logprobs, "token", []), [batch])
+        return result.columns["result"].values
+
+    wanted = np.concatenate([alone(reference(backend, family), family, sample) for sample in samples])
+    for groups in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 2, 3]):
+        np.testing.assert_allclose(computed(groups), wanted, atol=1e-5)
+    patches = len(samples[0].pixels[0].image.pixels)
+    assert num_encoded(backend.shared_module(), lambda: computed([0, 0, 1, 1])) == 2 * patches
+    vision = backend._runner.module.vision
+    packed = pack_tokens(
+        kit.batch_of(samples, [0, 0, 1, 1]), torch.device("cpu"), torch.float32, vision=vision
+    )
+    shared = len(samples[0].input_ids) - samples[0].loss_mask.index(True) - 1
+    assert (
+        len(packed.computed_ids) <= packed.layout.cumulative[-1] - 2 * samples[0].pixels[0].image.num_tokens
+    )
+    assert shared > 0
+
+
+@pytest.mark.parametrize("family", kit.ARCHITECTURES)
+def test_the_engine_encodes_an_image_once(family):
+    """Its samples and turns share what the tower made of it, until the weights change."""
+    samples = kit.trajectories(family, [[(40, 24)], [(40, 24)], [(16, 16)]])
+    engine = EmbeddedEngine(kit.settings(family), {"max_running": 2}, kit.model(family).shared_module())
+    patches = {len(x.image.pixels): x.image for sample in samples for x in sample.pixels}
+
+    def run():
+        for number, sample in enumerate(samples):
+            for copy in range(2):
+                engine.add(4 * number + copy, sample.input_ids, SamplingParams(max_tokens=3), sample.pixels)
+        while engine.num_unfinished:
+            engine.step()
+
+    # With two slots the prompts enter one after the other: features of the first image are kept for the second.
+    assert num_encoded(engine._module, run) == sum(patches) if len(patches) == 2 else 2 * sum(patches)
+
+
+def weighted(out, behav_logprobs):
+    return out.logprobs * behav_logprobs
+
+
+@pytest.mark.parametrize("family", kit.ARCHITECTURES)
+def test_training_changes_the_tower_and_does_not_depend_on_micro_batches(family):
+    samples = kit.trajectories(family, SIZES)
+    batch = kit.batch_of(samples)
+    call = torch_kit.call(
+        weighted, "token", [torch_kit.read("behav_logprobs", Unit.TOKEN)], reduce="token-mean"
+    )
+    found = []
+    for tokens in (4096, 40):
+        backend = kit.model(family, tokens_per_microbatch=tokens)
+        before = torch_kit.weights(backend)
+        backend.train(call, [TrainShard((batch,))], 1)
+        found.append(torch_kit.weights(backend))
+        changed = {name for name, x in before.items() if not torch.equal(x, found[-1][name])}
+        assert any("vis" in name for name in changed)
+        assert any("layers.2" in name for name in changed)
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=2e-5, rtol=1e-4, msg=name)

@@ -66,6 +66,34 @@ def read_image(value: Any, source: ImageSource = NOWHERE) -> Image:
     )
 
 
+def with_urls(value: Any) -> tuple[Any, bool]:
+    """Return a value with data URLs in place of images, and whether it is one, or a list with some."""
+    items = value if isinstance(value, list | tuple) else [value]
+    is_image = [isinstance(item, Image) or type(item).__module__.startswith("PIL.") for item in items]
+    if not any(is_image):
+        return value, False
+    plain = [
+        {"image": read_image(item).url} if image else item
+        for item, image in zip(items, is_image, strict=True)
+    ]
+    return (plain if items is value else plain[0]), True
+
+
+def with_digests(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the digest of each image in its place, by which a journal knows them."""
+    return {
+        name: {"image": value.digest} if isinstance(value, Image) else value
+        for name, value in arguments.items()
+    }
+
+
+def with_images_of_urls(value: Any) -> Any:
+    """Return a value of which `with_urls` made one with data URLs."""
+    if isinstance(value, list):
+        return [with_images_of_urls(item) for item in value]
+    return read_image(value["image"]) if isinstance(value, Mapping) and {*value} == {"image"} else value
+
+
 def _read_mapping(value: Mapping[str, Any], source: ImageSource) -> Image:
     """Return the image in a mapping, as `datasets.Image` stores one."""
     for key in ("bytes", "path"):
@@ -124,6 +152,8 @@ def _read_path(path: Path, source: ImageSource) -> Image:
 
 def _fetched(url: str, source: ImageSource) -> bytes:
     """Return a file of the web."""
+    if source.directory is None and not source.fetches:
+        raise DataError(f"the image {shorten(url, 80)} is a URL, which is not fetched; send it as a data URL")
     if not source.fetches:
         raise DataError(
             f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, "

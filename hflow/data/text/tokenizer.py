@@ -57,8 +57,10 @@ class TokenizerSettings:
     """Tokens of the model's longest sequence. Text that is far longer is refused before it is encoded."""
     vision: Mapping[str, Any] | None = None
     """The HF config of a model that sees, which may lack defaults; None: it only reads text."""
-    image_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor, by transformers' names, in place of those of the checkpoint."""
+    min_pixels: int | None = None
+    """Pixels to which smaller images are enlarged; None: as the checkpoint says."""
+    max_pixels: int | None = None
+    """Pixels to which larger images are made smaller; None: as the checkpoint says."""
 
 
 class TextTokenizer:
@@ -368,7 +370,9 @@ def image_processor(settings: TokenizerSettings) -> ImageProcessor | None:
     if family is None or settings.vision is None:
         return None
     saved = saved_settings(None if settings.path is None else Path(settings.path))
-    return ImageProcessor(family, whole_config(settings.vision), {**saved, **settings.image_settings})
+    config = whole_config(settings.vision)
+    limits = family.pixel_settings(config, saved, settings.min_pixels, settings.max_pixels)
+    return ImageProcessor(family, config, {**saved, **limits})
 
 
 def _load(settings: TokenizerSettings, of_images: Sequence[str] = ()) -> Any:

@@ -118,7 +118,7 @@ def _compute_prompts_whole() -> None:
         *rest: Any,
         **more: Any,
     ) -> tuple[list[int], int, int, list[int], list[int]]:
-        found = schedule(self, request, start, num_new, budget, *rest, **more)
+        found = schedule(self, request, num_computed, num_new, budget, *rest, **more)
         return found if found[1] == num_new else ([], 0, budget, [], [])
 
     Scheduler._try_schedule_encoder_inputs = whole_or_none

@@ -265,6 +265,8 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
             _architecture_eos(name, source),
             max_positions(configs[name]),
             configs[name] if sees[name] else None,
+            own[name].images.min_pixels or source.images.min_pixels,
+            own[name].images.max_pixels or source.images.max_pixels,
         )
         for name, source in sources.items()
     }

@@ -334,6 +334,8 @@ def _unused(graph: Graph, model: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield keys that no node uses, and why."""
     if model not in trained_models(graph):
         yield _OF_TRAINING, f"no node trains {model}"
+    if not graph.model(model).vision:
+        yield ("images",), f"the recipe declares {model} without vision=True"
     if model not in written_models(graph):
         yield _OF_SAVING, f"no node changes {model}"
     if not runs_outside_engines(graph, model):

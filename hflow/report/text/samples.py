@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hflow.base.terminal import safe_text
 from hflow.base.text import pluralize
+from hflow.report.text.pictures import Picture
 
 NOT_TRAINED = "not trained"
 KEY = "report.samples"
@@ -69,6 +70,8 @@ def _turns(row: Mapping[str, Any], *, with_stream: bool) -> Iterator[RenderableT
         style = "" if turn["trained"] else "dim"
         yield Text(f"  {_label(turn)}", style="bold" if turn["trained"] else "bold dim")
         yield Padding(Text(safe_text(turn["text"]).rstrip("\n"), style=style), (0, 0, 0, 6), expand=False)
+        for url in turn.get("images", ()):
+            yield Padding(Picture(url), (0, 0, 0, 6), expand=False)
 
 
 def _label(turn: Mapping[str, Any]) -> str:

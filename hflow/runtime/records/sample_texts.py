@@ -125,6 +125,7 @@ def _row(text: SampleText, root: str, step: int, values: Mapping[str, float]) ->
             "text": turn.text,
             "trained": turn.is_trained,
             **({"tokens": turn.tokens} if turn.tokens else {}),
+            **({"images": turn.images} if turn.images else {}),
         }
         for turn in text.turns
     ]
@@ -141,9 +142,9 @@ def _row(text: SampleText, root: str, step: int, values: Mapping[str, float]) ->
 
 SampleRow = Mapping[str, Any]
 """A line: `root`, `stream`, `id`, `group` and `step` of the sample as in the ledger, the `turns` of its text
-(`role`, `text`, `trained`), and its numbers, such as the reward, as `values`. A sample with several
-trajectories has a row for each; `root` is the stream whose ids the ledger uses. A refused sample has
-`refused_by`, the node, too."""
+(`role`, `text`, `trained`, and small copies of its `images`), and its numbers, such as the reward, as
+`values`. A sample with several trajectories has a row for each; `root` is the stream whose ids the ledger
+uses. A refused sample has `refused_by`, the node, too."""
 
 
 SampleKey = tuple[str, int]

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_PIXELS = (56 * 56, 28 * 28 * 1280)
+"""The fewest and the most pixels of an image, by default."""
+
+
 class QwenVision(VisionFamily):
     """What both generations have in common."""
 
@@ -79,6 +83,23 @@ class QwenVision(VisionFamily):
             height, width, side * processor.merge_size, size["shortest_edge"], size["longest_edge"]
         )
         return 1, rows // side, columns // side
+
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return `size`; see `VisionFamily`."""
+        size = dict(saved.get("size") or {"shortest_edge": _PIXELS[0], "longest_edge": _PIXELS[1]})
+        for key, own, old in (
+            ("shortest_edge", min_pixels, "min_pixels"),
+            ("longest_edge", max_pixels, "max_pixels"),
+        ):
+            size[key] = saved.get(old, size[key]) if own is None else own
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise DataError(
+                f"images have at least {size['shortest_edge']:,} pixels and at most {size['longest_edge']:,}; "
+                "set images.min_pixels and images.max_pixels so that they fit"
+            )
+        return {"size": size}
 
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one token."""

@@ -6,11 +6,13 @@ number of tokens.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hflow.base.errors import DataError
 from hflow.vision.interface import Config, VisionFamily
 
 if TYPE_CHECKING:
@@ -78,6 +80,17 @@ class SmolVision(VisionFamily):
         """Return (rows, columns) of the tiles."""
         _, rows, columns = processor.get_number_of_image_patches(height, width, {})
         return (rows, columns) if rows * columns > 1 else (0, 0)
+
+    def pixel_settings(
+        self, config: Config, saved: Config, min_pixels: int | None, max_pixels: int | None
+    ) -> Config:
+        """Return the longest side of an image, a whole number of tiles; see `VisionFamily`."""
+        if min_pixels is not None:
+            raise DataError("SmolVLM has no images.min_pixels: its tiles have one size; remove it")
+        if max_pixels is None:
+            return {}
+        side = (saved.get("max_image_size") or {}).get("longest_edge", config["vision_config"]["image_size"])
+        return {"size": {"longest_edge": max(1, math.isqrt(max_pixels) // side) * side}}
 
     def smallest_settings(self, config: Config) -> Config:
         """Return settings for an image of one tile."""

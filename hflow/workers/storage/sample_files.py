@@ -1,9 +1,10 @@
 """Files of a checkpoint with the samples that are in no batch yet: `NAME.json` and `NAME.safetensors`.
 
 The first describes the samples and has texts, JSON values and journals. The second has numbers, in one tensor
-for all values of a field that have the same dtype. What is read is what was written: the same bits, the same
-dtype, and packed or loose as before (`FieldColumn`). There are two exceptions: tuples in JSON become lists,
-and loose numbers of a sample that are partly integers and partly floats become floats. Nothing is pickled.
+for all values of a field that have the same dtype, and the pixels of each image once. What is read is what
+was written: the same bits, the same dtype, and packed or loose as before (`FieldColumn`). There are two
+exceptions: tuples in JSON become lists, and loose numbers of a sample that are partly integers and partly
+floats become floats. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hflow.base.errors import RunError
+from hflow.data.images.files import read_image
 from hflow.engines.interface import GenerationResult
 from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Unit
+from hflow.types.image import Colours, PlacedImage, ProcessedImage
 from hflow.workers.interface import NotSaved
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
 from hflow.workers.storage.sample_store import StoredStream
@@ -83,14 +86,26 @@ class SampleFiles:
                 shapes = {s: shape for s, shape in family[stream].shapes.items() if s not in refused}
                 if shapes:
                     streams[stream] = _stream_row(shapes, fields, tensors, f"{len(streams)}.")
+        images = self._write_images(tensors)
         journals = self._encode_journals(tensors)
         if not streams and not journals:
             return []
-        content = {"format": FORMAT, "streams": streams, "journals": journals}
+        content = {"format": FORMAT, "streams": streams, "journals": journals, "images": images}
         paths = _paths(self.directory, self.name)
         paths[0].write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         save_file(tensors, paths[1])
         return list(paths)
+
+    def _write_images(self, tensors: dict[str, Array]) -> dict[str, Any]:
+        """Add the pixels of all images to `tensors`, and return what else there is of each, by digest."""
+        rows: dict[str, Any] = {}
+        for stored in (stored for family in self.samples.values() for stored in family.values()):
+            for unit, cells in stored.fields.values():
+                for cell in cells.values() if unit is Unit.PIXELS else ():
+                    for _, image in _object_of(cell):
+                        rows[image.digest] = [image.grid, image.num_tokens, image.colours]
+                        tensors[f"images.{image.digest}"] = image.pixels
+        return rows
 
     def _encode_journals(self, tensors: dict[str, Array]) -> dict[str, dict[str, Any]]:
         rows: dict[str, dict[str, Any]] = {}
@@ -151,7 +166,7 @@ def _encode_family(
 def _encode(unit: Unit, cell: Cell) -> _Value:
     packed, value = cell
     if unit.is_object:
-        return _Value(_JSON, _json_value(value if packed is None else packed.values[value]))
+        return _Value(_JSON, _json_value(_plain_object(unit, _object_of(cell))))
     if packed is not None:
         assert isinstance(packed.values, np.ndarray)
         start, stop = (value, value + 1) if packed.offsets is None else packed.offsets[value : value + 2]
@@ -165,6 +180,21 @@ def _encode(unit: Unit, cell: Cell) -> _Value:
         raise _NotSavable(f"{value!r:.60} is not made of numbers")
     is_python = not numbers or isinstance(numbers[0], bool | int | float)
     return _Value(_PYTHON if is_python else _NUMPY, array)
+
+
+def _object_of(cell: Cell) -> Any:
+    """Return the object of a cell."""
+    packed, value = cell
+    return value if packed is None else packed.values[value]
+
+
+def _plain_object(unit: Unit, value: Any) -> Any:
+    """Return an object as JSON: images as data URLs, and what a model sees by the digests."""
+    if unit is Unit.PIXELS:
+        return [[start, image.digest] for start, image in value]
+    if unit is Unit.IMAGES:
+        return [image.url for image in value]
+    return value.url if unit is Unit.IMAGE else value
 
 
 def _stream_row(
@@ -242,6 +272,8 @@ class SampleFilesReader:
             if content["format"] != FORMAT:
                 raise ValueError(f"it has format {content['format']}, but this version reads {FORMAT}")
             self._streams, self._journals = content["streams"], content["journals"]
+            self._image_rows: Mapping[str, Any] = content.get("images", {})
+        self._images: dict[str, ProcessedImage] = {}
         with _reading(self._tensors_path):
             self._file: Any = safe_open(self._tensors_path, framework="numpy")
 
@@ -299,7 +331,7 @@ class SampleFilesReader:
         form, held = row["form"], [s for s in row["samples"] if s in samples]
         if form == _JSON:
             values = dict(zip(row["samples"], row["values"], strict=True))
-            return {sample: (None, values[sample]) for sample in held}
+            return {sample: (None, self._object(unit, values[sample])) for sample in held}
         array = self._tensor(row["tensor"], row["lengths"])
         offsets = np.cumsum([0, *row["lengths"]], dtype=np.int64)
         packed = PackedValues(array, offsets if unit is Unit.TOKEN else None)
@@ -314,6 +346,24 @@ class SampleFilesReader:
         spans = dict(zip(row["samples"], pairwise(offsets), strict=True))
         values = {s: tuple(numbers[start:stop]) for s, (start, stop) in spans.items() if s in samples}
         return {s: (None, value if unit is Unit.TOKEN else value[0]) for s, value in values.items()}
+
+    def _object(self, unit: Unit, value: Any) -> Any:
+        """Return the object that `_plain_object` made JSON of."""
+        if unit is Unit.PIXELS:
+            return tuple(PlacedImage(_integer(start), self._image(digest)) for start, digest in value)
+        if unit is Unit.IMAGES:
+            return [read_image(url) for url in value]
+        return read_image(value) if unit is Unit.IMAGE else value
+
+    def _image(self, digest: str) -> ProcessedImage:
+        """Return an image; the samples that have it share it."""
+        if digest not in self._images:
+            grid, num_tokens, (factor, mean, deviation) = self._image_rows[digest]
+            colours = Colours(factor, tuple(mean), tuple(deviation))
+            with _reading(self._tensors_path):
+                pixels = self._file.get_tensor(f"images.{digest}")
+            self._images[digest] = ProcessedImage(digest, pixels, tuple(grid), num_tokens, colours)
+        return self._images[digest]
 
     def _tensor(self, name: str, lengths: Sequence[int]) -> Array:
         with _reading(self._tensors_path):

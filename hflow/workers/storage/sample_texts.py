@@ -12,9 +12,14 @@ import numpy as np
 from hflow.base.errors import shorten
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.trajectory_rows import cut_trajectories
+from hflow.data.images.files import read_image
+from hflow.data.images.thumbnails import thumbnail
+from hflow.data.text.messages import image_urls
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.planner.plan.rows import Plan
-from hflow.types.trajectory import TRAJECTORIES, TRAJECTORY
+from hflow.types.image import PlacedImage, ProcessedImage
+from hflow.types.trajectory import PIXELS, TRAJECTORIES, TRAJECTORY
+from hflow.vision.processor import image_rows
 from hflow.workers.interface import SampleText, SampleTurn, WorkerSetup
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -51,6 +56,7 @@ class SampleTexts:
     def _texts(self, stream: str, tokenizer: TextTokenizer, samples: Sequence[int]) -> Iterator[SampleText]:
         names: tuple[str, ...] = ("input_ids", "loss_mask", "behav_logprobs", "versions", "messages")
         names += (TRAJECTORY, TRAJECTORIES) if self._returns_list(stream) else ()
+        names += (PIXELS,) if tokenizer.images is not None else ()
         fields = [f"{stream}/{name}" for name in names]
         batch = self._store.gather_if_present(stream, fields, samples)
         if batch is None:  # one of them was released meanwhile
@@ -64,8 +70,9 @@ class SampleTexts:
         for row, sample in enumerate(batch.samples.tolist()):
             tokens = slice(offsets[row], offsets[row + 1])
             drawn = list(zip(map(float, logprobs[tokens]), map(int, versions[tokens]), strict=True))
+            images = batch.columns[PIXELS].values[row] if PIXELS in batch.columns else ()
             turns.setdefault(sample, []).extend(
-                split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn)
+                split_turns(list(ids[tokens]), list(mask[tokens]), messages[row], tokenizer, drawn, images)
             )
         groups = dict(zip(batch.samples.tolist(), batch.groups.tolist(), strict=True))
         for sample, parts in turns.items():
@@ -96,6 +103,7 @@ def split_turns(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: TextTokenizer,
     drawn: Sequence[tuple[float, int]] = (),
+    images: Sequence[PlacedImage] = (),
 ) -> Iterator[SampleTurn]:
     """Yield the parts of a sample that are trained, and those between them, as text with special tokens.
 
@@ -105,18 +113,44 @@ def split_turns(
         messages: the sample's conversation, of which the parts get their roles.
         tokenizer: the model's tokenizer.
         drawn: log-prob and version of each token; the version of a token that no engine drew is -1.
+        images: the images among the tokens. In the text, each is one token.
     """
     runs = [
         (is_trained, [token for token, _ in run])
         for is_trained, run in groupby(zip(ids, map(bool, mask), strict=True), key=lambda pair: pair[1])
     ]
     roles = _roles([is_trained for is_trained, _ in runs], messages)
+    pictures = _pictures(messages, len(images))
     first = 0
     for (is_trained, tokens), role in zip(runs, roles, strict=True):
-        text = shorten(tokenizer.decode_with_special(tokens), MAX_CHARACTERS)
+        end = first + len(tokens)
+        placed = [(start - first, image) for start, image in images if first <= start < end]
+        text = shorten(tokenizer.decode_with_special(_with_marks(tokens, placed, tokenizer)), MAX_CHARACTERS)
         details = drawn[first : first + len(tokens)] if is_trained and len(tokens) <= MAX_TOKENS else ()
-        yield SampleTurn(role, text, is_trained, tuple(_details(tokens, details, tokenizer)))
-        first += len(tokens)
+        shown = tuple(pictures[number] for number, (start, _) in enumerate(images) if first <= start < end)
+        yield SampleTurn(role, text, is_trained, tuple(_details(tokens, details, tokenizer)), shown)
+        first = end
+
+
+def _with_marks(
+    tokens: Sequence[int], images: Sequence[tuple[int, ProcessedImage]], tokenizer: TextTokenizer
+) -> list[int]:
+    """Return tokens with only the first token of each image."""
+    if not images or tokenizer.images is None:
+        return list(tokens)
+    rows = image_rows(
+        np.array(tokens), [PlacedImage(*x) for x in images], tokenizer.images.config["image_token_id"]
+    )
+    left_out = set(rows.tolist()) - {start for start, _ in images}
+    return [token for number, token in enumerate(tokens) if number not in left_out]
+
+
+def _pictures(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[str]:
+    """Return small copies of the images of a sample; as many as it has, or none if messages lack some."""
+    urls = image_urls(messages) if num_images else []
+    if len(urls) != num_images:
+        return [""] * num_images
+    return [thumbnail(read_image(url)) or "" for url in urls]
 
 
 def _details(

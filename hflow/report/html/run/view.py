@@ -179,6 +179,8 @@ class TextPart:
     is_trained: bool
     tokens: tuple[tuple[str, float, int], ...] = ()
     """(text, log-prob, version) of generated tokens; empty: they are not known one by one."""
+    images: tuple[str, ...] = ()
+    """Data URLs."""
 
 
 @dataclass(frozen=True)
@@ -474,4 +476,5 @@ def _text_parts(row: Mapping[str, Any]) -> Iterator[TextPart]:
     """Yield the turns of one of a sample's texts."""
     for turn in row["turns"]:
         tokens = tuple((str(text), logprob, version) for text, logprob, version in turn.get("tokens", ()))
-        yield TextPart(str(turn["role"]), str(turn["text"]), bool(turn["trained"]), tokens)
+        images = tuple(url for url in map(str, turn.get("images", ())) if url.startswith("data:image/"))
+        yield TextPart(str(turn["role"]), str(turn["text"]), bool(turn["trained"]), tokens, images)
