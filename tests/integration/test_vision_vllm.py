@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,4 +223,17 @@ def test_prompts_are_computed_whole_though_images_do_not_fit_into_a_step(subject
     for first in (0, num):  # the others take the place of the first in the cache of images
         subject.generate(samples(first, tokens), SamplingParams(max_tokens=1))
     drawn = subject.generate(samples(0, tokens, more_tokens), SamplingParams(max_tokens=3))
+    kit.assert_logprobs(backend, drawn)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", kit.ARCHITECTURES)
+def test_a_checkpoint_is_read_without_its_processor(family: str, tmp_path: Path) -> None:
+    backend = trainer(family, 6)
+    backend.save(str(tmp_path))()
+    settings = replace(kit.settings(family), path=str(tmp_path), architecture=None)
+    engine = engine_kind("vllm").factory(EngineSetup(settings, OPTIONS, kit.tokenizer(family)))
+    engine.set_version(1)
+    drawn = Subject(family, 1, engine).generate(groups(family), SamplingParams(max_tokens=4))
+    engine.close()
     kit.assert_logprobs(backend, drawn)

@@ -14,7 +14,7 @@ import torch
 from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
-from hflow.engines.vllm.memory import MEMORY_BUDGET, STEP_TOKENS, cache_without_plan, graph_sizes
+from hflow.engines.vllm.memory import MEMORY_BUDGET, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
@@ -72,8 +72,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "max_model_len": max_length,
         "max_num_seqs": max_running,
         "async_scheduling": setup.settings.device in SCHEDULES_AHEAD_ON,
-        # A prompt that is not divided needs a step of its own.
-        "max_num_batched_tokens": max(STEP_TOKENS, max_running, max_length if on_cpu else 0),
+        "max_num_batched_tokens": step_tokens(max_running, max_length, on_cpu),
         # Where vLLM divides a prompt, it turns the request's generator back, which one of a CPU cannot.
         "enable_chunked_prefill": not on_cpu,
         "tensor_parallel_size": setup.tensor,

@@ -25,7 +25,7 @@ CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache on CUDA (vLLM's default)."""
 STEP_TOKENS = 8192
-"""Tokens that one step computes at most (vLLM's `max_num_batched_tokens`); longer prompts are divided."""
+"""Tokens that a step computes at most (vLLM's `max_num_batched_tokens`), where `step_tokens` is not more."""
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
@@ -91,6 +91,32 @@ def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
 def smallest_cache(rank: Rank) -> int:
     """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`."""
     return block_bytes(rank) * (1 + _num_blocks(rank, rank.config.gen.max_model_len))
+
+
+def step_tokens(max_running: int, longest: int, on_cpu: bool) -> int:
+    """Return the tokens that a step computes at most. A CPU does not divide prompts.
+
+    Args:
+        max_running: sequences that run at once.
+        longest: tokens of the longest sequence.
+        on_cpu: whether the engine is on a CPU.
+    """
+    return max(STEP_TOKENS, max_running, longest if on_cpu else 0)
+
+
+def image_tokens(max_running: int, longest: int, on_cpu: bool) -> int:
+    """Return the tokens of images that the tower makes in a step at most.
+
+    As many are kept for other requests, on each rank: what it made for the language model's input and, with
+    DeepStack, for each of its first layers (`compute_mm_encoder_budget` in
+    `vllm/v1/core/encoder_cache_manager.py`; `seeing_rank` allows images as long as a sequence).
+
+    Args:
+        max_running: sequences that run at once.
+        longest: tokens of the longest sequence.
+        on_cpu: whether the engine is on a CPU.
+    """
+    return max(step_tokens(max_running, longest, on_cpu), longest)
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int:
