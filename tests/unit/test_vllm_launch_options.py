@@ -44,7 +44,7 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
-    found = arguments(device, max_running=600)
+    found = arguments(device, max_running=600) | model_overrides(setup_of("qwen3_vl"))
     read = vars(parser.parse_args(command_line(found)))
     assert {name: read[name] for name in found} == found
 
@@ -76,7 +76,7 @@ def test_only_models_that_see_have_options_of_images() -> None:
 
 def test_a_family_that_vllm_gets_no_images_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vision_options, "SERVED", ("smolvlm",))
-    with pytest.raises(BackendError, match=r"images of smolvlm, but not of qwen3_vl\. Set models\.actor\.gen"):
+    with pytest.raises(BackendError, match=r"not of qwen3_vl\. Set models\.actor\.gen\.engine=embedded"):
         vllm_launch(setup_of("qwen3_vl"))
 
 
