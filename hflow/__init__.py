@@ -87,8 +87,8 @@ _NAMES = {
     "serve simulate size twin",
     "hflow.observer": "Observer RunInfo",
     "hflow.services.client": "Service",
-    "hflow.types": "Endpoint Engine Image Json Messages Metrics Output PerGroup PerSequence PerToken Sequences "
-    "State Tensor TensorDict Text Tokenizer ToolCall Trajectory",
+    "hflow.types": "Endpoint Engine Image Json Messages Metrics Output PerGroup PerSequence PerToken "
+    "Sequences State Tensor TensorDict Text Tokenizer ToolCall Trajectory",
 }
 """Module -> its names. The first use of one imports it, so that small processes of hflow start quickly."""
 _LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -7,11 +7,7 @@ Starts from the checkpoint of `recipes/vision_sft.py`. Expect the held-out accur
 `hflow samples vision --text` and the report show the pictures beside the answers.
 """
 
-from drawn_shapes import shapes
-
 from hflow import Dataset, Image, Model, Recipe, Text, nodes, rewards, use
-
-__all__ = ["recipe", "shapes"]
 
 data = Dataset("train", images=list[Image], prompt=Text, answer=Text)
 heldout = Dataset("heldout", images=list[Image], prompt=Text, answer=Text)

@@ -6,11 +6,7 @@ Expect the loss to fall, and the held-out accuracy (`eval_gen/accuracy`, every 2
 STEPS steps. `recipes/vision.py` continues from there.
 """
 
-from drawn_shapes import shapes
-
 from hflow import Dataset, Image, Model, Recipe, Text, nodes, rewards, use
-
-__all__ = ["recipe", "shapes"]
 
 data = Dataset("train", images=list[Image], prompt=Text, answer=Text)
 heldout = Dataset("heldout", images=list[Image], prompt=Text, answer=Text)

@@ -25,6 +25,7 @@ SECTIONS = {
     "ModelConfig": "models.NAME",
     "OptimConfig": "models.NAME.optim",
     "GenConfig": "models.NAME.gen",
+    "ImagesConfig": "models.NAME.images",
     "LoraConfig": "models.NAME.lora",
     "DataConfig": "data.NAME",
     "WeightedSourceConfig": "data.NAME.sources.SOURCE",

@@ -266,7 +266,7 @@ class EpisodeEngine:
         return dataclasses.replace(start, tools=tools) if tools else start
 
     def _processed(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
-        """Return what the model takes of the images in messages.
+        """Return the images in messages as the model takes them.
 
         Raises:
             EpisodeError: if an image is damaged, or the model does not take it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,6 +73,32 @@ class Image:
             if "exif" in picture.info and picture.getexif().get(_ORIENTATION) in _TURNED:
                 size = size[::-1]
         return cls(data, media_type, *size)
+
+    @classmethod
+    def of_url(cls, url: str) -> Image:
+        """Return the image in a data URL, `data:image/png;base64,...`.
+
+        Raises:
+            DataError: if it is another URL, and for the reasons of `of_file`.
+        """
+        head, _, content = url.partition(",")
+        if not head.startswith("data:") or not head.endswith(";base64"):
+            raise DataError(f"a data URL begins with {head[:40]!r}; write data:image/png;base64,...")
+        return cls.of_base64(content)
+
+    @classmethod
+    def of_base64(cls, text: str) -> Image:
+        """Return the image in a base64 text.
+
+        Raises:
+            DataError: if it is not base64, and for the reasons of `of_file`.
+        """
+        try:
+            return cls.of_file(b64decode("".join(text.split()), validate=True))
+        except ValueError as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"an image is not base64: {error}; encode it again") from error
 
     @cached_property
     def digest(self) -> str:

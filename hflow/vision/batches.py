@@ -22,7 +22,7 @@ class SequencesWithImages:
 
     Args:
         family: the model's family.
-        config: its HF config.
+        config: the model's HF config.
     """
 
     def __init__(self, family: VisionFamily, config: Config) -> None:

@@ -83,7 +83,7 @@ class VisionFamily(abc.ABC):
     """The families of one architecture.
 
     Attributes:
-        name: its `model_type`, and its name in the registry.
+        name: the `model_type`, by which the registry has it.
         language_family: the `model_type` of its language model, as `hflow.shapes` knows it.
         image_token: the token whose embeddings come from an image.
         special_tokens: the tokens that a character tokenizer has for it, in order.

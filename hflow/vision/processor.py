@@ -57,7 +57,7 @@ class ImageProcessor:
         self._recent_bytes = 0
 
     def image(self, value: Any) -> ProcessedImage:
-        """Return what the model takes of an image.
+        """Return an image as the model takes it.
 
         Args:
             value: an `Image`, or a data URL.
@@ -123,7 +123,7 @@ def whole_config(config: Config) -> Config:
 
 
 def saved_settings(directory: Path | None) -> Mapping[str, Any]:
-    """Return what a checkpoint says of its image processor.
+    """Return the settings of a checkpoint's image processor.
 
     Raises:
         DataError: if it says nothing, though it is a directory.
@@ -144,7 +144,7 @@ def saved_settings(directory: Path | None) -> Mapping[str, Any]:
 def place_images(
     ids: Sequence[int], images: Sequence[ProcessedImage], token: int, offset: int = 0
 ) -> tuple[PlacedImage, ...]:
-    """Return where images are among tokens that were encoded with them.
+    """Return the places of images among tokens that were encoded with them.
 
     Args:
         ids: the tokens.

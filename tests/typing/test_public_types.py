@@ -93,7 +93,7 @@ def test_optional_objects_of_a_recipe_may_be_none():
 
 
 PUBLIC_NAMES = """
-BackendError ConfigError DataError Dataset Endpoint Engine EpisodeError HflowError Json Messages
+BackendError ConfigError DataError Dataset Endpoint Engine EpisodeError HflowError Image Json Messages
 Metrics Model NotYetError Observer Output PerGroup PerSequence PerToken Plan PlanError Recipe
 RecipeError RunError RunInfo RunSummary Sequences Service ServiceError Simulation State Tensor TensorDict Text
 Tokenizer ToolCall Trajectory algo check compare compute encode evaluate export first_pass

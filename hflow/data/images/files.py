@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
-from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -106,16 +104,13 @@ def _read_mapping(value: Mapping[str, Any], source: ImageSource) -> Image:
 def _read_name(text: str, source: ImageSource) -> Image:
     """Return the image that a text holds or names."""
     if text.startswith("data:"):
-        head, _, content = text.partition(",")
-        if not head.endswith(";base64"):
-            raise DataError(f"a data URL begins with {head[:40]!r}; write data:image/png;base64,...")
-        return Image.of_file(_from_base64(content))
+        return Image.of_url(text)
     if text.startswith(_WEB):
         return Image.of_file(_fetched(text, source))
     if text.startswith("file://"):
         return _read_path(Path(text.removeprefix("file://")), source)
     if _is_base64_image(text):
-        return Image.of_file(_from_base64(text))
+        return Image.of_base64(text)
     return _read_path(Path(text), source)
 
 
@@ -123,13 +118,6 @@ def _is_base64_image(text: str) -> bool:
     """Return whether a text is an image of a known format in base64, which no path resembles."""
     heads = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD", "Qk")  # PNG, JPEG, WebP, GIF, BMP
     return len(text) > 64 and text.startswith(heads) and "." not in text[:64]
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"an image is not base64: {error}; encode it again") from error
 
 
 def _read_path(path: Path, source: ImageSource) -> Image:

@@ -306,6 +306,7 @@ GENERATORS = Registry(
         "addition": "hflow.data.rows.addition:Addition",
         "addition-chat": "hflow.data.rows.addition:AdditionChat",
         "addition-pairs": "hflow.data.rows.addition:AdditionPairs",
+        "drawn-shapes": "hflow.data.rows.shapes:DrawnShapes",
         "reasoning-gym": "hflow.data.rows.reasoning_gym:ReasoningGym",
         "verifiers": "hflow.environments.verifiers.rows:VerifiersRows",
     },

@@ -168,7 +168,7 @@ def kwargs_problem(template: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def processed_images(processor: ImageProcessor | None, messages: Messages) -> list[ProcessedImage]:
-    """Return what a model takes of the images in messages, in order.
+    """Return the images in messages as a model takes them, in order.
 
     Raises:
         DataError: if the model only reads text, or does not take an image.

@@ -201,7 +201,7 @@ class TextTokenizer:
     def placed(
         self, ids: Sequence[int], images: Sequence[ProcessedImage], offset: int = 0
     ) -> tuple[PlacedImage, ...]:
-        """Return where images are among the tokens `ids`, in a sequence of which they begin at `offset`.
+        """Return the places of images among the tokens `ids`, in a sequence of which they begin at `offset`.
 
         Raises:
             DataError: if they are not there.
@@ -461,7 +461,7 @@ def character_tokenizer(alphabet: str, of_images: Sequence[str] = ()) -> Any:
     """Build a Hugging Face tokenizer with one token per character, for models trained on small alphabets.
 
     Args:
-        alphabet: its characters.
+        alphabet: the characters.
         of_images: the tokens that mark images, if the model sees.
 
     Raises:

@@ -19,7 +19,7 @@ def character_vocabulary(alphabet: str, of_images: Sequence[str] = ()) -> dict[s
     """Return the ids of the tokens of a character tokenizer.
 
     Args:
-        alphabet: its characters.
+        alphabet: the characters.
         of_images: the tokens that mark images.
     """
     return {token: i for i, token in enumerate((*SPECIAL_TOKENS, *of_images, *alphabet))}

@@ -26,7 +26,7 @@ class StepImages:
 
     Args:
         module: the HF model, with its output layer.
-        family: its family.
+        family: the family of the model.
     """
 
     def __init__(self, module: nn.Module, family: VisionFamily) -> None:

@@ -8,7 +8,7 @@ from rich.style import Style
 from rich.text import Text
 
 from hflow.base.errors import HflowError
-from hflow.data.images.files import read_image
+from hflow.types.image import Image
 
 WIDTH = 40
 """Columns of the widest picture."""
@@ -27,7 +27,7 @@ class Picture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines of the picture."""
         try:
-            image = read_image(self._url)
+            image = Image.of_url(self._url)
             has_colours = console.is_terminal and console.color_system in ("256", "truecolor")
             picture = image.open() if has_colours else None
         except HflowError as error:

@@ -96,8 +96,8 @@ class QwenVision(VisionFamily):
             size[key] = saved.get(old, size[key]) if own is None else own
         if size["shortest_edge"] > size["longest_edge"]:
             raise DataError(
-                f"images have at least {size['shortest_edge']:,} pixels and at most {size['longest_edge']:,}; "
-                "set images.min_pixels and images.max_pixels so that they fit"
+                f"images have at least {size['shortest_edge']:,} pixels and at most "
+                f"{size['longest_edge']:,}; set images.min_pixels and images.max_pixels so that they fit"
             )
         return {"size": size}
 
