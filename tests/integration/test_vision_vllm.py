@@ -228,9 +228,12 @@ def test_prompts_are_computed_whole_though_images_do_not_fit_into_a_step(subject
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", kit.ARCHITECTURES)
-def test_a_checkpoint_is_read_without_its_processor(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_but_not_its_processor(family: str, tmp_path: Path) -> None:
     backend = trainer(family, 6)
     backend.save(str(tmp_path))()
+    images = kit.tokenizer(family).images
+    assert images is not None
+    assert images.save(tmp_path)
     settings = replace(kit.settings(family), path=str(tmp_path), architecture=None)
     engine = engine_kind("vllm").factory(EngineSetup(settings, OPTIONS, kit.tokenizer(family)))
     engine.set_version(1)

@@ -51,6 +51,8 @@ def image_options(setup: EngineSetup) -> Mapping[str, Any]:
         # Both would run the model's processor, which vLLM has no need of here.
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
+        # vLLM would normalise colours a second time where the checkpoint has a processor's settings.
+        "mm_device_do_normalize": False,
         **model_overrides(setup),
     }
     if family.name in _SECTIONS:  # each rank has the whole tower, and computes a part of the images
