@@ -107,6 +107,8 @@ def cases() -> Iterator[Case]:
         yield Case(recipe.removesuffix(".py"), tuple(overrides))
     yield Case("gsm8k/grpo_7b", ("deterministic=true",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.max_running=2048",))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8",))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8", "deterministic=true"))
     replay = ("nodes.actor_gen.routing_replay=true", "models.actor.gen.layout=t2")
     yield Case("grpo", (EIGHT_H100, "model@models.actor=tiny-qwen3-moe", *replay))
 
@@ -124,10 +126,13 @@ def model_engines(directory: Path) -> Iterator[PlannedEngine]:
         adapted = dataclasses.replace(settings, lora=LoraConfig(r=8, alpha=8))
         sizes = [size for size in (1, 2, 4, 8) if shape.num_heads % size == 0]
         variants = [(f"t{size}", settings, size, ()) for size in sizes] + [("lora", adapted, 1, ())]
+        variants += [(f"fp8 t{size}", settings, size, ()) for size in sizes]
         if shape.experts is not None:
             variants.append(("routing replay", settings, 1, (ROUTED_EXPERTS,)))
         for name, model, size, records in variants:
             options = {"max_running": 256, "max_model_len": 4096, "cache_bytes": 8 << 30}
+            if name.startswith("fp8"):
+                options["quantization"] = "fp8"
             devices = tuple(map(str, range(size)))
             setup = EngineSetup(
                 model, options, tensor=size, devices=devices, shares_devices=True, records=records
@@ -267,7 +272,27 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
         "sleeps": model.enable_sleep_mode,
         "async": scheduler.async_scheduling,
         "v2": config.use_v2_model_runner,
+        **({} if model.quantization is None else {"fp8": fp8_kernel(config)}),
     }
+
+
+def fp8_kernel(config: Any) -> str:
+    """Return the kernel that vLLM chooses for the gates and ups of a quantised layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+
+    model, tensor = config.model_config.hf_config, config.parallel_config.tensor_parallel_size
+    with set_current_vllm_config(config):
+        method = Fp8PerBlockOnlineLinearMethod()
+        kernel = init_fp8_linear_kernel(
+            activation_quant_key=method.activation_quant_key,
+            weight_quant_key=method.weight_quant_key,
+            weight_shape=(2 * model.intermediate_size // tensor, model.hidden_size),
+            input_dtype=method.input_dtype,
+            out_dtype=config.model_config.dtype,
+        )
+    return type(kernel).__name__
 
 
 def main() -> int:

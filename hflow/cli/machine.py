@@ -19,7 +19,14 @@ from hflow.base.text import format_share
 from hflow.doctor import check_machine
 from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import check_attention, check_gpus, check_layer_times, check_layers, in_child
+from hflow.doctor.gpus import (
+    check_attention,
+    check_gpus,
+    check_layer_times,
+    check_layers,
+    check_sockets,
+    in_child,
+)
 from hflow.doctor.trial_runs import try_runs
 
 
@@ -68,6 +75,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     yield from in_child(check_attention, device)
     if num_gpus:
         yield from in_child(check_layers, device)
+        yield from in_child(check_sockets, device)
     yield from check_layer_times(device)
     yield from check_collectives(num_gpus)
     yield from try_runs(num_gpus, memory_gib)

@@ -44,6 +44,7 @@ OPEN_SETTINGS = (
     "models.NAME.tokens_per_microbatch",
     "models.NAME.activation_checkpointing",
     "models.NAME.offload",
+    "models.NAME.zero_stage",
     "models.NAME.gen.max_running",
 )
 """Keys that the plan decides if they are null or not set, besides those whose default is null."""
@@ -106,6 +107,10 @@ class GenConfig:
     """Maximum number of sequences that one engine decodes at once; null: the plan decides, from 256 on."""
     max_model_len: Int = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: a vLLM engine quantises the matrices of decoder layers whenever it loads weights, in blocks of
+    128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
+    Null: the engine computes in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
     """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
     device allows."""
@@ -181,6 +186,11 @@ class ModelConfig:
     offload_activations: StrictBool = False
     """Keep what `activation_checkpointing` does not recompute, the input of each layer, in (pinned) host
     memory until the backward pass needs it. For sequences so long that these inputs do not fit."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What the ranks of a sharded model divide while it trains, besides the optimizer's states (`torch`
+    backend). 3: weights and gradients; every micro-batch gathers and scatters them. 2: gradients; weights are
+    gathered once, and kept until the last micro-batch. 1: nothing; gradients too are summed over ranks once.
+    Results change by rounding. null: the plan decides."""
     compile: StrictBool = False
     """Compile the decoder layers with `torch.compile` (`torch` backend). The first step takes tens of seconds
     longer, every machine needs a C++ compiler, and results change by rounding."""
@@ -485,7 +495,8 @@ class RunConfig:
     GPUs of this machine, or its cores and memory."""
     cores: tuple[Int, ...] | None = None
     """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
-    as in `[4]`. Bound workers of one machine do not compete for cores. null: workers are not bound."""
+    as in `[4]`. Bound workers of one machine do not compete for cores. null: those that train
+    or infer on a GPU are bound to the cores on its socket, others are not."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the device's usual one."""
     calibration: FilePath | None = None

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hflow.base.errors import BackendError, HflowError
 from hflow.base.machine_gpus import Gpu
 from hflow.base.machine_memory import machine_memory
-from hflow.base.text import format_gib
+from hflow.base.text import format_gib, format_ranges
 from hflow.doctor.collectives import MIN_RATE_SHARE
 from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS
 from hflow.types.kernels import TE_PACKAGE, flash_attn_version, installed_transformer_engine
+from hflow.workers.process_setup import socket_cores
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
     build_problem,
@@ -111,6 +112,20 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
     if variable := expandable_segments(environment):
         detail = f"{variable} sets expandable_segments:True, with which vLLM may not open a trainer's weights"
         yield Finding("gpu", "allocator", False, detail, f"unset {variable}", required=False)
+
+
+def check_sockets(device: str) -> Iterator[Finding]:
+    """Report the cores that the worker of each GPU is bound to."""
+    import torch
+
+    cuda = torch.get_device_module(device)
+    for index in range(cuda.device_count()):
+        cores = socket_cores(cuda.get_device_properties(index))
+        detail = (
+            f"cores {format_ranges(cores)} are beside it" if cores else "the system names no cores beside it"
+        )
+        fix = "workers are not bound; set cores to bind them yourself"
+        yield Finding("gpu", f"socket {index}", bool(cores), detail, fix, required=False)
 
 
 def in_child(check: Callable[[str], Iterable[Finding]], device: str) -> list[Finding]:

@@ -34,11 +34,16 @@ from hflow.profiling.calibrate import device_at_hand, machine_hardware
 from hflow.profiling.fit import CollectiveTime
 from hflow.profiling.measure import MIB, collective_seconds, ring_collectives
 from hflow.shapes.layout import Layout
+from hflow.training.rank_groups import RankGroups
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, leave_process_groups, open_rendezvous
 from hflow.workers.real_devices import find_devices
 
 REPLICA = "replica"
 """The kind of a group that has all ranks of a replica: FSDP2's."""
+
+
+SHARD, REPLICATE = "shard", "replicate"
+"""The kinds of the groups of FSDP2 with a replicate axis: they shard the weights, or hold the same shard."""
 
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "send")
@@ -94,7 +99,7 @@ class GroupTimes:
     """Operations in groups that work at once."""
 
     kinds: tuple[str, ...]
-    """The axes whose groups have these ranks, such as `tensor`, and `REPLICA`."""
+    """The axes whose groups have these ranks, such as `tensor`, and `REPLICA`, `SHARD` and `REPLICATE`."""
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each group."""
     operations: tuple[OperationTime, ...]
@@ -252,6 +257,11 @@ def axis_layouts(num: int, size: int) -> dict[str, Layout]:
     }
 
 
+def replicate_layouts(num: int) -> list[Layout]:
+    """Return the layouts of some devices that have a replicate axis: `d8r2` and `d8r4` of eight."""
+    return [Layout(data=num, replicate=size) for size in group_sizes(num) if size < num]
+
+
 def _blocks(num: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(start, start + size)) for start in range(0, num, size)]
 
@@ -270,6 +280,13 @@ def _groups_of(
         group = groups.group(replica)
         if rank in replica.workers and group is not None:
             yield REPLICA, group
+    whole = groups.group(replicas[-1])
+    assert whole is not None, "the last replica has all ranks"
+    num = whole.size()
+    made = RankGroups(whole)
+    for layout in replicate_layouts(num):
+        yield SHARD, made.of(layout.fsdp_ranks(rank))
+        yield REPLICATE, made.of(layout.replicate_ranks(rank))
     if find_spec("megatron") is None:
         return
     from hflow.training.megatron.device import prepare
@@ -277,8 +294,6 @@ def _groups_of(
     prepare(kind)
     from hflow.training.megatron.parallel_state import ParallelState
 
-    whole = groups.group(replicas[-1])
-    num = len(replicas[-1].workers)
     for size in group_sizes(num):
         for axis, layout in axis_layouts(num, size).items():
             state = ParallelState.of(RankPosition(whole, layout))

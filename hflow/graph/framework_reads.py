@@ -32,6 +32,8 @@ from hflow.types.recorded import requested_kinds
 from hflow.types.trajectory import PIXELS, TRAJECTORY
 
 PROX = "prox_logprobs"
+COMPARED = "@behav_logprobs"
+"""The parameter for log-probs of samples that a train node compares with the trainer's."""
 _INTERPOLATING = ("loglinear", "metrics")
 
 
@@ -65,7 +67,7 @@ def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Para
     is_compared = trains_own_samples and any(p.field == "behav_logprobs" for p in node.parameters)
     if is_compared or node.option("prox") in _INTERPOLATING:
         parameters += [
-            Parameter(f"@{field}", field, Unit.TOKEN, "tensor") for field in ("behav_logprobs", "versions")
+            Parameter(name, name.removeprefix("@"), Unit.TOKEN, "tensor") for name in (COMPARED, "@versions")
         ]
     return tuple(parameters)
 

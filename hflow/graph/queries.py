@@ -54,6 +54,19 @@ def runs_outside_engines(graph: Graph, model: str) -> bool:
     )
 
 
+def missing_correction(node: Node) -> str | None:
+    """Return the correction that a train node's loss lacks for an engine that differs from the trainer.
+
+    None: it corrects it, by the weight `exp(prox - behav)`.
+    """
+    spec, key = node.spec, f"nodes.{node.name}"
+    if "behav_weight_cap" not in spec.knob_values:
+        return f"{node.name} does not correct its loss for it; nodes.actor_train and gspo_train do."
+    if spec.option("prox") not in ("recompute", "metrics"):
+        return f"{key}.prox=recompute {key}.over_cap=truncate corrects the loss."
+    return None
+
+
 def returns_keep(node: Node) -> bool:
     """Return whether a node may refuse samples or groups."""
     return any(returned.field == "keep" for returned in node.spec.returns)

@@ -4,15 +4,19 @@ A tensor that is offloaded stays the same object, and so does everything that sh
 tied weights, the shards of FSDP2 and the buffers of megatron. Only the memory of its storage on the device
 is freed.
 
-Copies run on the current CUDA stream, to and from pinned memory. Kernels that are launched later on that
-stream see the values, so the host waits for nothing.
+Copies of weights and states run on the current CUDA stream, to and from pinned memory. Kernels that are
+launched later on that stream see the values, so the host waits for nothing. Activations have a stream of
+their own, as the computation continues meanwhile.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +30,10 @@ CHUNK_BYTES = 64 << 20
 """Host memory is allocated in chunks of this size. torch rounds pinned memory up to a power of two, so that
 allocations of other sizes would waste up to half of it."""
 
+MAX_LEAVING = 2
+"""Saved activations whose memory on the device waits for their copy to the host. The computation waits for
+the others, so that inputs of layers do not pile up where copies are slower than layers."""
+
 Tensors = Callable[[], Iterable[Tensor]]
 """Returns tensors that are on the device. It is called before they are offloaded."""
 
@@ -33,19 +41,132 @@ Tensors = Callable[[], Iterable[Tensor]]
 def activations_in_host_memory(enabled: bool) -> AbstractContextManager[Any]:
     """Have what autograd saves, while the context is open, in host memory until the backward pass uses it.
 
-    Recomputed layers save their inputs and nothing else.
+    Recomputed layers save their inputs and nothing else. On GPUs, copies run on a stream of their own: the
+    input of a layer leaves while the next ones compute, and returns while the layer above it does.
     """
-    return saved_tensors_hooks(_to_host, _to_device) if enabled else nullcontext()
+    if not enabled:
+        return nullcontext()
+    saved = _SavedTensors()
+    return saved_tensors_hooks(saved.to_host, saved.to_device)
 
 
-def _to_host(x: Tensor) -> tuple[torch.device, Tensor]:
-    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=is_gpu(x.device.type))
-    return x.device, host.copy_(x, non_blocking=True)
+class _SavedTensors:
+    """What autograd saves in one forward pass, in host memory."""
+
+    def __init__(self) -> None:
+        self._last: _HostTensor | None = None
+
+    def to_host(self, x: Tensor) -> _HostTensor | Tensor:
+        """Start copying a tensor to the host."""
+        if not is_gpu(x.device.type):
+            return x.clone()
+        self._last = _HostTensor(_copies_of(x.device), x, self._last)
+        return self._last
+
+    def to_device(self, saved: _HostTensor | Tensor) -> Tensor:
+        """Return a tensor on its device, and start copying the one that was saved before it."""
+        return saved if isinstance(saved, Tensor) else saved.take()
 
 
-def _to_device(saved: tuple[torch.device, Tensor]) -> Tensor:
-    device, host = saved
-    return host.to(device, non_blocking=True)
+class _HostTensor:
+    """A tensor in host memory that returns to its device.
+
+    The device's memory of a tensor is freed on the stream of the computation, which has waited for the copy
+    by then. Neither stream reuses memory that the other one still reads or writes.
+    """
+
+    def __init__(self, copies: _Copies, x: Tensor, before: _HostTensor | None) -> None:
+        """Start copying a tensor to the host.
+
+        Args:
+            copies: the streams and the host memory.
+            x: the tensor.
+            before: what was saved before it, and is thus needed after it.
+        """
+        self._copies, self._before = copies, before
+        self._buffer = copies.take_buffer(x.nbytes)
+        self._host = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        self._device = x.device
+        self._on_device: Tensor | None = x.detach()  # keeps the memory, even if x is emptied
+        self._copied = copies.copy(self._host, x)
+        copies.limit_leaving(self)
+
+    def take(self) -> Tensor:
+        """Return the tensor on the device; the computation waits for its copy."""
+        self._return()
+        x = self._on_device
+        assert x is not None
+        self.release()
+        if self._before is not None:
+            self._before._return()
+            self._before = None
+        return x
+
+    def _return(self) -> None:
+        """Start copying to the device, unless the tensor is there or on its way."""
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._host, device=self._device)
+            self._copied = self._copies.copy(self._on_device, self._host)
+
+    def release(self) -> None:
+        """Have the computation wait for the copy, and drop the tensor on the device."""
+        self._copies.current_stream.wait_event(self._copied)
+        self._on_device = None
+
+    def __del__(self) -> None:
+        """Give the host memory back. Later copies into it are on the stream of those out of it."""
+        if self._on_device is not None:
+            self.release()
+        self._copies.give_buffer(self._buffer)
+
+
+class _Copies:
+    """Copies of activations between one device and pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device.type)
+        self._stream = self._module.Stream()
+        self._leaving: deque[weakref.ref[_HostTensor]] = deque()
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        """Bytes of a buffer -> those that nothing uses. Pinning new memory stops the device."""
+
+    @property
+    def current_stream(self) -> Any:
+        """The stream of the computation."""
+        return self._module.current_stream()
+
+    def copy(self, to: Tensor, source: Tensor) -> Any:
+        """Copy what the computation has made so far; return the event of the copy's end."""
+        self._stream.wait_stream(self.current_stream)
+        with self._module.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def limit_leaving(self, newest: _HostTensor) -> None:
+        """Free the memory of tensors on the device, except for the newest ones, which are being copied."""
+        self._leaving.append(weakref.ref(newest))
+        while len(self._leaving) > MAX_LEAVING:
+            if (oldest := self._leaving.popleft()()) is not None:
+                oldest.release()
+
+    def take_buffer(self, num_bytes: int) -> Tensor:
+        """Return pinned memory of at least some bytes: a power of two, as torch rounds it up to that."""
+        size = 1 << max(num_bytes - 1, 0).bit_length()
+        return (
+            self._free[size].pop()
+            if self._free[size]
+            else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        )
+
+    def give_buffer(self, buffer: Tensor) -> None:
+        """Take back what `take_buffer` returned."""
+        self._free[len(buffer)].append(buffer)
+
+
+@cache
+def _copies_of(device: torch.device) -> _Copies:
+    """Return the copies of a device, which all models of this process share."""
+    return _Copies(device)
 
 
 class HostOffload:

@@ -15,6 +15,7 @@ from hflow.planner.forecast.figures import leaves_waiting_out, step_seconds
 from hflow.planner.forecast.memory import (
     check_host_memory,
     check_memory,
+    check_zero_stages,
     engine_caches,
     host_memory,
     host_memory_warnings,
@@ -74,6 +75,7 @@ def compile_plan(
         structure, request = plan_structure(graph, decided)
     chosen = frozenset(dict(reasons)) if searched is None else chosen_layouts(graph, searched)
     plan = _with_caches(_with_rows(structure, request), request)
+    check_zero_stages(plan, request, asked.free)
     unrunnable = unrunnable_reasons(
         plan, request, chosen=chosen, fits=lambda settings: fits(graph, asked, settings)
     )

@@ -151,6 +151,12 @@ class TensorSpec:
     """Number of experts that the first axis stacks; 1: the tensor is not one of experts."""
 
     @property
+    def is_quantizable(self) -> bool:
+        """Whether it is a matrix of a layer, or of its experts, but not their router."""
+        is_matrix = len(self.shape) > 1 and self.name.endswith(".weight")
+        return self.location == "layer" and is_matrix and not self.name.endswith(".gate.weight")
+
+    @property
     def numel(self) -> int:
         """Number of entries."""
         count = 1

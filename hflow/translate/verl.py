@@ -422,9 +422,13 @@ TABLES: dict[str, Sequence[Row]] = {
         missing(f"{ROLLOUT}.engine_kwargs.*"),
         missing(f"{ROLLOUT}.router_config_path"),
         missing(f"{ROLLOUT}.moe_load_balance_metrics_interval"),
-        missing(f"{ROLLOUT}.quantization", "no quantized generation"),
-        missing(f"{ROLLOUT}.quantization_config_file", "no quantized generation"),
-        missing(f"{ROLLOUT}.qat*", note="no quantized generation"),
+        same(
+            f"{ROLLOUT}.quantization",
+            "models.actor.gen.quantization",
+            "`fp8` only, [with vLLM](../engines.md#weights-in-fp8)",
+        ),
+        missing(f"{ROLLOUT}.quantization_config_file", "`fp8` has no settings"),
+        missing(f"{ROLLOUT}.qat*", note="no quantized training"),
         missing(f"{ROLLOUT}.mtp*", note="no speculative decoding"),
         missing(f"{ROLLOUT}.disaggregation.*", note="prefill and decoding share an engine"),
         manual(f"{ROLLOUT}.trace.*", note="`report.samples`, and the ledger: `hflow why`"),
@@ -904,6 +908,8 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     running = given.whole(f"{ROLLOUT}.max_num_seqs") or 256
     draft.set("models.actor.gen.max_running", running)
     draft.set("schedule.max_concurrent", min(draft.settings["batch"] * group, devices // ranks * running))
+    if given.choice(f"{ROLLOUT}.quantization", (None, "fp8"), "engines quantise weights to fp8, or not"):
+        draft.set("models.actor.gen.quantization", "fp8")
     if given.flag(f"{ROLLOUT}.enable_rollout_routing_replay"):
         draft.set("nodes.actor_gen.routing_replay", True)
     if given.flag(f"{ROLLOUT}.multi_turn.enable"):

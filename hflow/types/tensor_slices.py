@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Tensors are sent in buckets of about this size. A larger one has its own bucket, or is sent in pieces."""
 MAX_BUCKETS = 2
-"""Buckets that exist at a time where a worker hands them over to an engine's process."""
+"""Buckets that exist at a time where a worker hands them over to an engine's process, or an engine passes
+them on to others."""
 Box = tuple[tuple[int, int], ...]
 """`(start, stop)` on each axis."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hflow.base.devices import is_gpu
-from hflow.types.tensor_slices import BUCKET_BYTES
+from hflow.types.tensor_slices import BUCKET_BYTES, MAX_BUCKETS
 from hflow.weights.buckets import (
     IncomingTensor,
     SliceValues,
@@ -110,7 +110,11 @@ class IncomingWeights:
     def _slices(self, handles: Handles, device: torch.device) -> Iterator[SliceValues]:
         settings = self._channel
         assert settings is not None, "streams need a channel"
-        for handle in handles:
+        known = () if isinstance(handles, HandedOver) else handles
+        for number, handle in enumerate(handles):
+            for early in known[number : number + MAX_BUCKETS]:
+                if not isinstance(early, NearHandle):
+                    open_channel(settings).expect(early, self._receiver)
             if isinstance(handle, NearHandle):
                 bucket = open_channel(settings.nearby).receive(handle.handle, self._receiver)
             else:

@@ -43,6 +43,7 @@ def load_verified(
     incoming: IncomingWeights,
     load: Callable[[Iterator[tuple[str, Tensor]]], object],
     held: Callable[[str], HeldBoxes],
+    checksums: Callable[[Sequence[Block]], list[int]] = checksums_of,
 ) -> LoadedWeights:
     """Load weights into one rank of an engine, and check that the rank holds them afterwards.
 
@@ -52,6 +53,8 @@ def load_verified(
             rank holds. A tensor that the rank holds whole may be the rank's own, with the new values.
         held: returns the boxes of a tensor that the rank holds; called before and after loading. A tensor
             that is unknown has none.
+        checksums: returns the checksums of boxes after loading. An engine that stores some in another form
+            returns those that it had before it converted them.
 
     Raises:
         RunError: when a box that the rank holds did not arrive, or has other values than those that arrived.
@@ -72,8 +75,8 @@ def load_verified(
 
     load(tensors())
     blocks = [Block(name, shape, box, view) for name, shape, _ in arrived for box, view in held(name)]
-    expected = [checksum for _, _, checksums in arrived for checksum in checksums]
-    for block, checksum, wanted in zip(blocks, checksums_of(blocks), expected, strict=True):
+    expected = [checksum for _, _, of_tensor in arrived for checksum in of_tensor]
+    for block, checksum, wanted in zip(blocks, checksums(blocks), expected, strict=True):
         if checksum != wanted:
             raise RunError(
                 f"the engine does not hold {box_text(block.box)} of {block.tensor!r} as received: the "

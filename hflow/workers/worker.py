@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hflow.base.devices import is_gpu
+from hflow.base.devices import has_cuda_api, is_gpu
 from hflow.base.durable_files import FileChecksum, WriteError
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.model_files import copy_other_files
@@ -76,6 +76,7 @@ from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import (
     bind_cores,
+    bind_to_socket,
     bound_cores,
     keep_freed_memory,
     num_cores,
@@ -116,6 +117,8 @@ class Worker:
         copy_log_levels(setup.log_levels)
         use_services(setup.services)
         bind_cores(setup.plan.cluster.cores_of(hosted[0]))
+        if _uses_one_gpu(setup, hosted) and not setup.plan.cluster.cores:
+            bind_to_socket(0)
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()
         self._restore = use_deterministic_algorithms() if setup.plan.deterministic else None
@@ -734,6 +737,13 @@ def _devices(replica: Replica, ranks: Sequence[int], devices: Sequence[str]) -> 
             f"{', '.join(devices)} can be used; set a smaller gen.layout, or CUDA_VISIBLE_DEVICES"
         )
     return tuple(devices[worker % len(devices)] for worker in ranks) if devices else ()
+
+
+def _uses_one_gpu(setup: WorkerSetup, hosted: Sequence[int]) -> bool:
+    """Return whether this process itself computes on a GPU. One with an engine beside it alone does not."""
+    if not has_cuda_api(setup.plan.cluster.device) or len(hosted) > 1:
+        return False
+    return any(not traits(replica.backend).has_own_process for replica in hosted_replicas(setup, hosted))
 
 
 def _cores(cluster: ClusterSpec, worker: int, num_ranks: int) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ FAULTS = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGSTOP))
 """Completed steps, and what the worker of an engine is sent then. Worker 0 trains."""
 KILLED = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGKILL))
 """Of an engine with a rank on both devices, whose process belongs to the first."""
+WITH_TWO_TRAINERS = ((2, 2, signal.SIGKILL), (6, 3, signal.SIGSTOP))
+"""Of engines that pass buckets on to each other. Workers 0 and 1 train."""
 GEN = "models.actor.gen"
 FEW_CHANGES = (f"{GEN}.delta=true", "models.actor.dtype=bf16", "models.actor.optim.lr=1e-5")
 TWO_RANKS = ("placement=actor=0 actor.gen=1-2:t2", f"{GEN}.engine=vllm")
@@ -45,6 +47,10 @@ CASES = {
     "shared": (f"{GEN}.transport=shared",),
     "shared-delta": (f"{GEN}.transport=shared", *FEW_CHANGES),
     "collective": (f"{GEN}.transport=collective",),
+    "collective-of-two-trainers": (
+        f"{GEN}.transport=collective",
+        *("cluster=cpu-1x4", "placement=actor=0-1:d2 actor.gen=2-3"),
+    ),
     "collective-delta": (f"{GEN}.transport=collective", *FEW_CHANGES),
     "vllm-t2-shared": (f"{GEN}.transport=shared", *TWO_RANKS),
     "vllm-t2-collective-delta": (f"{GEN}.transport=collective", *FEW_CHANGES, *TWO_RANKS),
@@ -72,6 +78,8 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     out = tmp_path_factory.mktemp("replaced")
     started: list[RayWorkers] = []
     faults = KILLED if "t2" in request.param else FAULTS
+    faults = WITH_TWO_TRAINERS if "two-trainers" in request.param else faults
+    workers = range(faults[-1][1] + 1)
     found = Struck(request.param, faults)
 
     def ask(worker: int, question: Callable[[Any], Any]) -> Any:
@@ -85,18 +93,18 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for step, worker, number in found.faults:
             while num_steps(out) < step:
                 time.sleep(0.05)
-            found.processes.append([pid(worker) for worker in range(3)])
+            found.processes.append([pid(worker) for worker in workers])
             os.kill(found.processes[-1][worker], number)
             while num_steps(out) < step + 4:  # more than it could train without new weights for the engines
                 time.sleep(0.05)
-        found.processes.append([pid(worker) for worker in range(3)])
-        found.variables = [ask(worker, lambda _: os.environ.get("HFLOW_TEST")) for worker in range(3)]
+        found.processes.append([pid(worker) for worker in workers])
+        found.variables = [ask(worker, lambda _: os.environ.get("HFLOW_TEST")) for worker in workers]
 
     def make(*arguments: object) -> RayWorkers:
-        workers = make_workers(*arguments)  # type: ignore[arg-type]
-        assert isinstance(workers, RayWorkers)
-        started.append(workers)
-        return workers
+        made = make_workers(*arguments)  # type: ignore[arg-type]
+        assert isinstance(made, RayWorkers)
+        started.append(made)
+        return made
 
     overrides = [
         *("models.actor.path=null", "models.actor.optim.lr=1e-3", "nodes.eval_gen.after=1000"),
@@ -120,13 +128,15 @@ def num_steps(out: Path) -> int:
 
 
 def test_only_the_worker_that_failed_gets_another_process(struck: Struck) -> None:
-    at_first, after_one, after_both = struck.processes
-    assert [old == new for old, new in zip(at_first, after_one, strict=True)] == [True, False, True]
-    assert [old == new for old, new in zip(after_one, after_both, strict=True)] == [True, True, False]
+    for before, after, (_, struck_worker, _) in zip(
+        struck.processes[:-1], struck.processes[1:], struck.faults, strict=True
+    ):
+        changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        assert changed == [struck_worker]
 
 
 def test_every_worker_has_the_configured_environment(struck: Struck) -> None:
-    assert struck.variables == ["set"] * 3
+    assert struck.variables == ["set"] * len(struck.processes[0])
 
 
 def test_nothing_is_lost(struck: Struck) -> None:
@@ -146,10 +156,13 @@ def test_the_copies_are_removed_and_the_texts_are_kept(struck: Struck) -> None:
 def test_one_line_says_what_happened(struck: Struck) -> None:
     assert struck.summary is not None
     died, stopped = (line for line in struck.summary.warnings if line.startswith("worker "))
-    assert died.startswith("worker 1 died while ")
+    first, second = (worker for _, worker, _ in struck.faults)
+    assert died.startswith(f"worker {first} died while ")
     assert died.endswith("actor@gen is started again while the run continues (1 of 3)")
-    is_stopped = struck.faults is FAULTS
-    assert stopped.startswith(f"worker 2 {'has not answered for 8 s' if is_stopped else 'died'} while ")
+    is_stopped = struck.faults is not KILLED
+    assert stopped.startswith(
+        f"worker {second} {'has not answered for 8 s' if is_stopped else 'died'} while "
+    )
     assert stopped.endswith("actor@gen is started again while the run continues (2 of 3)")
 
 

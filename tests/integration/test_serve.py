@@ -183,6 +183,11 @@ def test_a_port_in_use(finished: Path, engine: str, hflow: CommandLine) -> None:
         (["RUN", "--model", "actr"], "has no model 'actr'; did you mean 'actor'"),
         (["RUN", "gen.max_len=3"], "unknown key 'gen.max_len'; did you mean 'gen.max_model_len'"),
         (["RUN", "gen.max_model_len=long"], "gen.max_model_len is 'long'"),
+        (["RUN", "gen.quantization=fp8"], "the engine embedded does not quantise weights"),
+        (
+            ["RUN", "--engine", "vllm", "gen.quantization=fp8"],
+            "the model is in fp32; set dtype=bf16 or gen.quantization=null",
+        ),
         (["RUN", "dtype"], "override 'dtype' cannot be parsed: write key=value"),
         (
             ["RUN", "--host", "203.0.113.1", "--api-key", "k"],

@@ -1,7 +1,7 @@
 """One rank of many, without their memory: what it keeps and sends in a training step, beside the plan's.
 
 Collectives return at once, and tensors have no storage. The rank builds a model and makes one training step
-with one micro-batch, by the code of real runs. Values have no meaning. Every expert gets as many tokens as
+by the code of real runs. Values have no meaning. Every expert gets as many tokens as
 every other. What is replaced stays so, so a process of its own is needed: run this file with cases as JSON.
 """
 
@@ -33,12 +33,14 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.rank_collectives import Passes, train_collectives
+from hflow.planner.forecast.cost.training import num_microbatches
 from hflow.planner.models.descriptors import training_backend
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout, RankOrder
 from hflow.shapes.model_shape import ModelShape
 from hflow.training import rank_groups as training_groups
 from hflow.training.interface import TrainShard
+from hflow.training.loop.microbatches import _UNITS, MicrobatchSplitter
 from hflow.training.loop.train import StepRecord
 from hflow.training.megatron.device import prepare
 
@@ -102,7 +104,8 @@ def planned(case: Case) -> Figures:
     work = Work(2, len(LENGTHS), tokens, tokens, learned, sum(n * n for n in LENGTHS)).share(share)
     num_passes = 3 if case.settings.get("activation_checkpointing") else 2
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0])
-    for one in train_collectives(replica, work, Passes.of(1, num_passes), stage):
+    num = num_microbatches(replica, work)
+    for one in train_collectives(replica, work, Passes.of(num, num_passes), stage):
         row = found["message" if one.kind == "send" else one.kind]
         row[0] += one.times
         row[1] += one.times * one.num_bytes
@@ -217,6 +220,10 @@ def replace_in_torch() -> None:
     training_groups._timeout_of = lambda group: timedelta(seconds=1)
     training_groups.RankGroups._equalize_counts = lambda self: None  # type: ignore[method-assign]
     DeviceMesh.from_group = staticmethod(real_mesh)  # type: ignore[method-assign]
+    # Ranks agree on the number of their micro-batches, and on the samples and tokens of a minibatch.
+    MicrobatchSplitter._agree = lambda self, merged, splits: [  # type: ignore[method-assign]
+        [len(split), *[1] * len(_UNITS)] for split in splits
+    ]
     StepRecord.finish = lambda self, group: {}  # type: ignore[method-assign]  # metrics have no values
 
 

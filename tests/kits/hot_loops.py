@@ -34,7 +34,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "models/packed_attention.py": EVERYTHING,
     "models/expert_replay.py": EVERYTHING,
     "training/loop/first_pass.py": EVERYTHING,
-    "models/host_offload.py": ("activations_in_host_memory", "_to_host", "_to_device"),
+    "models/host_offload.py": ("to_host", "to_device", "take", "_return", "release", "copy", "limit_leaving"),
     "training/loop/infer.py": EVERYTHING,
     "training/loop/inputs.py": EVERYTHING,
     "training/optimizers/learning_rate.py": EVERYTHING,

@@ -6,12 +6,18 @@ results to the device. As on CUDA, it is an error
 
 - to mix tensors of the device and of the CPU, except for a CPU scalar in a pointwise operation;
 - to read a tensor as a numpy array without copying it to the CPU first;
-- to use memory that was freed with `UntypedStorage.resize_(0)`.
+- to use memory that was freed with `UntypedStorage.resize_(0)`;
+- to allocate more than `Memory.limit` inside of `memory()`.
 
 An operation that would make the host wait for the device is recorded: see `host_syncs`. Copies of memory that
 is not pinned count, as torch waits for them.
 
-There is one such device in a process. Its streams do nothing, as every operation is complete when it returns.
+There is one such device in a process. Every operation is complete when it returns, and streams do nothing,
+except inside of `deferred()`: there each stream does its work as late as it may, when the host or another
+stream waits for it, and before all that this one has to do. Results have no values until then. So a stream
+that reads what another one writes, without an event, reads wrong values. Memory that is freed while a stream
+other than its own has work with it is overwritten by its own stream at once: the next tensor could be there.
+
 The process groups of `PretendGroup` take tensors of the device, and as with NCCL no others.
 """
 
@@ -19,9 +25,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +93,13 @@ _ALREADY_REGISTERED = 712
 """`cudaErrorHostMemoryAlreadyRegistered`."""
 _freed: set[int] = set()
 """Addresses of storages whose memory is free."""
+_owners: dict[int, tuple[torch.UntypedStorage, _Stream]] = {}
+"""Address -> memory that was made while work is deferred, and the stream that it was made on."""
+_counted: dict[int, Memory] = {}
+"""Address of a storage whose bytes count -> where."""
+_streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
+_is_deferred = False
+_here = threading.local()
 
 
 @contextmanager
@@ -124,6 +139,12 @@ def _to_device(tensor: Tensor) -> Tensor:
     address = _pointer_of(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value = _DLPACK_EXTENSION
     moved: Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    if _memory is not None:
+        _count(_memory, moved.untyped_storage())
+    if _is_deferred:
+        owner = tensor.untyped_storage()
+        _owners[owner.data_ptr()] = owner, _current_stream()
+        weakref.finalize(moved.untyped_storage(), _free, owner.data_ptr())
     return moved
 
 
@@ -137,7 +158,186 @@ def _to_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = torch._C._construct_storage_from_data_pointer(address, _CPU, size)
     cpu = torch.empty(0, dtype=tensor.dtype)
+    cpu.owner = _owners.get(address)  # type: ignore[attr-defined]  # deferred work needs it after the tensor
     return cpu.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _free(address: int) -> None:
+    """Overwrite freed memory on its own stream, at once if another stream still has work with it."""
+    memory, own = _owners.pop(address)
+    if any(stream is not own and stream.uses(address) for stream in tuple(_streams)):
+        own.give(lambda: ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes()))
+        own.run()
+
+
+# ------------------------------------------------------------------------- allocated bytes
+@dataclass
+class Memory:
+    """What is allocated on the device of what was made inside of `memory()`."""
+
+    num_bytes: int = 0
+    most: int = 0
+    limit: int | None = None
+    """An allocation beyond it fails."""
+
+    def add(self, num_bytes: int) -> None:
+        with _memory_lock:
+            if self.limit is not None and self.num_bytes + num_bytes > self.limit:
+                raise torch.OutOfMemoryError(
+                    f"{self.num_bytes} bytes of {self.limit} are allocated, which leaves no {num_bytes}"
+                )
+            self.num_bytes += num_bytes
+            self.most = max(self.most, self.num_bytes)
+
+
+_memory: Memory | None = None
+_memory_lock = threading.RLock()
+
+
+@contextmanager
+def memory() -> Iterator[Memory]:
+    """Count the bytes on the device of all tensors that are made inside."""
+    global _memory
+    _memory = Memory()
+    try:
+        yield _memory
+    finally:
+        _memory = None
+
+
+def _count(counted: Memory, storage: torch.UntypedStorage) -> None:
+    """Count the bytes of a storage until it is gone; while they are free, `_resize` has taken them off."""
+    address, size = storage.data_ptr(), storage.nbytes()
+    counted.add(size)
+    _counted[address] = counted
+
+    def take_off() -> None:
+        counted.num_bytes -= 0 if _counted.pop(address, None) is None else size
+
+    weakref.finalize(storage, take_off).atexit = False
+
+
+# ----------------------------------------------------------------------------- streams
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let streams do their work as late as they may."""
+    global _is_deferred
+    _is_deferred = True
+    try:
+        yield
+    finally:
+        for stream in tuple(_streams):
+            stream.run()
+        _is_deferred = False
+
+
+class _Event:
+    """An event, which has happened when the work is done that was given to a stream before."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._stream, self._num_before = _DEFAULT_STREAM, 0
+
+    def record(self, stream: _Stream | None = None) -> _Event:
+        self._stream = stream or _current_stream()
+        self._num_before = self._stream.num_given
+        return self
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        (stream or _current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self._stream.num_done >= self._num_before
+
+    def happen(self) -> None:
+        """Do the work before it."""
+        self._stream.run(self._num_before)
+
+    def synchronize(self) -> None:
+        _record("synchronize")
+        self.happen()
+
+
+class _Stream:
+    """Work that is done in the order in which it was given."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.num_given = self.num_done = 0
+        self._work: deque[tuple[Callable[[], Any], frozenset[int], _Event | None]] = deque()
+        self._lock = threading.RLock()
+        _streams.add(self)
+
+    def give(
+        self, work: Callable[[], Any], addresses: Iterable[int] = (), event: _Event | None = None
+    ) -> None:
+        """Do work later, or now if nothing is deferred.
+
+        Args:
+            work: what to do.
+            addresses: the memory that it reads or writes.
+            event: the event that the work is to wait for.
+        """
+        mode = torch.is_inference_mode_enabled()
+
+        def do() -> None:
+            with torch.inference_mode(mode):
+                work()
+
+        with self._lock:
+            self._work.append((do, frozenset(addresses), event))
+            self.num_given += 1
+        if not _is_deferred:
+            self.run()
+
+    def run(self, num: int | None = None) -> None:
+        """Do all work, or only until so many pieces of it are done, after all work that these wait for."""
+        with self._lock:
+            last = self.num_given if num is None else num
+            for _, _, event in tuple(self._work)[: max(0, last - self.num_done)]:
+                if event is not None:
+                    event.happen()
+            while self.num_done < last:
+                self._work[0][0]()
+                self._work.popleft()
+                self.num_done += 1
+
+    def uses(self, address: int) -> bool:
+        """Return whether work that is not done reads or writes memory."""
+        return any(address in addresses for _, addresses, _ in tuple(self._work))
+
+    def wait_event(self, event: _Event) -> None:
+        self.give(event.happen, event=event)
+
+    def wait_stream(self, stream: _Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return (event or _Event()).record(self)
+
+    def synchronize(self) -> None:
+        _record("synchronize")
+        self.run()
+
+
+_DEFAULT_STREAM = _Stream()
+
+
+def _current_stream() -> _Stream:
+    """Return this thread's stream."""
+    return getattr(_here, "stream", _DEFAULT_STREAM)
+
+
+@contextmanager
+def _on_stream(stream: _Stream | None) -> Iterator[None]:
+    before = _current_stream()
+    _here.stream = stream or before
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+def _addresses(*tensors: Tensor) -> list[int]:
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
 
 def _pin(tensor: Tensor) -> Tensor:
@@ -179,10 +379,16 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.device.type != NAME:
         return _resize_storage(storage, size)
     address = storage.data_ptr()
+    nbytes = storage.nbytes()
     if size:
+        if address in _freed and _memory is not None:
+            _count(_memory, storage)
         _freed.discard(address)
-    else:
-        ctypes.memset(address, 0xFF, storage.nbytes())  # NaN in every float type
+    elif address not in _freed:
+        if (counted := _counted.pop(address, None)) is not None:
+            counted.num_bytes -= nbytes
+        # NaN in every float type. Its own stream still does what it was given before.
+        _current_stream().give(lambda: ctypes.memset(address, 0xFF, nbytes))
         _freed.add(address)
         weakref.finalize(storage, _freed.discard, address)
     return storage
@@ -226,19 +432,80 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             assert not address or cpu.untyped_storage().data_ptr() != address, f"{op} returns a view"
         return _to_device(x)
 
-    if _recordings:
-        _record_operation(name, args, kwargs)
-    cpu_args = [
-        torch.tensor(x) if isinstance(x, int | float) and str(given.type) == "Tensor" else _map(to_cpu, x)
+    waited_for = _waited_for(name, args, kwargs)
+    if waited_for is not None:
+        _record(waited_for)
+    args = tuple(
+        torch.tensor(x) if isinstance(x, int | float) and str(given.type) == "Tensor" else x
         for x, given in zip(args, op._schema.arguments, strict=False)
-    ]  # torch passes numbers as if they were tensors, which only its own kernels accept
-    result = op(*cpu_args, **{key: _map(to_cpu, value) for key, value in kwargs.items()})
+    )  # torch passes numbers as if they were tensors, which only its own kernels accept
+    cpu_args = [_map(to_cpu, x) for x in args]
+    cpu_kwargs = {key: _map(to_cpu, value) for key, value in kwargs.items()}
+    if _is_deferred:
+        if waited_for is None and torch.Tag.nondeterministic_seeded not in op.tags:
+            outputs = _empty_outputs(op, args, kwargs)
+            if outputs is not None:
+                return _defer(op, cpu_args, cpu_kwargs, outputs, [cpu for cpu, _ in inputs.values()])
+        _current_stream().run()
+    result = op(*cpu_args, **cpu_kwargs)
     for cpu, given in inputs.values():
         if cpu.shape != given.shape:  # an output that the kernel has resized
             given.set_(_to_device(cpu))
     if name == "_local_scalar_dense" or not op._schema.returns:
         return result
     return _map(to_device, result)
+
+
+def _empty_outputs(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return an operation's results, without values where they are new; None if it has to run first."""
+    given: dict[int, Tensor] = {}
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, torch.device) and x.type == NAME:
+            return torch.device("meta")
+        if not isinstance(x, Tensor):
+            return x
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        given[id(meta)] = x
+        metas.append(meta)
+        return meta
+
+    def to_device(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in given:
+            return given[id(x)]
+        return _empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+    metas: list[Tensor] = []
+    try:
+        result = op(*(_map(to_meta, x) for x in args), **{key: _map(to_meta, x) for key, x in kwargs.items()})
+    except (NotImplementedError, RuntimeError):
+        return None
+    if any(meta.shape != given[id(meta)].shape for meta in metas):  # an output that the kernel resizes
+        return None
+    return _map(to_device, result)
+
+
+def _defer(op: Any, args: list[Any], kwargs: dict[str, Any], outputs: Any, inputs: list[Tensor]) -> Any:
+    """Give the current stream an operation on CPU tensors, whose results are written to outputs."""
+    made: list[Tensor | None] = []
+    given = set(_addresses(*inputs))
+
+    def place(x: Any) -> None:
+        is_new = isinstance(x, Tensor) and _is_here(x) and x.untyped_storage().data_ptr() not in given
+        made.append(_to_cpu(x) if is_new else None)
+
+    def run() -> None:
+        results: list[Any] = []
+        _map(results.append, op(*args, **kwargs))
+        for target, result in zip(made, results, strict=True):
+            if target is not None:
+                target.copy_(result)
+
+    _map(place, outputs)
+    _current_stream().give(run, _addresses(*inputs, *(x for x in made if x is not None)))
+    return outputs
 
 
 def _map(function: Callable[[Any], Any], values: Any) -> Any:
@@ -254,14 +521,15 @@ def _check_mixed(op: Any, tensor: Tensor) -> None:
         raise RuntimeError(f"{op} got tensors of the device {NAME} and of {tensor.device}; move them to one")
 
 
-def _record_operation(name: str, args: Any, kwargs: Any) -> None:
-    """Record an operation whose result, or its shape, the host has to wait for."""
+def _waited_for(name: str, args: Any, kwargs: Any) -> str | None:
+    """Return the kind of an operation whose result, or its shape, the host has to wait for; else None."""
     if name in _SYNCS and kwargs.get("output_size") is None:
-        _record(_SYNCS[name])
+        return _SYNCS[name]
     if name in ("index", "index_put", "_index_put_impl_") and any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     ):
-        _record("a boolean index")
+        return "a boolean index"
+    return None
 
 
 def _on_cpu_keys(op: Any) -> Any:
@@ -275,20 +543,38 @@ def _on_cpu_keys(op: Any) -> Any:
 
 
 def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
-    return _to_device(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
+    made = torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format)
+    return _to_device(_without_values(made))
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
-    return _to_device(torch.empty_strided(size, stride, dtype=dtype))
+    return _to_device(_without_values(torch.empty_strided(size, stride, dtype=dtype)))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Fill a tensor that deferred work has to write with NaN, or -1."""
+    if _is_deferred and tensor.numel():
+        ctypes.memset(tensor.data_ptr(), 0xFF, tensor.untyped_storage().nbytes())
+    return tensor
 
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    is_waited_for = True
     if not _is_here(target):
-        if not (non_blocking and _is_pinned(target)):
+        is_waited_for = not (non_blocking and _is_pinned(target))
+        if is_waited_for:
             _record("copy to the host")
-    elif not _is_here(source) and not (non_blocking and _is_pinned(source)):
-        _record("copy to the device that is not pinned and non_blocking")
-    (_to_cpu(target) if _is_here(target) else target).copy_(_to_cpu(source) if _is_here(source) else source)
+    elif not _is_here(source):
+        is_waited_for = not (non_blocking and _is_pinned(source))
+        if is_waited_for:
+            _record("copy to the device that is not pinned and non_blocking")
+    else:
+        is_waited_for = False
+    to, given = (_to_cpu(x) if _is_here(x) else x for x in (target, source))
+    stream = _current_stream()
+    stream.give(lambda: to.copy_(given), _addresses(to, given))
+    if is_waited_for:
+        stream.run()
     return target
 
 
@@ -314,6 +600,7 @@ def _flash_forward(
 ) -> tuple[Tensor, ...]:
     assert is_causal, "hflow uses causal attention"
     assert not dropout, "hflow uses no dropout"
+    _current_stream().run()
     given = [_to_cpu(x) for x in (q, k, v, query_starts, key_starts)]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out, sums = pretend_attention.forward(*given[:3], (given[3], given[4]), (max_q, max_k), factor)
@@ -333,6 +620,7 @@ def _flash_backward(
     scale: float | None = None,
     **__: Any,
 ) -> tuple[Tensor, ...]:
+    _current_stream().run()
     given = [_to_cpu(x) for x in (gradient, q, k, v, query_starts, key_starts)]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     gradients = pretend_attention.backward(*given[:4], (given[4], given[5]), factor)
@@ -372,12 +660,14 @@ class _Module:
     def synchronize(self, device: object = None) -> None:
         """Record that the host waits for the device."""
         _record("synchronize")
+        for stream in tuple(_streams):
+            stream.run()
 
     def current_stream(self, device: object = None) -> _Stream:
-        return _Stream()
+        return _current_stream()
 
-    def stream(self, stream: object) -> AbstractContextManager[None]:
-        return nullcontext()
+    def stream(self, stream: _Stream | None) -> AbstractContextManager[None]:
+        return _on_stream(stream)
 
     def empty_cache(self) -> None:
         """Count the call: nothing is kept."""
@@ -405,39 +695,6 @@ class _Runtime:
 
     def cudaGetErrorString(self, error: int) -> str:
         return "already registered"
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    def record(self, stream: object = None) -> _Event:
-        return self
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        _record("synchronize")
-
-
-class _Stream:
-    """A stream without work."""
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def synchronize(self) -> None:
-        _record("synchronize")
 
 
 _Module.Stream, _Module.Event = _Stream, _Event  # type: ignore[attr-defined]
@@ -483,9 +740,29 @@ class PretendGroup(dist.ProcessGroup):
         return self._gloo.barrier()
 
 
+class _Work:
+    """A collective that the current stream makes later."""
+
+    def __init__(self, group: PretendGroup, method: str, args: list[Any]) -> None:
+        tensors: list[Tensor] = []
+        _map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, args)
+        make = getattr(group._gloo, method)
+        self._stream = _current_stream()
+        self._stream.give(lambda: make(*args).wait(), _addresses(*tensors))
+        self._made = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        if _current_stream() is not self._stream:
+            self._made.wait()
+
+
 def _collective(method: str) -> Callable[..., Any]:
     def run(group: PretendGroup, *args: Any) -> Any:
-        work = getattr(group._gloo, method)(*(_map(_for_collective, value) for value in args))
+        given = [_map(_for_collective, value) for value in args]
+        if _is_deferred:
+            return _Work(group, method, given)
+        work = getattr(group._gloo, method)(*given)
         if method not in ("send", "recv"):
             work.wait()
         return work

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import reduction_cases
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def run_replicated(rank: int, directory: str) -> None:
 
 QUARTERS = (([0, 1], [4], [5, 6], [7]), ([], [2], [3], []), ([8, 9], [], [10], [11]))
 """Rows of each minibatch on four ranks."""
-REPLICATED = ("lora", "bf16", "untied")
+REPLICATED = ("lora", "bf16", "gradients summed once", "untied")
 
 
 def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
@@ -108,8 +109,12 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     for name, changes in VARIANTS.items():
         if "lora" in changes and find_spec("peft") is None:
             continue
-        fsdp.MIN_UNIT_BYTES = 0 if name == "replayed" else whole_layers
+        has_units = name in ("replayed", "gathered once", "gradients summed once")
+        fsdp.MIN_UNIT_BYTES = 0 if has_units else whole_layers
         backend = kit.model(2, group, tokens_per_microbatch=13, **changes)
+        if name == "gradients summed once":
+            skipped = backend.train(call_of(name), [kit.halves(with_infinite(batch))[rank]], 4)
+            results["skipped"] = skipped["skipped_updates"]
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
         written = backend.save(str(directory / name))()
         results[f"{name} files"] = everywhere({path.name for path in written}, group)
@@ -153,6 +158,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "offloaded": {"offload": "all"},
     "replayed": {"architecture": kit.MIXED, "activation_checkpointing": True},
+    "gathered once": {"zero_stage": 2},
+    "gradients summed once": {
+        "zero_stage": 1,
+        "activation_checkpointing": True,
+        "optim": dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip"),
+    },
     "lora": {"lora": LORA},
     "lora recomputed in bf16": {
         "lora": LORA,
@@ -201,6 +212,12 @@ def call_of(name: str) -> Any:
     """Return the train call of a variant."""
     calls = {"value": kit.VALUE, "replayed": kit.REPLAYED}
     return calls.get(name, kit.CALLS["token-mean"])
+
+
+def with_infinite(batch: Batch) -> Batch:
+    """Return a batch in which every advantage is infinite."""
+    column = batch.columns["advantages"]
+    return batch.with_columns({"advantages": dataclasses.replace(column, values=column.values * np.inf)})
 
 
 def adapters_off_and_on(backend: TorchModel, group: Any, batch: Batch, shard: Any) -> Any:

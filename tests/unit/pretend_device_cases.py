@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import memory_kit
 import pretend_device
 import pytest
 import torch
@@ -15,17 +17,22 @@ from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.models import attention_kernels
+from hflow.models import attention_kernels, host_offload
 from hflow.models.host_copy import HostCopies
-from hflow.models.host_offload import HostOffload
+from hflow.models.host_offload import HostOffload, activations_in_host_memory
 from hflow.models.settings import ModelSettings
+from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.parts import engine_weights
+from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.weight_slices import WeightSlice
+from hflow.shapes.architectures import read_shape
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import pack_batch, prepare_batch
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.types.kernels import AttentionKernel
+from hflow.weights import incoming
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings
@@ -90,6 +97,58 @@ def test_freed_memory_cannot_be_read(device):
         x + 1
     x.untyped_storage().resize_(12)
     assert x.isnan().all()
+
+
+# --------------------------------------------------------------------------------------- streams
+def doubled_on_a_side_stream(device, waits, is_kept):
+    """Double on a side stream what the default stream has made."""
+    accelerator = torch.get_device_module(device)
+    side, default = accelerator.Stream(device), accelerator.current_stream(device)
+    x = torch.ones(4).pin_memory().to(device, non_blocking=True) + 2
+    if "begin" in waits:
+        side.wait_stream(default)
+    with accelerator.stream(side):
+        doubled = x * 2
+    if not is_kept:
+        del x
+    if "end" in waits:
+        default.wait_stream(side)
+    return doubled.tolist()
+
+
+def test_streams_that_do_not_wait_compute_with_wrong_values(device):
+    right = [6.0] * 4
+    assert doubled_on_a_side_stream(device, (), is_kept=False) == right, "nothing is deferred"
+    with pretend_device.deferred():
+        assert doubled_on_a_side_stream(device, ("begin", "end"), is_kept=True) == right
+        assert doubled_on_a_side_stream(device, ("end",), is_kept=True) != right
+        assert doubled_on_a_side_stream(device, ("begin",), is_kept=True) != right
+        assert doubled_on_a_side_stream(device, ("begin", "end"), is_kept=False) != right
+        x = torch.zeros(2, device=device)
+        host = torch.zeros(2).pin_memory()
+        host.copy_(x + 1, non_blocking=True)
+        assert host.tolist() == [0, 0], "the host has not waited"
+        torch.get_device_module(device).synchronize()
+        assert host.tolist() == [1, 1]
+
+
+def test_copies_for_a_checkpoint_are_complete_when_they_are_written(device, monkeypatch):
+    values = torch.arange(4.0)
+    copies = HostCopies()
+
+    def copied():
+        x = values.pin_memory().to(device, non_blocking=True) + 1
+        with copies.copying():
+            kept = copies.copy(x)
+        x.zero_()  # training continues
+        return kept.tolist()
+
+    with pretend_device.deferred():
+        assert copied() == [1, 2, 3, 4]
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            values += 10
+            assert copied() != [11, 12, 13, 14]
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -168,14 +227,15 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
 
 # ----------------------------------------------------------------------------------------- copies
 def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
+    before = pretend_device.pinned_by_address()
     copies, values = HostCopies(), [torch.randn(n, device=device) for n in (3, 1000)]
     with host_syncs() as syncs, copies.copying():
         copied = [copies.copy(x) for x in values]
     assert [sync.kind for sync in syncs] == ["synchronize"]
     torch.testing.assert_close(copied, [x.cpu() for x in values])
-    assert len(pretend_device.pinned_by_address()) == 2
+    assert len(pretend_device.pinned_by_address() - before) == 2
     del copies
-    assert not pretend_device.pinned_by_address()
+    assert pretend_device.pinned_by_address() == before
 
 
 def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device):
@@ -192,16 +252,45 @@ def test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(d
         weight.sum()
 
 
+def test_saved_activations_come_back_from_memory_that_is_pinned_once(device):
+    """Beside the computation: the host waits for nothing. Shapes, dtypes and strides differ."""
+
+    def run(x):
+        with activations_in_host_memory(x.device.type != "cpu"):
+            y = x
+            for _ in range(5):
+                y = (y.t() * y.t().exp().to(torch.float64)).float() / 3
+            loss = (y * y[:0].sum()).sum() + y.square().sum()
+        loss.backward()
+        return x.grad
+
+    def pinned():
+        copies = host_offload._copies_of(torch.empty(0, device=device).device)
+        return sum(map(len, copies._free.values()))
+
+    host = torch.randn(6, 6)
+    wanted = run(host.clone().requires_grad_())
+    first, second = (host.to(device).requires_grad_() for _ in range(2))
+    with host_syncs() as syncs:
+        grads, num_buffers = [run(first)], pinned()
+        grads.append(run(second))
+    assert syncs == []
+    for grad in grads:
+        torch.testing.assert_close(grad.cpu(), wanted)
+    assert pinned() == num_buffers > 0
+
+
 def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
+    before = pretend_device.pinned_by_address()
     values = torch.arange(12.0, device=device)
     settings = ChannelSettings("shared", "a-0", "")
     channel = make_channel(settings)
     piece = WeightSlice("w", (12,), ((0, 12),), 0)
     sent = [channel.send((1,), bucket) for bucket in pack_buckets([(piece, values)])]
-    incoming = list(IncomingWeights(settings, 1, device, [sent]))
-    assert [one.tensor.tolist() for one in incoming] == [values.tolist()]
-    assert {one.tensor.device.type for one in incoming} == {device}
-    assert len(pretend_device.pinned_by_address()) == 2
+    arrived = list(IncomingWeights(settings, 1, device, [sent]))
+    assert [one.tensor.tolist() for one in arrived] == [values.tolist()]
+    assert {one.tensor.device.type for one in arrived} == {device}
+    assert len(pretend_device.pinned_by_address() - before) == 2
     channel.close()
 
 
@@ -266,6 +355,61 @@ def test_an_engine_sleeps_wakes_and_loads(device):
     engine.load_weights([IncomingWeights.of_tensors(lambda: other._module.named_parameters())], 1)
     engine.wake_cache()
     assert generate(engine)[0] == generate(other)[0]
+
+
+BUCKET_BYTES = 1 << 20
+LARGE_VOCABULARY = ONE_LAYER | {"vocab_size": 16384, "hidden_size": 128}
+"""The embeddings have 8 MiB, and eight buckets."""
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(incoming, "BUCKET_BYTES", BUCKET_BYTES)
+    largest = partial(transfer.largest_bucket, minimum=BUCKET_BYTES)
+    monkeypatch.setattr(transfer, "largest_bucket", largest)
+
+
+def most_bytes_while_loading(device):
+    """Load new weights, of which each of two senders has half, into an engine that wakes without weights.
+
+    Allocates no more than the plan says, the weights and what a transfer adds.
+    """
+    settings = ModelSettings(name="actor", architecture=LARGE_VOCABULARY, seed=3)
+    channel_settings = ChannelSettings("shared", "a-0", "")
+    channel = make_channel(channel_settings)
+    sent = [[], []]
+    for position, (name, tensor) in enumerate(EmbeddedEngine(settings)._module.named_parameters()):
+        for sender, half in enumerate(tensor.detach().chunk(2)):
+            first = sender * (len(tensor) - len(half))
+            box = ((first, first + len(half)), *((0, size) for size in tensor.shape[1:]))
+            sent[sender].append((WeightSlice(name, tuple(tensor.shape), box, position), half))
+    handles = [
+        [channel.send((1,), bucket) for bucket in pack_buckets(slices, BUCKET_BYTES)] for slices in sent
+    ]
+    rank = memory_kit.rank(read_shape(LARGE_VOCABULARY), "d1", "embedded", on_cpu=False, dtype="fp32")
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="shared")
+    added = memory_kit.named(transfer.receive_weights(rank, route, num_senders=2))
+    with pretend_device.memory() as memory:
+        engine = EmbeddedEngine(dataclasses.replace(settings, seed=4, device=device))
+        engine.sleep(SleepLevel.DROP_WEIGHTS)
+        assert memory.num_bytes < BUCKET_BYTES // 8, "only buffers are left"
+        memory.limit, memory.most = engine_weights(rank) + sum(added.values()), 0
+        engine.wake_weights()
+        engine.load_weights([IncomingWeights(channel_settings, 1, device, handles)], 1)
+        channel.close()
+        return memory.most, memory.limit
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_an_engine_that_wakes_loads_weights_in_the_memory_of_the_plan(device, monkeypatch):
+    most, limit = most_bytes_while_loading(device)
+    assert limit - 3 * BUCKET_BYTES < most <= limit
+    # Where tensors are assembled beside the engine's own, the largest one is in memory twice.
+    assemble = incoming.assemble_tensors
+    monkeypatch.setattr(incoming, "assemble_tensors", lambda streams, storage: assemble(streams))
+    with pytest.raises(torch.OutOfMemoryError):
+        most_bytes_while_loading(device)
 
 
 # ------------------------------------------------------------------------------------- a whole run

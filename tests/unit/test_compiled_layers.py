@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,28 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CXX", "c++-99")
     with pytest.raises(BackendError, match=r"models.actor.compile needs a C\+\+ compiler, .* no 'c\+\+-99'"):
         kit.model(compile=True)
+
+
+def test_layers_that_cannot_be_compiled_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError("no space left for code")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=refuse))
+    with pytest.raises(
+        BackendError, match=r"models.actor.compile: .* could not be compiled .*=false"
+    ) as error:
+        trained(compile=True)
+    assert "\n" not in str(error.value)
+
+
+def test_layers_of_which_there_are_too_many_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would run them as they are."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = kit.model(compile=True)
+    shard = kit.whole(kit.make_batch(kit.LENGTHS))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model.infer(kit.LOGPROBS, [kit.make_batch(kit.LENGTHS)])
+        with pytest.raises(BackendError, match="recompile_limit"):
+            model.train(kit.CALLS["token-mean"], shard, 5)

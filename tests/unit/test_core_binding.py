@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import forked_python
 import pytest
@@ -13,6 +15,8 @@ from hflow.base.errors import ConfigError, HflowError
 from hflow.launch.planning.compile import plan
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.report.text.plan.header import cluster_line
+from hflow.workers import process_setup
+from hflow.workers.process_setup import socket_cores
 
 RECIPE = "recipes/grpo.py"
 ARGS = ["models.actor.path=null", "cluster=cpu-2x2"]
@@ -84,3 +88,20 @@ def test_more_cores_than_there_are() -> None:
     lent = len(os.sched_getaffinity(0))
     said = f"to cores {lent} to {lent}, but this process may use only {lent} cores"
     assert said in child(lent, lent + 1).stderr
+
+
+def test_the_cores_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up machine with two sockets, of whose cores a container has some."""
+    for bus, cores in (("0000:17:00.0", "0-3,8-11"), ("0001:ca:00.0", "4-7,12"), ("0000:00:01.0", "")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "local_cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr(process_setup, "_ALLOWED_CORES", [1, 2, 5, 6, 9, 12])
+
+    def of(domain: int, bus: int, device: int = 0) -> tuple[int, ...]:
+        place = {"pci_domain_id": domain, "pci_bus_id": bus, "pci_device_id": device}
+        return socket_cores(SimpleNamespace(**place), tmp_path)
+
+    assert of(0, 0x17) == (1, 2, 9)
+    assert of(1, 0xCA) == (5, 6, 12)
+    assert of(0, 0, 1) == of(0, 0x18) == ()
+    assert socket_cores(SimpleNamespace(name="without a place"), tmp_path) == ()

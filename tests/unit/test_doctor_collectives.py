@@ -18,9 +18,11 @@ from hflow.doctor.rank_groups import (
     OperationTime,
     RuntimeMemory,
     axis_layouts,
+    replicate_layouts,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.hardware import GIB
+from hflow.shapes.layout import Layout
 
 KINDS = ("replica", "data", "tensor", "pipe", "context", "expert")
 
@@ -53,6 +55,13 @@ def test_groups_of_an_axis_are_those_that_the_planner_counts_with() -> None:
         for axis, layout in axis_layouts(4, size).items():
             lines = axis_lines(layout, "train", range(4), axis)  # type: ignore[arg-type]
             assert axis in found[tuple(sorted(tuple(line) for line in lines))].kinds
+    assert "shard" in found[(0, 1), (2, 3)].kinds
+    assert "replicate" in found[(0, 2), (1, 3)].kinds
+
+
+def test_layouts_with_a_replicate_axis_shard_over_two_ranks_or_more() -> None:
+    assert replicate_layouts(8) == [Layout.parse("d8r2"), Layout.parse("d8r4")]
+    assert not replicate_layouts(2)
 
 
 def test_wrong_results_are_an_error_and_slow_links_a_warning() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
 
 from hflow.base.errors import BackendError, ConfigError
+from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.families import own_forward_objection
 from hflow.engines.embedded.module import FreedParameters, build_module, load_in_place
@@ -126,6 +126,23 @@ def test_own_forward_equals_that_of_transformers_and_follows_its_weights() -> No
         expected = model(input_ids=torch.tensor([PROMPTS[1]])).logits[:, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
         assert own_forward_objection(architecture, has_adapters=False) is None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_projections_are_one_product_each_without_a_copy_of_the_weights(name: str) -> None:
+    """Parameters keep the names and shapes of transformers. A trainer's are left as they are."""
+    engine, trainer = EmbeddedEngine(settings(name)), reference(name)
+    expected = {key: tensor.shape for key, tensor in trainer.state_dict().items()}
+    assert {key: tensor.shape for key, tensor in engine._module.state_dict().items()} == expected
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in engine._module.parameters()}
+    assert sum(s.nbytes() for s in storages.values()) == sum(p.nbytes for p in engine._module.parameters())
+    addresses = {key: tensor.data_ptr() for key, tensor in trainer.state_dict().items()}
+    sharing = EmbeddedEngine(settings(name), {}, trainer)
+    assert {key: tensor.data_ptr() for key, tensor in sharing._module.state_dict().items()} == addresses
+    for module, num_products in ((engine._module, 1), (trainer, 3)):
+        (layer, _) = DenseDecoder(module)._layers
+        assert len(layer.projections.joined.parts) == num_products
+        assert len(layer.gate_up.parts) == min(num_products, 2)
 
 
 def test_other_models_run_through_the_modules_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
@@ -358,7 +375,7 @@ def test_sleep_frees_an_accelerator_and_wake_resumes(device: str) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_freed_parameters_keep_their_values_or_can_be_loaded_again(keep: bool) -> None:
-    module = copy.deepcopy(reference("qwen2")).requires_grad_(False)
+    module = build_module(settings(), None).requires_grad_(False)
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     freed = FreedParameters(module, keep)
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters())

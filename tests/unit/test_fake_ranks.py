@@ -42,8 +42,15 @@ CASES = [
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
     kit.Case("torch", "d64r4", 21, TIED),
+    *(
+        kit.Case("torch", layout, 21, TIED, {"zero_stage": stage, "tokens_per_microbatch": 512})
+        for stage, layout in ((3, "d64"), (2, "d64"), (1, "d64r4"))
+    ),
 ]
-IDS = [f"{case.backend} {case.layout} {case.architecture['model_type']}" for case in CASES]
+IDS = [
+    f"{case.backend} {case.layout} {case.architecture['model_type']} {case.settings.get('zero_stage', '')}"
+    for case in CASES
+]
 
 
 @pytest.fixture(scope="module")

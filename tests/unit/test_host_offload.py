@@ -56,13 +56,13 @@ def test_results_are_equal_bit_by_bit(tmp_path, name, dtype):
 def test_what_recomputed_layers_save_is_on_the_host(monkeypatch, name):
     """Results are equal bit by bit. The bytes are those of the plan."""
     saved: list[torch.Tensor] = []
-    to_host = host_offload._to_host
+    to_host = host_offload._SavedTensors.to_host
 
-    def record(tensor):
+    def record(self, tensor):
         saved.append(tensor)
-        return to_host(tensor)
+        return to_host(self, tensor)
 
-    monkeypatch.setattr(host_offload, "_to_host", record)
+    monkeypatch.setattr(host_offload._SavedTensors, "to_host", record)
     wanted, got = (
         build(name, activation_checkpointing=True, offload_activations=flag).train(
             kit.CALLS["token-mean"], kit.whole(BATCH), 0

@@ -45,13 +45,20 @@ from hflow.planner.forecast.cost.flops import (
     token_flops,
     work_of,
 )
-from hflow.planner.forecast.cost.generation import DecodePhase, continuous_batching, decode_step, generate
+from hflow.planner.forecast.cost.generation import (
+    DecodePhase,
+    continuous_batching,
+    decode_step,
+    generate,
+    prefill,
+)
 from hflow.planner.forecast.cost.kernels import layer_products
 from hflow.planner.forecast.cost.rank_collectives import (
     MIN_UNIT_BYTES,
     Passes,
     bucket_collectives,
     fsdp_gathers,
+    fsdp_scatters,
     replicated_gradients,
 )
 from hflow.planner.forecast.cost.roofline import (
@@ -442,8 +449,17 @@ def test_recomputing_costs_a_forward_of_the_layers():
 def test_offloaded_inputs_of_layers_are_copied_twice():
     # 4 layers x 1,000 tokens x 64 x 4 bytes, out and back at 20 GB/s.
     offloaded = side(activation_checkpointing=True, offload_activations=True)
-    seconds = named(train(offloaded, work(1000.0), 1))["layer inputs"]
-    assert seconds == pytest.approx(2 * 4 * 1000 * 64 * 4 / 2e10)
+    parts = train(offloaded, work(1000.0), 1)
+    compute = named(parts)["forward and backward"]
+    there = 4 * 1000 * 64 * 4 / 2e10
+    assert compute / 4 > there  # a forward pass
+    assert total(part for part in parts if part.name == "layer inputs") == pytest.approx(2 * there / 4)
+    slow = replace(offloaded, hardware=replace(TOY, host=replace(TOY.host, gb_per_s=0.2)))
+    seen = [part.seconds for part in train(slow, work(1000.0), 1) if part.name == "layer inputs"]
+    # Three of four layers hide what lasts no longer than a forward pass, and than the rest.
+    assert seen == pytest.approx(
+        [100 * there - min(100 * there, each * compute) * 3 / 4 for each in (1 / 4, 3 / 4)]
+    )
 
 
 def test_logits_that_do_not_fit_are_made_twice():
@@ -508,6 +524,30 @@ def test_large_layers_are_gathered_while_others_compute():
     short = named(train(one, work(100.0), 1))
     seen = gather + scatter - short["forward and backward"] * 32 / 33
     assert short["all-gather"] + short["reduce-scatter"] == pytest.approx(seen)
+
+
+def test_what_is_exchanged_once_for_all_micro_batches():
+    # Four micro-batches of 4,096 tokens; the numbers of the test before this one.
+    weights = 6_738_149_376
+    gather, scatter = 7 / 8 * weights * 2 / 1e10 + 33 * 3e-6, 7 / 8 * weights * 4 / 1e10 + 33 * 3e-6
+    three, two, one = (
+        side(LLAMA_7B, "d8", dtype="bf16", tokens_per_microbatch=4_096, zero_stage=stage)
+        for stage in (3, 2, 1)
+    )
+    amount, passes = work(16_384.0), Passes.of(4, 2)
+    for sides, num in ((three, (4 * 64, 4)), (two, (32, 1)), (one, (32, 1))):
+        assert tuple(row.times for row in fsdp_gathers(sides, passes)) == num
+    assert [sum(row.times for row in fsdp_scatters(s, passes)) for s in (three, two, one)] == [132, 132, 33]
+    # A third of a micro-batch is its forward pass.
+    seconds = named(train(three, amount, 1))["forward and backward"] / 4
+    found = {name: named(train(sides, amount, 1)) for name, sides in (("two", two), ("one", one))}
+    hidden_gather, hidden_scatter = seconds / 3 * 32 / 33, seconds * 2 / 3 * 32 / 33
+    for parts in found.values():
+        assert parts["all-gather"] == pytest.approx(max(gather / 33, gather - hidden_gather))
+    assert found["one"]["reduce-scatter"] == pytest.approx(max(scatter / 33, scatter - hidden_scatter))
+    assert found["two"]["reduce-scatter"] == pytest.approx(
+        max(4 * scatter / 33, 4 * (scatter - hidden_scatter))
+    )
 
 
 def test_a_distributed_optimizer_exchanges_gradients_and_weights():
@@ -743,12 +783,13 @@ def test_weights_that_every_rank_gathers_by_hand():
 
 
 def test_what_several_trainers_broadcast_goes_to_an_engine_first():
-    # Two engines need 1 GiB each. Of one trainer they take it in one broadcast, of two by way of one engine.
+    # Two engines need 1 GiB each in 16 buckets. Of one trainer they take it in one broadcast, of two by way
+    # of one engine: while that broadcasts a bucket it takes the next one, so only the first is waited for.
     route = WeightRoute("m", "m@train", "m@gen", "pull", (), (), 2**31, 0, 0, "collective")
     engines = side(layout="d2")
-    for num_sources, ways in ((1, 1), (2, 2)):
+    for num_sources, num_buckets, latencies in ((1, 16, 16), (2, 17, 32)):
         weights, *_ = load_weights(route, engines, RankPlacement(2), TOY.inter, num_sources)
-        assert weights.seconds == pytest.approx(ways * (2**30 / 1e10 + 16 * 1e-6))
+        assert weights.seconds == pytest.approx(num_buckets * 2**26 / 1e10 + latencies * 1e-6)
     across = replace(route, node_bytes=2**31)
     weights, *_ = load_weights(across, engines, RankPlacement(2), TOY.inter, 2)
     assert weights.seconds > 2**30 / 1e9
@@ -834,6 +875,46 @@ def test_kept_weights_go_to_the_host_and_back():
     engine = side(layout="t2", backend="vllm", dtype="bf16")
     assert named(keep_weights(engine)) == pytest.approx({"sleep": 2 * 2 * 160_256 / 2 / 20e9})
     assert keep_weights(side(hardware=replace(TOY, device=replace(TOY.device, type="cpu")))) == []
+
+
+FP8_TOY = replace(TOY, device=replace(TOY.device, tflops={"fp32": 1.0, "bf16": 2.0, "fp8": 4.0}))
+
+
+def test_a_quantised_engine_reads_a_byte_a_weight_and_multiplies_in_fp8():
+    engine = side(backend="vllm", dtype="bf16", quantization="fp8", hardware=FP8_TOY, host=HostTimes())
+    plain = replace(engine, low_dtype=None)
+    # 4 x 36,864 weights of layers and 6,400 of the output matrix, which stays in bf16, as the KV cache does.
+    assert decode_step(engine, 1, 0).seconds == pytest.approx((147_456 + 2 * 6_400) / 1e11)
+    assert decode_step(plain, 1, 0).seconds == pytest.approx(2 * 153_856 / 1e11)
+    compute = 2 * 1e4 * (147_456 / 4e12 + 6_400 / 2e12)
+    assert decode_step(engine, 1e4, 0).seconds == pytest.approx(compute)
+    caches = [decode_step(one, 1, 1e4).seconds - decode_step(one, 1, 0).seconds for one in (plain, engine)]
+    assert caches[1] == pytest.approx(caches[0])
+    prompt = work(1e6, learned=0.0)
+    fast, slow = (named(prefill(one, prompt))["prefill"] for one in (engine, plain))
+    assert slow == pytest.approx(2 * 1e6 * 147_456 / 2e12)
+    assert fast == pytest.approx(slow / 2)
+
+
+def test_a_device_without_fp8_multiplies_quantised_weights_in_the_compute_dtype():
+    engine = side(backend="vllm", dtype="bf16", quantization="fp8", host=HostTimes())
+    assert decode_step(engine, 1e4, 0).seconds == pytest.approx(2 * 1e4 * 153_856 / 2e12)
+    assert decode_step(engine, 1, 0).seconds == pytest.approx((147_456 + 2 * 6_400) / 1e11)
+
+
+def test_new_weights_are_quantised_when_they_are_loaded():
+    engine = side(layout="t2", backend="vllm", dtype="bf16", quantization="fp8", hardware=FP8_TOY)
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="shared", moved_bytes=1_000)
+    (seconds,) = (
+        part.seconds
+        for part in load_weights(route, engine, RankPlacement(), TOY.inter, 1)
+        if part.name == "quantisation"
+    )
+    assert seconds == pytest.approx(17 * 147_456 / 2 / 1e11)
+    # A sleeping engine keeps a byte of each of these weights, and two of the others.
+    assert named(keep_weights(engine)) == pytest.approx({"sleep": 2 * (147_456 + 2 * 12_800) / 2 / 20e9})
+    trainer = side(dtype="bf16", quantization="fp8", hardware=FP8_TOY)
+    assert trainer.dtype == "bf16"
 
 
 def test_saving_gathers_and_copies_fp32_to_the_host():

@@ -316,3 +316,43 @@ def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch
     assert str(checks.find_conflict("cuda")) == (
         "vllm 0.19.1 is installed, but hflow needs vllm<0.33,>=0.32; pip install 'hflow-rl[vllm]'"
     )
+
+
+FP8 = "models.actor.gen.quantization=fp8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["models.actor.gen.engine=embedded"], "the engine embedded does not quantise weights"),
+        ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
+        ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
+        ([VLLM, "cluster=h100-1x1", "models.actor.lora={}"], "Remove models.actor.lora"),
+        (
+            [VLLM, "cluster=h100-1x8", "model@models.actor=qwen3-30b-a3b", "models.actor.gen.layout=d2t4"],
+            "2048 by 192 entries on each tensor rank, to multiples of 128",
+        ),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_while_planning(overrides: list[str], reason: str):
+    reasons = compile_recipe(GRPO, [FP8, "models.actor.path=null", *overrides]).plan.unrunnable
+    assert any("gen.quantization is fp8" in one and reason in one for one in reasons)
+
+
+def test_gpus_that_compute_in_fp8():
+    for device in ("h100", "l40s", "b200"):
+        plan = compile_recipe(GRPO, [FP8, VLLM, f"cluster={device}-1x1"]).plan
+        assert plan.unrunnable == ()
+        guessed = ", whose rate is a guess" if device == "l40s" else ""
+        assert f"matrices of layers in fp8{guessed}; it schedules" in plan.engines[0].why
+
+
+def test_a_loss_that_takes_a_quantised_engine_for_the_trainer_is_warned_of():
+    def warnings(*overrides: str) -> tuple[str, ...]:
+        return compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", *overrides]).plan.warnings
+
+    (warning,) = warnings()
+    assert "nodes.actor_train.prox=recompute nodes.actor_train.over_cap=truncate corrects the loss" in warning
+    assert "models.actor.gen.quantization=fp8" in warning
+    assert warnings("nodes.actor_train.prox=recompute") == ()
+    assert warnings("models.actor.gen.quantization=null") == ()

@@ -57,6 +57,24 @@ def test_offloaded_activations_without_recomputation_are_refused():
     assert "offload_activations=true saves no memory on a CPU" in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "megatron"}, "is 1, but the megatron backend shards optimizer states alone; .*=torch"),
+        ({"layout": "d1"}, "is 1, but no ranks of actor@train divide weights with layout d1t1p1; remove it"),
+        (
+            {"tokens_per_microbatch": 10**6},
+            "is 1, but a rank of actor@train has one micro-batch .*; set models.actor.zero_stage=2",
+        ),
+    ],
+)
+def test_a_stage_of_zero_that_has_no_effect_is_refused(changes, message):
+    models = actor(**{"zero_stage": 1, "layout": "d2"} | changes)
+    refused(grpo(), f"models.actor.zero_stage {message}", models=models)
+    compile_plan(grpo(), request(models=actor(zero_stage=1, layout="d2", tokens_per_microbatch=64)))
+    compile_plan(grpo(), request(models=actor(zero_stage=2, layout="d2")))
+
+
 def test_what_cannot_be_compiled_is_refused():
     message = (
         "models.actor.compile compiles layers of the torch backend, but models.actor.backend is megatron"
@@ -78,6 +96,7 @@ def test_what_cannot_be_compiled_is_refused():
             "activation_checkpointing is set, but no node trains ref",
         ),
         ("ref", {"offload_activations": True}, "offload_activations is set, but no node trains ref"),
+        ("ref", {"zero_stage": 2}, "models.ref.zero_stage is set, but no node trains ref; .* default, 3"),
         ("ref", {"lora": LoraConfig()}, "models.ref.lora is set, but no node trains ref; .* default, null"),
         ("ref", {"save_optimizer": False}, "models.ref.save_optimizer is set, but no node changes ref"),
         ("ref", {"max_running": 3}, "models.ref.gen.max_running is set, but no node generates with ref"),

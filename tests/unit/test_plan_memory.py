@@ -23,6 +23,7 @@ from hflow.engines.embedded.cache import KVCache, padded_length
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from hflow.engines.interface import SamplingParams
 from hflow.engines.vllm import memory as vllm_memory
+from hflow.models.host_offload import MAX_LEAVING
 from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import (
@@ -50,7 +51,7 @@ from hflow.planner.plan.workload import Workload
 from hflow.planner.search import nearest_fit, with_settings
 from hflow.planner.weights.weight_routes import store_bytes
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import num_parameters
+from hflow.shapes.model_shape import Experts, SlidingWindow, num_parameters
 from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop import logprobs
@@ -143,6 +144,28 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 
 
 # ---------------------------------------------------------------------------------- activations
+def test_weights_and_gradients_that_stay_whole_over_micro_batches():
+    # 7B in bf16 on 8 ranks, recomputed, four micro-batches. At the start of the last layer's backward pass,
+    # stage 3 has the weights of two layers and of the rest, and a buffer; stage 2 has those of all layers.
+    layer, rest = 202_383_360, 262_148_096
+    asked = {"dtype": "bf16", "activation_checkpointing": True, "on_cpu": False}
+    three, two, one = (
+        named(
+            torch_memory.train_step(rank(LLAMA_7B, "d8", zero_stage=stage, **asked), microbatch(512, num=4))
+        )
+        for stage in (3, 2, 1)
+    )
+    assert two["gathered weights"] == 2 * (32 * layer + rest + layer)
+    assert three["gathered weights"] == 2 * (layer + rest + layer)
+    # fp32 shards of 1/8, or all of it, and the first gradients of the backward pass.
+    first = 2 * (32_000 * 4_096 + layer)
+    assert three["gradients"] == two["gradients"] == 4 * NUM_7B // 8 + first
+    assert one["gradients"] == 4 * NUM_7B + first
+    single = rank(LLAMA_7B, "d8", zero_stage=1, **asked), rank(LLAMA_7B, "d8", zero_stage=2, **asked)
+    first, second = (torch_memory.train_step(each, microbatch(512)) for each in single)
+    assert first == second
+
+
 def test_activation_bytes_per_token_in_fp32():
     # D = 64, HE = 64, KE = 32, F = 128, H = 4. Two norms of three rows of D and one number each:
     # 2 x (3 x 64 + 1) x 4 = 1,544. q, k, v, out: (2 x 64 + 2 x 32) x 4 = 768, and a number a head, 16.
@@ -217,9 +240,10 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
     )
     assert activations.inputs_in_host_memory(asked, batch) == 32 * 32 * MIB + 8 * 4_096 * 4_096 + 4 * 4_096
     assert activations.inputs_in_host_memory(kept, batch) == 0
-    assert activations.kept_by_layers(asked, batch, 32, 0) == 32 * MIB
+    assert activations.NUM_COPIED == MAX_LEAVING
+    assert activations.kept_by_layers(asked, batch, 32, 0) == 3 * 32 * MIB
     most, least = (named(torch_memory.train_step(one, batch))["activations"] for one in (kept, asked))
-    assert most - least == 30 * 32 * MIB
+    assert most - least == 28 * 32 * MIB
     # Of a pipeline of two stages, the first has two micro-batches in flight.
     first, last = (rank(LLAMA_7B, "p2", "megatron", stage=i, on_cpu=False, **settings) for i in (0, 1))
     several = microbatch(4_096, 1_000, num=4)
@@ -231,11 +255,18 @@ def test_inputs_of_recomputed_layers_are_on_the_host():
 def test_logits_exist_in_chunks():
     # 2^29 / 4 / 32,000 = 4,194 rows. Of 2^22 / 32,000 = 131 of them a copy, and in training exponentials.
     asked = rank(LLAMA_7B)
-    assert (
-        activations.logits(asked, microbatch(9_000, 8_000), with_gradient=True)
-        == (4 * 4_194 + 8 * 131) * 32_000
-    )
-    assert activations.logits(asked, microbatch(900, 100), with_gradient=False) == (4 + 4) * 100 * 32_000
+    assert activations.logits(asked, microbatch(9_000, 8_000), num_tiles=2) == (4 * 4_194 + 8 * 131) * 32_000
+    assert activations.logits(asked, microbatch(900, 100), num_tiles=1) == (4 + 4) * 100 * 32_000
+
+
+def test_exponentials_are_gone_when_the_output_matrix_has_its_gradient():
+    # 100 rows of 32,000 logits in fp32, and two copies, or one and a gradient of more or of fewer bytes.
+    asked, batch, size = rank(LLAMA_7B), microbatch(900, 100), 4 * 100 * 32_000
+    assert named(activations.trained_logits(asked, batch, size - 1)) == {"logits": 3 * size}
+    assert named(activations.trained_logits(asked, batch, size + 1)) == {
+        "logits": 2 * size,
+        "gradients": size + 1,
+    }
 
 
 def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():
@@ -312,6 +343,17 @@ def test_the_vllm_cache_has_whole_blocks_one_of_them_empty():
     assert vllm_memory.cache_bytes(fixed, load, 0, little) == 3 * 2**29
 
 
+def test_the_smallest_vllm_cache_holds_steps_in_flight_besides_a_window():
+    # Every second layer has a window of 1,024 tokens and holds two steps of 8,192 besides: 1,088 blocks of 16
+    # tokens, and one as the window may begin within a block. The others hold 100,000 tokens, 6,250 blocks.
+    shape = replace(LLAMA_7B, window=SlidingWindow(1024, 2))
+    long = rank(shape, "d1", "vllm", on_cpu=False, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(long) == (1 + 3_670) * 16 * TOKEN
+    # On a CPU one step at a time is in flight, as long as the longest prompt: all 782 blocks of 128 tokens.
+    on_cpu = rank(shape, "d1", "vllm", on_cpu=True, dtype="bf16", max_model_len=100_000)
+    assert vllm_memory.smallest_cache(on_cpu) == (1 + 783) * 128 * TOKEN
+
+
 def test_the_largest_batch_of_a_vllm_cache():
     # 101 blocks, one of them empty: 25 sequences of 64 tokens, 20 of 65.
     cache = 101 * 16 * TOKEN
@@ -360,6 +402,40 @@ def test_vllm_assembles_what_a_rank_holds_a_part_of_beside_the_module_that_it_ma
     assert small == {"layer being loaded": 2 * mlp}  # fp32
 
 
+def test_quantised_weights_take_a_byte_and_their_scales():
+    # Matrices of 32 layers: 4 x 4,096^2 + 3 x 4,096 x 11,008 each. A scale of 4 bytes for 128 x 128 weights.
+    matrices = 32 * (4 * 4_096**2 + 3 * 4_096 * 11_008)
+    plain, quantized = (parts.engine_weights(vllm_rank(quantization=q)) for q in (None, "fp8"))
+    assert plain == 2 * NUM_7B
+    assert quantized == 2 * (NUM_7B - matrices) + matrices + matrices // 4_096
+    halves = parts.engine_weights(vllm_rank("t2", quantization="fp8"))
+    norms = 2 * 65 * 4_096
+    assert halves == (quantized - norms) // 2 + norms  # every rank has all norms
+    mixture = replace(SMALL, family="qwen3_moe", experts=Experts(8, 2, 32))
+    plain, quantized = (
+        parts.engine_weights(rank(mixture, "d1", "vllm", dtype="bf16", quantization=q)) for q in (None, "fp8")
+    )
+    # 4 layers: attention 2 x 64 x (4 + 2) x 16, and 8 experts of 3 x 64 x 32. The router of 8 x 64 remains.
+    experts = 4 * (12_288 + 8 * 6_144)
+    assert plain - quantized == experts - -(-4 * experts // 128**2)
+
+
+def test_a_quantised_layer_is_loaded_in_bf16_and_quantised_beside_it():
+    # Gate and up: 2 bytes as they arrived and as assembled, the result, and copies that are padded.
+    mlp, vocab = 2 * 11_008 * 4_096, 2 * 32_000 * 4_096
+    loading = lambda layout, parts: named(  # noqa: E731
+        vllm_memory.layer_being_loaded(vllm_rank(layout, quantization="fp8"), parts)
+    )
+    assert loading("d1", 8) == {"layer being loaded": (2 + 2 + 1 + 3) * mlp}
+    assert loading("d1", 8)["layer being loaded"] > 2 * vocab
+    assert loading("t2", 8) == {"layer being loaded": 2 * mlp + 6 * mlp // 2}
+    mixture = replace(SMALL, family="qwen3_moe", vocab=64, experts=Experts(8, 2, 32))
+    one = rank(mixture, "d1", "vllm", dtype="bf16", quantization="fp8")
+    experts = 8 * 3 * 64 * 32  # copies are made of one expert at a time
+    found = named(vllm_memory.layer_being_loaded(one, 8))
+    assert found == {"layer being loaded": 5 * experts + 3 * experts // 8}
+
+
 @pytest.mark.parametrize("num_senders", [1, 2])
 def test_a_bucket_of_each_sender_is_on_the_gpu_while_weights_arrive(num_senders):
     route = WeightRoute("m", "m@train", "m@gen", "pull", transport="collective")
@@ -368,6 +444,15 @@ def test_a_bucket_of_each_sender_is_on_the_gpu_while_weights_arrive(num_senders)
     norms = num_senders * 10 * 8_192  # a few share the bucket
     assert 0 <= arriving - num_senders * part - transfer.BUCKET_BYTES < norms
     assert not transfer.receive_weights(vllm_rank(), replace(route, transport="ipc"), num_senders)
+
+
+def test_an_engine_that_passes_buckets_on_holds_the_next_one_of_each_stream():
+    # Of four trainers each of three engines passes on one or two; with one trainer nothing is passed on.
+    route = WeightRoute("m", "m@train", "m@gen", "pull", transport="collective")
+    for num_senders, num_buckets in ((1, 1), (4, 4 + 2)):
+        (arriving,) = named(transfer.receive_weights(vllm_rank("d3"), route, num_senders)).values()
+        bucket = transfer.largest_bucket(LLAMA_7B, 2, num_parts=num_senders)
+        assert arriving == num_buckets * bucket + transfer.BUCKET_BYTES
 
 
 def test_an_engine_on_its_own_devices_loads_weights_beside_its_cache():

@@ -44,7 +44,17 @@ GPUS = (*on("h100-1x8", "[0,1,2,3]", "[4,5,6,7]"), *QWEN)
         ((*GPUS, *VLLM), "pull", "collective"),
         (("cluster=h100-1x1", *VLLM, "models.actor.optim.lr=1e-6"), "pull", "ipc"),
         (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.layout=d4t2"), "gather", ""),
-        (("cluster=h100-1x8", *QWEN, *VLLM, "models.actor.gen.delta=true"), "pull", "shared"),
+        (
+            (
+                "cluster=h100-1x8",
+                "placement=actor,actor.gen=all",
+                *QWEN,
+                *VLLM,
+                "models.actor.gen.delta=true",
+            ),
+            "pull",
+            "shared",
+        ),
         (("cluster=h100-1x8", *QWEN, *VLLM, f"{KEY}=shared"), "pull", "shared"),
         (
             # Each half that an engine's rank needs is in place.

@@ -66,6 +66,13 @@ def test_activation_checkpointing_changes_nothing(ranks):
     assert_same(ranks["recomputed"], train_here(kit.CALLS["token-mean"]))
 
 
+@pytest.mark.parametrize("name", ["gathered once", "gradients summed once"])
+def test_what_ranks_divide_changes_rounding_only(ranks, name):
+    """Also after updates that were skipped, whose whole gradients must be gone."""
+    assert_same(ranks[name], train_here(kit.CALLS["token-mean"]))
+    assert ranks["skipped"] == 6
+
+
 def test_experts_that_an_engine_chose(ranks):
     batch, backend = kit.with_experts(kit.make_batch(kit.LENGTHS)), kit.model(architecture=kit.MIXED)
     wanted = backend.train(kit.REPLAYED, kit.whole(batch), 5), kit.weights(backend)
@@ -194,7 +201,7 @@ def replicated(replicated_files: Path) -> dict:
     return torch.load(replicated_files / "replicated.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["untied", "lora"])
+@pytest.mark.parametrize("name", ["untied", "lora", "gradients summed once"])
 @pytest.mark.long
 def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
     """Gradients of several micro-batches are summed once, and each weight counts once in their norm."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
+from typing import Any
 
 import pytest
 import vision_kit
@@ -18,9 +20,9 @@ from hflow.engines.vllm.vision_options import image_options, model_overrides
 from hflow.models.settings import ModelSettings
 
 
-def arguments(device: str, max_running: int = 1024) -> dict[str, object]:
+def arguments(device: str, max_running: int = 1024, **more: object) -> dict[str, Any]:
     settings = ModelSettings(name="actor", device=device, dtype="bf16")
-    options = {"max_running": max_running, "cache_bytes": 1 << 20}
+    options = {"max_running": max_running, "cache_bytes": 1 << 20, **more}
     return engine_arguments(EngineSetup(settings, options), "model", 2048)
 
 
@@ -37,6 +39,16 @@ def test_a_cpu_has_neither() -> None:
     assert "cudagraph_capture_sizes" not in found
 
 
+def test_fp8_spares_the_routers_of_experts() -> None:
+    assert "quantization" not in arguments("cuda")
+    found = arguments("cuda", quantization="fp8")
+    assert found["quantization"] == "fp8_per_block"
+    (pattern,) = found["quantization_config"]["ignore"]
+    layer = "model.layers.0.mlp"
+    assert fnmatch(f"{layer}.gate", pattern)
+    assert not any(fnmatch(f"{layer}.{name}", pattern) for name in ("gate_up_proj", "gate_proj", "experts"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_vllms_server_reads_the_same_arguments(device: str) -> None:
@@ -44,8 +56,11 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
-    found = arguments(device, max_running=600) | model_overrides(setup_of("qwen3_vl"))
+    found = arguments(device, max_running=600, quantization="fp8")
+    found |= model_overrides(setup_of("qwen3_vl"))
     read = vars(parser.parse_args(command_line(found)))
+    ignored = found.pop("quantization_config")
+    assert read["quantization_config"].ignore == ignored["ignore"]
     assert {name: read[name] for name in found} == found
 
 
@@ -78,6 +93,12 @@ def test_a_family_that_vllm_gets_no_images_of_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(vision_options, "SERVED", ("smolvlm",))
     with pytest.raises(BackendError, match=r"not of qwen3_vl\. Set models\.actor\.gen\.engine=embedded"):
         vllm_launch(setup_of("qwen3_vl"))
+
+
+def test_a_model_that_sees_is_not_quantised() -> None:
+    setup = EngineSetup(vision_kit.settings("qwen3_vl"), {"quantization": "fp8"})
+    with pytest.raises(BackendError, match=r"Remove models\.actor\.gen\.quantization"):
+        vllm_launch(setup)
 
 
 def test_a_step_has_place_for_the_images_of_the_longest_prompt() -> None:

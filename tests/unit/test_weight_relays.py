@@ -16,6 +16,7 @@ from test_plan_weight_routes import cases, cluster, replica, route_of, shape_of
 
 from hflow.planner.weights.weight_slices import Receivers, relays, slices_to_send, streams
 from hflow.types.tensor_slices import box_shape
+from hflow.weights import incoming
 from hflow.weights.buckets import Bucket, SliceValues, assemble_tensors, pack_buckets, unpack_bucket
 from hflow.weights.channels.collective.channel import CollectiveChannel
 from hflow.weights.channels.interface import ChannelSettings
@@ -100,14 +101,29 @@ SENDERS, RECEIVERS = range(4), (4, 5, 6)
 
 
 def _received(channel: CollectiveChannel, worker: int, sent: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    incoming = IncomingWeights(channel._settings, worker, "cpu", sent)
-    incoming._slices = lambda handles, device: (  # type: ignore[method-assign]
-        values for handle in handles for values in unpack_bucket(channel.receive(handle, worker))
-    )
-    return {one.name: one.tensor.float().clone() for one in incoming}
+    arrived = IncomingWeights(channel._settings, worker, "cpu", sent)
+    return {one.name: one.tensor.float().clone() for one in arrived}
 
 
-def test_four_senders_and_three_receivers_have_few_groups_and_a_receiver_can_be_replaced() -> None:
+def test_a_relay_takes_the_next_bucket_before_the_other_receivers_have_the_first() -> None:
+    base = ChannelSettings("collective", "a", "", timeout=60)
+    sender = CollectiveChannel(replace(base, relays=((RECEIVERS, 5),)))
+    relay = CollectiveChannel(replace(base, owner="relay"))
+    handles = [sender.send(RECEIVERS, one) for one in buckets(3)]
+    for handle in (*handles[:2], *handles[:2]):
+        relay.expect(handle, 5)
+        relay.expect(handle, 4)  # which is not its relay
+    assert list(relay._expected) == [(handle.address, handle.key) for handle in handles[:2]]
+    for (payload, arriving), bucket in zip(relay._expected.values(), buckets(2), strict=True):
+        arriving.wait()  # no other receiver takes part
+        assert torch.equal(payload, bucket.payload)
+    sender.close()
+    relay.close()
+
+
+def test_four_senders_and_three_receivers_have_few_groups_and_a_receiver_can_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Real broadcasts by gloo, each worker on a thread."""
     machines = cluster(1, 8)
     relay_of = relays([(sender, RECEIVERS) for sender in SENDERS], machines)
@@ -117,6 +133,8 @@ def test_four_senders_and_three_receivers_have_few_groups_and_a_receiver_can_be_
         for i in SENDERS
     ]
     receivers = {worker: CollectiveChannel(replace(base, owner=f"r{worker}")) for worker in RECEIVERS}
+    opened = lambda settings: next(one for one in receivers.values() if one._settings == settings)  # noqa: E731
+    monkeypatch.setattr(incoming, "open_channel", opened)
     packed = buckets(12)
     wanted = {f"w{i}": next(unpack_bucket(one)).values.float() for i, one in enumerate(packed)}
     with ThreadPoolExecutor(3) as threads:
@@ -136,6 +154,7 @@ def test_four_senders_and_three_receivers_have_few_groups_and_a_receiver_can_be_
                 assert found.keys() == wanted.keys()
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     for worker, channel in receivers.items():
+        assert not channel._expected
         assert list(channel._groups_of_receivers) == [RECEIVERS]
         assert len(channel._groups) == sum(relay == worker for relay in relay_of.values())
     for channel in (*senders, *receivers.values()):

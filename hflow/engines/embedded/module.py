@@ -15,6 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from hflow.base.devices import is_gpu
 from hflow.base.errors import BackendError, nearest
 from hflow.engines.embedded.attention import ATTENTION
+from hflow.engines.embedded.dense_decoder import join_projections
+from hflow.engines.embedded.families import own_forward_objection
 from hflow.models.adapter import adapter_weights, add_adapter
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
@@ -73,7 +75,10 @@ def _new_module(settings: ModelSettings) -> Any:
         add_adapter(module, settings)
         for weight in adapter_weights(module).values():  # in the precision in which the trainer uses them
             weight.data = weight.data.to(dtype)
-    return module.to(local_device(settings.device))
+    device = local_device(settings.device)
+    if own_forward_objection(config.to_dict(), settings.lora is not None) is None:
+        join_projections(module, device)
+    return module.to(device)
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
@@ -119,17 +124,19 @@ class FreedParameters:
     """
 
     def __init__(self, module: nn.Module, keep: bool) -> None:
-        self._parameters = list(module.parameters())
-        self._tensors = [parameter.data for parameter in self._parameters]
-        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        self._tensors = [parameter.data for parameter in module.parameters()]
+        storages = [tensor.untyped_storage() for tensor in self._tensors]
+        sizes = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
+        self._storages = list(sizes.values())
+        """Each with its bytes; several parameters may be views of one."""
         self._copies = [_pinned_copy(tensor) for tensor in self._tensors] if keep else None
-        for tensor in self._tensors:
-            tensor.untyped_storage().resize_(0)
+        for storage, _ in self._storages:
+            storage.resize_(0)
 
     def restore(self) -> None:
         """Allocate the memory again, and copy kept values into it; others are undefined."""
-        for tensor, size in zip(self._tensors, self._sizes, strict=True):
-            tensor.untyped_storage().resize_(size)
+        for storage, size in self._storages:
+            storage.resize_(size)
         for tensor, copied in zip(self._tensors, self._copies or (), strict=False):
             tensor.copy_(copied, non_blocking=True)
 

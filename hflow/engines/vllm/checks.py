@@ -13,7 +13,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
+from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.hardware import GIB
@@ -111,8 +113,38 @@ def check(served: ServedModel) -> Iterator[str]:
         )
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
+    yield from _unquantizable(served, shape)
     yield from _too_small_cache(served, shape)
     yield from _ranks_apart(served)
+
+
+def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
+    """Yield reasons why vLLM cannot quantise the weights as configured."""
+    config, device = served.config, served.hardware.device
+    key, asked = f"models.{served.replica.model}", config.gen.quantization
+    if asked is None:
+        return
+    setting, without = f"{key}.gen.quantization is {asked}", f"{key}.gen.quantization=null"
+    if config.compute_dtype != "bf16":
+        yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
+    if config.lora is not None:
+        yield (
+            f"{setting}, but an engine adds adapters to a copy of the model's weights, which a quantised one "
+            f"does not have. Remove {key}.lora, or set {without}."
+        )
+    if is_gpu(device.type) and asked not in device.tflops:
+        yield (
+            f"{setting}, but {device.name} does not compute in {asked}, unlike NVIDIA GPUs of compute "
+            f"capability 8.9 and later (L40S, H100, B200). Set {without}."
+        )
+    if shape.experts is not None:
+        sizes = shape.hidden, shape.experts.intermediate // served.replica.layout.tensor
+        if any(size % QUANTIZED_ROWS for size in sizes):
+            yield (
+                f"{setting}, but vllm would pad the experts of {key}, whose matrices have {sizes[0]} by "
+                f"{sizes[1]} entries on each tensor rank, to multiples of {QUANTIZED_ROWS}. Use fewer tensor "
+                f"ranks, or set {without}."
+            )
 
 
 def _too_small_cache(served: ServedModel, shape: ModelShape) -> Iterator[str]:

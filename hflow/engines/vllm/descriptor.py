@@ -39,8 +39,14 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def _remark(served: ServedModel) -> str | None:
-    """Return that scheduling is asynchronous, where it is."""
-    return "it schedules a step ahead" if served.cluster.device in SCHEDULES_AHEAD_ON else None
+    """Return that weights are quantised and scheduling is asynchronous, where they are."""
+    quantization, remarks = served.config.gen.quantization, list[str]()
+    if quantization is not None:
+        is_known = quantization in served.hardware.calibration.matmul
+        remarks.append(f"matrices of layers in {quantization}{'' if is_known else ', whose rate is a guess'}")
+    if served.cluster.device in SCHEDULES_AHEAD_ON:
+        remarks.append("it schedules a step ahead")
+    return "; ".join(remarks) or None
 
 
 def _find_variation(device: str) -> Variation | None:
@@ -72,6 +78,19 @@ _TRIAL_RUNS = (
         min_devices=2,
         multiple=2,
         package="vllm",
+    ),
+    TrialRun(
+        "weights in FP8",
+        "vLLM that quantises weights, beside FSDP2",
+        (
+            _VLLM,
+            "models.actor.layout=d{n}",
+            "models.actor.dtype=bf16",
+            "models.actor.gen.quantization=fp8",
+            "nodes.actor_train.prox=recompute",
+        ),
+        package="vllm",
+        on_cpu=False,
     ),
     TrialRun(
         "full memory",
@@ -117,6 +136,7 @@ ENGINE = EngineKind(
         has_own_attention=True,
         merges_adapters=True,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
+        quantizations=("fp8",),
         records=(ROUTED_EXPERTS,),
     ),
     factory=_make_engine,

@@ -3,7 +3,8 @@
 vLLM fuses the projections of queries, keys and values, and those of gate and up, into one parameter each. Its
 tensor ranks hold slices, and its vocabulary is padded. For every tensor of the checkpoint, `held_tensors`
 finds the box that a rank holds, and the view of vLLM's parameter that holds it. Experts have hflow's names
-(`models.expert_tensors`), which stack those of a layer as vLLM does.
+(`models.expert_tensors`), which stack those of a layer as vLLM does. Of a layer that vLLM quantises
+(`quantized_layers`), the view is one of the parameter that is loaded, on the meta device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from hflow.base.errors import BackendError, nearest
+from hflow.engines.vllm.quantized_layers import loaded_parameters
 from hflow.types.tensor_slices import Block, whole_box
 
 _WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.Embedding, ConvLayerBase, ReplicatedLinear)
@@ -40,21 +42,38 @@ def held_tensors(model: nn.Module) -> dict[str, Block]:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     held: dict[str, Block] = {}
     for vllm_path, module in model.named_modules(remove_duplicate=False):
-        path = _checkpoint_path(model, vllm_path)
-        if isinstance(module, RoutedExperts):
-            held.update((block.tensor, block) for block in _held_experts(module, path))
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            parts = list(_parts(module, path, parameter, packed))
-            if not parts:
-                raise _unknown(f"{path}.{name} ({type(module).__name__})")
-            for part_path, num_rows, first_row, view in parts:
-                tensor = f"{part_path}.{name}"
-                held[tensor] = _held(module, tensor, num_rows, first_row, view)
+        path = checkpoint_path(model, vllm_path)
+        blocks = held_by_module(module, path, loaded_parameters(module), packed)
+        held.update((block.tensor, block) for block in blocks)
     return held
 
 
-def _checkpoint_path(model: Any, path: str) -> str:
+def held_by_module(
+    module: nn.Module, path: str, parameters: Mapping[str, Tensor], packed: dict[str, list[str]]
+) -> Iterator[Block]:
+    """Yield a rank's part of each checkpoint tensor that is in the parameters of a module.
+
+    Args:
+        module: a module of the model, without its submodules.
+        path: the module's path in the checkpoint.
+        parameters: the module's parameters in the form in which they are loaded.
+        packed: the model's `packed_modules_mapping`.
+
+    Raises:
+        BackendError: if the place of a parameter in the checkpoint is unknown.
+    """
+    if isinstance(module, RoutedExperts):
+        yield from _held_experts(module, path, parameters)
+        return
+    for name, parameter in parameters.items():
+        parts = list(_parts(module, path, parameter, packed))
+        if not parts:
+            raise _unknown(f"{path}.{name} ({type(module).__name__})")
+        for part_path, num_rows, first_row, view in parts:
+            yield _held(module, f"{part_path}.{name}", num_rows, first_row, view)
+
+
+def checkpoint_path(model: Any, path: str) -> str:
     """Return the path of a module in the checkpoint.
 
     vLLM has the language model and the tower of a model that sees in other places.
@@ -110,17 +129,17 @@ def _parts(
         yield path, parameter.shape[0], 0, parameter
 
 
-def _held_experts(module: Any, path: str) -> Iterator[Block]:
+def _held_experts(module: Any, path: str, parameters: Mapping[str, Tensor]) -> Iterator[Block]:
     """Yield what is held of a layer's experts: a slice of the rows of each.
 
     Raises:
         BackendError: for experts that are stored in another way than the checkpoint's.
     """
-    gates_and_ups, downs = module.w13_weight, module.w2_weight
-    num, hidden, size = downs.shape
     config = module.moe_config
-    is_known = {name for name, _ in module.named_parameters(recurse=False)} == {"w13_weight", "w2_weight"}
-    if not is_known or gates_and_ups.shape != (num, 2 * size, hidden) or num != config.num_experts:
+    gates_and_ups, downs = parameters["w13_weight"], parameters["w2_weight"]
+    num, hidden, size = downs.shape
+    is_known = len(parameters) == 2 and gates_and_ups.shape == (num, 2 * size, hidden)
+    if not is_known or num != config.num_experts:
         raise _unknown(f"{path}, whose experts are stored in another way")
     parallel, parent = config.moe_parallel_config, path.removesuffix(".routed_experts")
     whole, first = size * parallel.tp_size, size * parallel.tp_rank
@@ -146,7 +165,7 @@ def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) ->
     Raises:
         BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
-    missing = {block.values.data_ptr(): name for name, block in held.items() if block.values.numel()}
+    missing = {_place(block): name for name, block in held.items() if block.values.numel()}
     for name, tensor in weights:
         if name not in held:
             raise BackendError(
@@ -157,7 +176,7 @@ def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) ->
                 f"new weights have {name!r} of shape {tuple(tensor.shape)}, but the engine's model has "
                 f"{held[name].shape}; give both the same architecture"
             )
-        missing.pop(held[name].values.data_ptr(), None)
+        missing.pop(_place(held[name]), None)
         yield name, tensor
     if missing:
         names = sorted(missing.values())
@@ -165,3 +184,8 @@ def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) ->
             f"new weights lack {len(names)} tensors of the engine's model, the first is {names[0]!r}; "
             "give both the same architecture"
         )
+
+
+def _place(block: Block) -> int | str:
+    """Return the key of a tensor's place, which tied tensors have in common."""
+    return block.tensor if block.values.is_meta else block.values.data_ptr()

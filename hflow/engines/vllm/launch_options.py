@@ -24,6 +24,12 @@ _CUDA_QUEUES = "8"
 """Hardware queues of a process: CUDA's default. A worker with tensor ranks of megatron has only one."""
 _RANK_EXTENSION = "hflow.engines.vllm.rank.RankExtension"
 _RECORDING_WORKER = "hflow.engines.vllm.cpu_recording.RecordingWorker"
+_QUANTIZATIONS: Mapping[str | None, Mapping[str, Any]] = {
+    None: {},
+    # vLLM would quantise the routers of experts too, whose rounding changes which experts compute a token.
+    "fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*.gate"]}},
+}
+"""`models.NAME.gen.quantization` -> the arguments of vLLM's engine."""
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -82,6 +88,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
+        **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_memory(setup, max_length),
     }
@@ -109,10 +116,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, Mapping):
+            words += [f"--{option}", json.dumps(value)]
         elif isinstance(value, list):
             words += [f"--{option}", *map(str, value)]
-        elif isinstance(value, dict):
-            words += [f"--{option}", json.dumps(value)]
         else:
             words += [f"--{option}", str(value)]
     return words

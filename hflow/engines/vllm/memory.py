@@ -7,7 +7,9 @@ sleep.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from hflow.base.machine_memory import machine_memory
@@ -16,7 +18,7 @@ from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_p
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, cached_tokens, tensors
+from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
 
 MEMORY_BUDGET = 0.9
 """Fraction of a device's memory that everything on it takes at most while the engine generates."""
@@ -25,12 +27,17 @@ CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache on CUDA (vLLM's default)."""
 STEP_TOKENS = 8192
-"""Tokens that a step computes at most (vLLM's `max_num_batched_tokens`), where `step_tokens` is not more."""
+"""Tokens that one step computes at most on a GPU, unless more sequences run; longer prompts are divided."""
+STEPS_IN_FLIGHT = 2
+"""Steps that are scheduled at once on a GPU, where vLLM schedules ahead (`max_concurrent_batches`)."""
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
 MACHINE_FRACTION = 0.25
 """Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
+QUANTIZING_BYTES = 3
+"""Bytes that quantising takes for each weight of a module, or of one of its experts, beside the result: a
+padded copy in bf16, and the padded result (`per_block_cast_to_fp8` in `vllm/utils/deep_gemm.py`)."""
 MERGE_BYTES = 3 * FP32_BYTES
 """Bytes that adding an adapter takes for each weight: the weight, what is added and the sum, in fp32."""
 CPU_PROCESS_BYTES = 768 << 20
@@ -89,22 +96,31 @@ def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
 
 
 def smallest_cache(rank: Rank) -> int:
-    """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`."""
-    return block_bytes(rank) * (1 + _num_blocks(rank, rank.config.gen.max_model_len))
+    """Return the bytes of the smallest cache with which vLLM starts: one sequence of `max_model_len`.
 
-
-def step_tokens(max_running: int, longest: int, on_cpu: bool) -> int:
-    """Return the tokens that a step computes at most. A CPU does not divide prompts.
-
-    Args:
-        max_running: sequences that run at once.
-        longest: tokens of the longest sequence.
-        on_cpu: whether the engine is on a CPU.
+    Layers with a window free blocks when a step has ended, so they also hold the tokens of steps in flight,
+    and one more block where a window begins within one (`SlidingWindowSpec` of vLLM).
     """
-    return max(STEP_TOKENS, max_running, longest if on_cpu else 0)
+    gen, block, window = rank.config.gen, _block_tokens(rank), rank.shape.window
+    length = gen.max_model_len
+    if window is None:
+        return block_bytes(rank) * (1 + _num_blocks(rank, length))
+    num_steps = 1 if rank.on_cpu else STEPS_IN_FLIGHT
+    in_flight = num_steps * step_tokens(gen.max_running, length, rank.on_cpu)
+    windowed = 1 + -(-min(window.tokens - 1 + in_flight, length) // block)
+    share = (rank.shape.num_layers // window.full_every) / rank.shape.num_layers
+    return block_bytes(rank) * (1 + math.ceil(share * -(-length // block) + (1 - share) * windowed))
 
 
-def image_tokens(max_running: int, longest: int, on_cpu: bool) -> int:
+def step_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
+    """Return the tokens that one step computes at most, vLLM's `max_num_batched_tokens`.
+
+    A prompt that is not divided, as on a CPU, needs a step of its own.
+    """
+    return max(STEP_TOKENS, max_running, max_length if on_cpu else 0)
+
+
+def image_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
     """Return the tokens of images that the tower makes in a step at most.
 
     As many are kept for other requests, on each rank: what it made for the language model's input and, with
@@ -113,10 +129,10 @@ def image_tokens(max_running: int, longest: int, on_cpu: bool) -> int:
 
     Args:
         max_running: sequences that run at once.
-        longest: tokens of the longest sequence.
+        max_length: tokens of the longest sequence.
         on_cpu: whether the engine is on a CPU.
     """
-    return max(step_tokens(max_running, longest, on_cpu), longest)
+    return max(step_tokens(max_running, max_length, on_cpu), max_length)
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int:
@@ -143,20 +159,31 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
 
     vLLM keeps the tensors of a module until it has all of them, then makes the rank's part of the module anew
     and copies it to its place. A tensor of which a rank holds a part is assembled whole; one that it holds
-    whole is assembled in its place, unless it arrives as one slice. Adapters are added in fp32.
+    whole is assembled in its place, unless it arrives as one slice, or is quantised. Adapters are added in
+    fp32.
     """
-    modules: dict[str, int] = {}
+    modules: dict[str, list[TensorSpec]] = {}
     for spec in tensors(rank.shape):
-        name = _module_name(spec.name)
-        modules[name] = modules.get(name, 0) + rank.width * spec.numel
-    whole = max(modules.values())
-    kept = whole if rank.tensor > 1 or num_parts == 1 else 0
-    items = item(MemoryCategory.BUFFERS, kept + -(-whole // rank.tensor), "layer being loaded")
+        modules.setdefault(_module_name(spec.name), []).append(spec)
+    peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
+    items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
     if rank.config.lora is None:
         return items
     adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
     return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
+
+
+def _module_being_loaded(rank: Rank, specs: Sequence[TensorSpec], num_parts: int) -> int:
+    """Return the bytes beside the model while the tensors of a module are loaded."""
+    num = sum(spec.numel for spec in specs)
+    part = -(-num // rank.tensor)
+    is_quantized = rank.config.gen.quantization is not None and any(spec.is_quantizable for spec in specs)
+    is_kept = rank.tensor > 1 or num_parts == 1 or is_quantized
+    loaded = rank.width * (part + (num if is_kept else 0))
+    if not is_quantized:
+        return loaded
+    return loaded + part + QUANTIZING_BYTES * -(-part // specs[0].num_experts)
 
 
 def _module_name(tensor: str) -> str:

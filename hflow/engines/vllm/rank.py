@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -31,7 +33,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from hflow.base.errors import HflowError
-from hflow.engines.vllm.hf_mapping import checked, held_tensors
+from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
+from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
 from hflow.types.tensor_slices import Block
@@ -78,6 +81,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._held = held_tensors(self.model)
+        self._quantized = QuantizedLayers(self.model, self._blocks_of)
         self.outcome = Outcome()
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
@@ -85,6 +89,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepare the model's loaders."""
+        self._quantized.start()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -95,7 +100,9 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         """Receive, load and check all weights of a version."""
         try:
             incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info.scale)
-            self.outcome = Outcome(loaded=load_verified(incoming, self._load, self._boxes))
+            loaded = load_verified(incoming, self._load, self._boxes, self._quantized.checksums)
+            self._quantized.check()
+            self.outcome = Outcome(loaded=loaded)
         except HflowError as error:
             self.outcome = Outcome(error=error)
             self._finish()  # the model is whole again, with undefined weights
@@ -120,6 +127,10 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         """Copy what was loaded into the model's parameters."""
         finalize: Any = finalize_layerwise_reload
         finalize(self.model, self.model_config)
+
+    def _blocks_of(self, module: nn.Module, path: str, parameters: Mapping[str, Tensor]) -> Iterator[Block]:
+        packed: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
+        return held_by_module(module, checkpoint_path(self.model, path), parameters, packed)
 
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)
@@ -216,12 +227,23 @@ class _ExpertsInPlace(CPUUnquantizedExperts):
             output.index_add_(0, tokens, rows * weights)
 
 
+def _with_bias_in_fp32(apply: Any) -> Any:
+    """Return the product of vLLM's FP8 kernel on CPUs, which takes no bias in another precision."""
+
+    @wraps(apply)
+    def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+        return apply(self, layer, x, None if bias is None else bias.float(), **options)
+
+    return apply_weights
+
+
 def _prepare_process() -> None:
     if multiprocessing.parent_process() is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
         unquantized.backend_to_kernel_cls = lambda backend: [_ExpertsInPlace]
+        CPUFp8BlockScaledMMKernel.apply_weights = _with_bias_in_fp32(CPUFp8BlockScaledMMKernel.apply_weights)
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HflowWeightTransfer)
         WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, AdapterTransfer)

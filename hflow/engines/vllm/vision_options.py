@@ -36,7 +36,8 @@ def image_options(setup: EngineSetup) -> Mapping[str, Any]:
     """Return the options with which vLLM's engine takes images that hflow has prepared.
 
     Raises:
-        BackendError: if it is not known how vLLM takes those of the model's family.
+        BackendError: if it is not known how vLLM takes those of the model's family, or if it shall quantise
+            the model.
     """
     family = family_of(read_config(setup.settings))
     if family is None:
@@ -45,6 +46,11 @@ def image_options(setup: EngineSetup) -> Mapping[str, Any]:
         raise BackendError(
             f"model {setup.settings.name!r}: the vllm engine takes images of {', '.join(SERVED)}, but not of "
             f"{family.name}. Set models.{setup.settings.name}.gen.engine=embedded."
+        )
+    if setup.options.get("quantization") is not None:
+        raise BackendError(
+            f"model {setup.settings.name!r}: vllm would quantise the tower too, which was "
+            f"not tried. Remove models.{setup.settings.name}.gen.quantization."
         )
     options = {
         "worker_extension_cls": _RANK_EXTENSION,

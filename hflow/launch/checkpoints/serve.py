@@ -120,6 +120,7 @@ def serve(
         {
             "max_running": gen.max_running,
             "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
+            **({} if gen.quantization is None else {"quantization": gen.quantization}),
         },
         tokenizer,
         tensor=_tensor_size(checkpoint, engine),
@@ -331,6 +332,19 @@ def _check_served(setup: EngineSetup, engine: str) -> None:
     problem = None if shape is None else engine_kind(engine).find_unservable(shape, setup.settings.device)
     if problem is not None:
         raise ConfigError(f"{problem}; use --engine {ENGINES.default}")
+    quantization = setup.options.get("quantization")
+    if quantization is None:
+        return
+    if quantization not in traits(engine).quantizations:
+        raise ConfigError(
+            f"gen.quantization is {quantization}, but the engine {engine} does not quantise weights; set "
+            "gen.quantization=null"
+        )
+    if setup.settings.dtype != "bf16":
+        raise ConfigError(
+            f"gen.quantization is {quantization}, but the model is in {setup.settings.dtype}; set dtype=bf16 "
+            "or gen.quantization=null"
+        )
 
 
 def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None) -> str:

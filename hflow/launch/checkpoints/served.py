@@ -27,6 +27,7 @@ KEYS = (
     "gen.layout",
     "gen.max_model_len",
     "gen.max_running",
+    "gen.quantization",
 )
 """Keys of `models.NAME` that matter for serving."""
 

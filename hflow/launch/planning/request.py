@@ -20,9 +20,10 @@ from hflow.base.validation import from_mapping
 from hflow.config import ModelConfig, RunConfig, flatten
 from hflow.config.schema import ONE_PROCESS, WorkloadConfig
 from hflow.config.yaml_files import read_yaml
+from hflow.graph.framework_reads import COMPARED
 from hflow.graph.ir import Graph
 from hflow.graph.model import Model
-from hflow.graph.queries import is_library_node, num_firings
+from hflow.graph.queries import is_library_node, missing_correction, num_firings
 from hflow.launch.planning.models import (
     has_chat_template,
     missing_checkpoints,
@@ -284,19 +285,25 @@ def plan_request(
             *_chat_warnings(config, graph),
             *_system_warnings(graph),
             *_staleness_warnings(config, graph),
+            *_quantization_warnings(config, graph),
         ),
     )
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that decide results, without the default optimizer.
+_LATER_KEYS = {".optim.name": OPTIMIZERS.default, ".gen.quantization": None}
+"""Ends of keys that did not exist at first, with their defaults."""
 
-    Optimizers had no name at first, and a plan keeps the digest that it had then.
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide results, without the defaults of keys that did not exist at first.
+
+    A plan keeps the digest that it had then.
     """
     return {
         key: value
         for key, value in flatten(config)
-        if key.startswith(RESULT_KEYS) and not (key.endswith(".optim.name") and value == OPTIMIZERS.default)
+        if key.startswith(RESULT_KEYS)
+        and not any(key.endswith(later) and value == default for later, default in _LATER_KEYS.items())
     }
 
 
@@ -381,6 +388,20 @@ def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
                 f"schedule.max_staleness={config.schedule.max_staleness} trains samples of older weights, "
                 f"but with nodes.{node.name}.prox=none the loss clips what changed since they were drawn, "
                 f"and not what the step changes. Set nodes.{node.name}.prox=recompute."
+            )
+
+
+def _quantization_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each train node whose loss takes a quantised engine for the trained policy."""
+    for node in graph.nodes:
+        if all(read.parameter != COMPARED for read in node.reads):
+            continue
+        model = config.models.get(node.spec.models[0], ModelConfig())
+        missing = missing_correction(node)
+        if model.gen.quantization is not None and missing is not None:
+            yield (
+                f"models.{node.spec.models[0]}.gen.quantization={model.gen.quantization} makes the engine "
+                f"draw from another policy than the trainer's, which can stop learning. {missing}"
             )
 
 

@@ -75,7 +75,7 @@ class RunObserver:
         self._shown_metrics = ShownMetrics(plan, report.show)
         run = str(directory.path) if directory else plan.graph.name
         self._step_warnings = (
-            EngineGapWarning(plan.graph, report.max_engine_kl),
+            EngineGapWarning(plan.graph, report.max_engine_kl, _quantized_models(plan)),
             NoGradientWarning(plan.graph, run),
             TruncationWarning(),
         )
@@ -341,3 +341,10 @@ def _family(metric: Metric, values: Mapping[str, float]) -> dict[str, int]:
     """Return key -> value of the members of a family."""
     members = ((metric.key_of(name), value) for name, value in values.items())
     return {key: int(value) for key, value in members if key is not None}
+
+
+def _quantized_models(plan: Plan) -> frozenset[str]:
+    """Return the models whose engines quantise weights."""
+    settings = dict(plan.settings)
+    names = (model.name for model in plan.graph.models)
+    return frozenset(name for name in names if settings.get(f"models.{name}.gen.quantization") is not None)

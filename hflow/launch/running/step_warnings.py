@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from hflow.graph.ir import Graph
-from hflow.graph.queries import reported_field
+from hflow.graph.queries import missing_correction, reported_field
 from hflow.report.formatting import format_missing
 from hflow.runtime.records.step_metrics import EVALUATION_REFUSED, NUM_EVALUATED
 from hflow.training.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOKENS, SKIPPED_UPDATES
@@ -18,10 +18,12 @@ class EngineGapWarning:
     Args:
         graph: the graph of the run.
         max_kl: `report.max_engine_kl`; None: never warn.
+        quantized: the models whose engines quantise weights.
     """
 
-    def __init__(self, graph: Graph, max_kl: float | None) -> None:
+    def __init__(self, graph: Graph, max_kl: float | None, quantized: Container[str] = ()) -> None:
         self._graph = graph
+        self._quantized = quantized
         self._max_kl = max_kl
         self._warned: dict[str, float] = {}
 
@@ -50,16 +52,16 @@ class EngineGapWarning:
     def _advice(self, node: str) -> str:
         """Return the likely causes, and how to correct the loss."""
         spec = self._graph.node(node).spec
-        causes = f"Likely causes are a low precision (try models.{spec.models[0]}.dtype=fp32) and a "
-        causes += "model or kernel that the engine implements differently."
-        knobs = spec.knob_values
-        key = f"nodes.{node}"
-        if "behav_weight_cap" not in knobs:
-            return f"{causes} {node} does not correct its loss for it; nodes.actor_train and gspo_train do."
-        if spec.option("prox") not in ("recompute", "metrics"):
-            return f"{causes} {key}.prox=recompute {key}.over_cap=truncate corrects the loss."
-        cap = "null" if knobs["behav_weight_cap"] is None else knobs["behav_weight_cap"]
-        return f"{causes} The loss is corrected up to {key}.behav_weight_cap={cap}."
+        key = f"models.{spec.models[0]}"
+        tries = "gen.quantization=null" if spec.models[0] in self._quantized else "dtype=fp32"
+        causes = f"Likely causes are a low precision (try {key}.{tries}) and a model or kernel that the "
+        causes += "engine implements differently."
+        missing = missing_correction(self._graph.node(node))
+        if missing is not None:
+            return f"{causes} {missing}"
+        limit = spec.knob_values["behav_weight_cap"]
+        cap = "null" if limit is None else limit
+        return f"{causes} The loss is corrected up to nodes.{node}.behav_weight_cap={cap}."
 
 
 class EvaluationWarning:

@@ -39,7 +39,7 @@ from hflow.planner.make.placement_setting import replace_layout
 from hflow.planner.make.replicas import GEN_SUFFIX
 from hflow.planner.models.descriptors import EngineKind, engine_kind, factories
 from hflow.planner.plan.cluster import ClusterSpec, device_of
-from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
+from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with, traits
 from hflow.report.text.twin import MetricPair, TwinResult, WeightPair
 from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -321,8 +321,12 @@ def _on_cluster(
 ) -> RunConfig:
     def placed(model: ModelConfig) -> ModelConfig:
         gen = dataclasses.replace(model.gen, layout=f"d{world}", group=None)
-        named = None if layout is None else str(layout)
-        return dataclasses.replace(model, backend=backend, layout=named, group=None, gen=gen)
+        named, stage = None if layout is None else str(layout), ModelConfig().zero_stage
+        if layout is not None and traits(backend).shards_weights and layout.fsdp_size > 1:
+            stage = model.zero_stage
+        return dataclasses.replace(
+            model, backend=backend, layout=named, group=None, gen=gen, zero_stage=stage
+        )
 
     return dataclasses.replace(
         config,

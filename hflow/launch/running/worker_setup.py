@@ -181,7 +181,9 @@ def _refuse_endless(settings: DataSettings, is_trained: bool) -> None:
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
     config = compiled.config.models.get(replica.model, ModelConfig()).gen
-    options = {"max_running": config.max_running, "max_model_len": config.max_model_len}
+    options: dict[str, Any] = {"max_running": config.max_running, "max_model_len": config.max_model_len}
+    if config.quantization is not None:
+        options["quantization"] = config.quantization
     choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
     return options if choice.cache_bytes is None else {**options, "cache_bytes": choice.cache_bytes}
 

@@ -251,7 +251,7 @@ def plan_warnings(
     return warnings
 
 
-_OF_TRAINING = ("lora", "optim", "activation_checkpointing", "offload_activations")
+_OF_TRAINING = ("lora", "optim", "activation_checkpointing", "offload_activations", "zero_stage")
 _OF_SAVING = ("save_optimizer",)
 _OF_FORWARD_PASSES = (
     "backend",

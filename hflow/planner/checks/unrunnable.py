@@ -68,6 +68,8 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
     for replica in plan.replicas:
         shape = request.shapes.get(replica.model)
         yield from layout_reasons(replica, workers, shape, is_chosen=replica.name in chosen)
+        if replica.role == "gen":
+            yield from _quantization_reasons(replica, request)
         if replica.role == "gen" and runs_family(replica.backend, shape):
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
@@ -87,6 +89,17 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
         yield (
             "deterministic=true needs environment variables that are set before a process uses CUDA, which "
             "workers=inproc does not do. Set workers=ray."
+        )
+
+
+def _quantization_reasons(replica: Replica, request: PlanRequest) -> Iterator[str]:
+    """Yield a reason where an engine does not quantise weights as configured."""
+    asked, key = request.model(replica.model).gen.quantization, f"models.{replica.model}.gen"
+    if asked is not None and asked not in traits(replica.backend).quantizations:
+        others = [name for name in ENGINES if asked in traits(name).quantizations]
+        yield (
+            f"{key}.quantization is {asked}, but the engine {replica.backend} does not quantise weights. Set "
+            f"{key}.engine={' or '.join(others)}, or {key}.quantization=null."
         )
 
 

@@ -76,6 +76,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.activation_checkpointing", Effect.SAME),
     ("models.*.offload_activations", Effect.SAME),
     ("models.*.offload", Effect.SAME),
+    ("models.*.zero_stage", Effect.SAME),
     ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),
     ("models.*.gen.engine", Effect.SAME),

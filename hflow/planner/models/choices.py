@@ -51,7 +51,12 @@ def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
     """Return the model that a replica's engine has to serve."""
     name = replica.model
     return ServedModel(
-        replica, request.model(name), request.cluster, request.shapes.get(name), request.families.get(name)
+        replica,
+        request.model(name),
+        request.cluster,
+        request.hardware,
+        request.shapes.get(name),
+        request.families.get(name),
     )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hflow.planner.forecast.memory.parts import EngineLoad, Items, MicroBatch
     from hflow.planner.forecast.memory.rank import Rank
     from hflow.planner.plan.cluster import ClusterSpec
+    from hflow.planner.plan.hardware import Hardware
     from hflow.planner.plan.rows import Replica
     from hflow.shapes.model_shape import ModelShape
 
@@ -203,6 +204,7 @@ class ServedModel:
     replica: Replica
     config: ModelConfig
     cluster: ClusterSpec
+    hardware: Hardware
     shape: ModelShape | None
     """None if the planner does not know the model's family or sizes."""
     family: str | None

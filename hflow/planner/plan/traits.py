@@ -86,6 +86,8 @@ class BackendTraits:
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
+    quantizations: tuple[str, ...] = ()
+    """The values of `gen.quantization` with which an engine quantises weights while it loads them."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
 

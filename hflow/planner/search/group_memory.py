@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hflow.base.devices import is_gpu
 from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
@@ -61,6 +61,15 @@ Phases = tuple[tuple[str, frozenset[str]], ...]
 """The phases of a group's step, each with the replicas that have inferred since they trained."""
 
 
+class _Common(NamedTuple):
+    """What the memory of one side of a transfer of weights depends on."""
+
+    devices: CommonDevices
+    """How many devices an engine and its trainer have in common."""
+    how: Literal["shared", "gather", "pull"] | None = None
+    """The way of weights between them; None where only one side is known."""
+
+
 @dataclass(frozen=True)
 class _Profile:
     """The bytes that a replica adds to a device, without its cache."""
@@ -96,7 +105,7 @@ class GroupMemory:
         self._problem = problem
         self._table = table
         self._plan = problem.base
-        self._contexts: dict[tuple[str, CommonDevices, bool], MemoryContext] = {}
+        self._contexts: dict[tuple[str, _Common, bool], MemoryContext] = {}
         kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
@@ -117,7 +126,7 @@ class GroupMemory:
         An option is of no use beside one that is at least as fast and as small everywhere. More sequences
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
-        return self._bytes_in(phases, option, _common_of(option, common)).smallest
+        return self._bytes_in(phases, option, _Common(common.get(option.replica.model, "all"))).smallest
 
     def fit(
         self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
@@ -129,9 +138,10 @@ class GroupMemory:
             options: an option of each replica.
             common: model with an engine and a trainer -> how many devices these have in common.
         """
-        rows = [self._bytes_in(phases, option, _common_of(option, common)) for option in options]
+        found = [self._common(option, options, common) for option in options]
+        rows = [self._bytes_in(phases, *pair) for pair in zip(options, found, strict=True)]
         capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
-        profiles = [self._profile(option, _common_of(option, common)) for option in options]
+        profiles = [self._profile(*pair) for pair in zip(options, found, strict=True)]
         engines = [profile.engine for profile in profiles if profile.engine is not None]
         runtime = self.runtime - self._shared(options)
         used = runtime + sum(row.generating for row in rows)
@@ -154,6 +164,25 @@ class GroupMemory:
                 largest, fullest = total, phase
         host = sum(profile.host + (profile.asleep if shares else 0) for profile in profiles)
         return Fit(largest, fullest, batches, host)
+
+    def _common(
+        self, option: ReplicaOption, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
+    ) -> _Common:
+        """Compare an option with the other side of its model among a group's options."""
+        model = option.replica.model
+        devices = common.get(model, "all")
+        mine = [other for other in options if other.replica.model == model]
+        engine = next((other for other in mine if other.replica.role == "gen"), None)
+        source = next((other for other in mine if other.replica.role != "gen"), None)
+        if devices != "all" or engine is None or source is None:
+            return _Common(devices)
+        return _Common(devices, self._way(source, engine))
+
+    @memo
+    def _way(self, source: ReplicaOption, engine: ReplicaOption) -> Literal["shared", "gather", "pull"]:
+        """Return the way of weights from a trainer to an engine on the same devices."""
+        trainer, served = (replace(one.replica, workers=(0,)) for one in (source, engine))
+        return way_of(trainer, served, engine.config, self._problem.request)
 
     def _shared(self, options: Sequence[ReplicaOption]) -> int:
         """Return the bytes of communicators that options of a group share, and that each of them counts."""
@@ -179,7 +208,7 @@ class GroupMemory:
         return min(context.bytes_of_collectives(rank) for rank in self._ranks(option))
 
     @memo
-    def _bytes_in(self, phases: Phases, option: ReplicaOption, common: CommonDevices) -> _PhaseBytes:
+    def _bytes_in(self, phases: Phases, option: ReplicaOption, common: _Common) -> _PhaseBytes:
         profile = self._profile(option, common)
         rows: list[int] = []
         generating = added = 0
@@ -198,7 +227,7 @@ class GroupMemory:
         return _PhaseBytes(tuple(rows), generating, tuple(smallest or [added]))
 
     @memo
-    def _profile(self, option: ReplicaOption, common: CommonDevices) -> _Profile:
+    def _profile(self, option: ReplicaOption, common: _Common) -> _Profile:
         if option.replica.model not in self._problem.request.shapes:
             kinds = {(kind, inferred): 0 for kind in (GENERATE, WAKE, NODE) for inferred in (False, True)}
             return _Profile(kinds, {}, None)
@@ -224,7 +253,7 @@ class GroupMemory:
         return _Profile(held, running, engine, host, asleep)
 
     def _on_host(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: _Common
     ) -> tuple[int, int]:
         """Return a rank's bytes in host memory at all times, and its further ones while it sleeps."""
         config = option.config
@@ -239,7 +268,8 @@ class GroupMemory:
                 through_host = replace(context, plan=_sent_through_hosts(context.plan))
                 always = kept_by_engine(through_host, rank).total()
                 schedule, model = self._plan.schedule, option.replica.model
-                is_trained = common != "none" and any(model in node.writes for node in schedule.nodes)
+                is_written = any(model in node.writes for node in schedule.nodes)
+                is_trained = common.devices != "none" and is_written
                 if share_of_unchanged_wakes(schedule, option.name, trains_on_its_devices=is_trained):
                     asleep = kept_asleep(context, rank).total()
             else:
@@ -248,7 +278,7 @@ class GroupMemory:
         return self._on_host_by_layout[key]
 
     def _returned(
-        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, common: CommonDevices
+        self, context: MemoryContext, rank: Rank, node: str, option: ReplicaOption, common: _Common
     ) -> int:
         """Return the offloaded bytes of a rank that are on the device while a node runs."""
         key = node, option.name, option.layout, option.config.offload, rank.stage, common
@@ -257,16 +287,16 @@ class GroupMemory:
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
 
-    def _peak(self, context: MemoryContext, rank: Rank, node: str, common: CommonDevices) -> int:
+    def _peak(self, context: MemoryContext, rank: Rank, node: str, common: _Common) -> int:
         """Return the bytes of a node's peak, which does not depend on what is offloaded."""
         config = rank.config
-        settings = config.tokens_per_microbatch, config.activation_checkpointing
+        settings = config.tokens_per_microbatch, config.activation_checkpointing, config.zero_stage
         key = node, rank.replica, *settings, rank.stage, common
         if key not in self._peaks:
             self._peaks[key] = transient_bytes(context, rank, node)
         return self._peaks[key]
 
-    def _context(self, option: ReplicaOption, common: CommonDevices) -> MemoryContext:
+    def _context(self, option: ReplicaOption, common: _Common) -> MemoryContext:
         """Return the plan and the request on which the memory of an option's ranks depends."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
@@ -292,7 +322,7 @@ class GroupMemory:
         return [rank for rank in ranks if rank.stage in (0, largest, option.layout.pipe - 1)]
 
     def _held(
-        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: CommonDevices
+        self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: _Common
     ) -> dict[tuple[str, bool], int]:
         """Return a rank's bytes in phases in which it does not run.
 
@@ -310,7 +340,7 @@ class GroupMemory:
             self._held_by_layout[key] = held
         return self._held_by_layout[key]
 
-    def _routes(self, option: ReplicaOption, common: CommonDevices) -> tuple[WeightRoute, ...]:
+    def _routes(self, option: ReplicaOption, common: _Common) -> tuple[WeightRoute, ...]:
         """Return the route from or to an option's replica, as far as memory depends on it."""
         model = option.replica.model
         mine = [replica for replica in self._plan.replicas if replica.model == model]
@@ -320,15 +350,15 @@ class GroupMemory:
             return ()
         device = self._problem.cluster.device
         source, engine = (replace(one, layout=option.layout, workers=(0,)) for one in (source, engine))
-        engine = engine if common == "all" else replace(engine, workers=(1,))
-        how = way_of(source, engine, option.config, self._problem.request)
+        engine = engine if common.devices == "all" else replace(engine, workers=(1,))
+        how = common.how or way_of(source, engine, option.config, self._problem.request)
         route = WeightRoute(model, source.name, engine.name, how)
         if how == "pull":
             usual = near_channel(device)
-            if is_gpu(device) and common != "all":
-                usual = CHANNELS.default if common == "some" else broadcast_channel()
+            if is_gpu(device) and common.devices != "all":
+                usual = CHANNELS.default if common.devices == "some" else broadcast_channel()
             configured = option.config.gen.transport
-            has_held = common != "none" and option.replica.role != "gen"
+            has_held = common.devices != "none" and option.replica.role != "gen"
             route = replace(
                 route,
                 transport=usual if configured in ("auto", GATHER) else configured,
@@ -336,10 +366,6 @@ class GroupMemory:
                 delta=option.config.gen.delta,
             )
         return (replace(route, near=near_transport(route, engine, self._problem.request)),)
-
-
-def _common_of(option: ReplicaOption, common: Mapping[str, CommonDevices]) -> CommonDevices:
-    return common.get(option.replica.model, "all")
 
 
 def _sent_through_hosts(plan: Plan) -> Plan:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from hflow.config.schema import ModelConfig, Offload
 from hflow.data_plane.minibatches import heaviest_load, minibatch_units
@@ -37,6 +38,10 @@ MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
 every response slow."""
 FEW_RUNNING = (16, 8, 4, 2, 1)
 """Further choices for an engine whose cache grows as needed, so that fewer sequences make it smaller."""
+LOWER_STAGES: tuple[Literal[2, 1], ...] = (2, 1)
+"""Stages of ZeRO to choose from besides 3."""
+MIN_STAGE_GAIN = 0.05
+"""Relative difference of seconds from which on a lower stage is worth its memory."""
 MAX_SAMPLES = 4096
 """Most samples of a batch from which the loads of ranks are computed."""
 MIN_DIFFERENCE = 1e-3
@@ -112,7 +117,8 @@ class OptionTable:
     def _options_of(self, replica: Replica) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica with this layout."""
         configs_of = self._configs(replica)
-        return tuple(option for configs in configs_of for option in self._faster(replica, configs))
+        options = (option for configs in configs_of for option in self._faster(replica, configs))
+        return tuple(other for option in options for other in self._stages(option))
 
     @memo
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
@@ -193,6 +199,22 @@ class OptionTable:
             tokens = self._tokens(replica)
         for recomputes in recompute:
             yield (self._with_tokens(replica.model, n, recomputes, config.offload) for n in tokens)
+
+    def _stages(self, option: ReplicaOption) -> Iterator[ReplicaOption]:
+        """Yield an option, and the same with lower stages of ZeRO that shorten it."""
+        yield option
+        replica, config = option.replica, option.config
+        is_free = self._problem.is_free(f"models.{replica.model}.zero_stage")
+        if replica.role != "train" or not is_free or self._problem.cluster.device == "cpu":
+            return
+        if replica.layout.fsdp_size == 1 or not traits(replica.backend).shards_weights:
+            return
+        shortest = option.total
+        for stage in LOWER_STAGES:
+            lower = self.option(replica, replace(config, zero_stage=stage))
+            if lower.total < shortest * (1 - MIN_STAGE_GAIN):
+                shortest = lower.total
+                yield lower
 
     def _offloaded(self, option: ReplicaOption) -> Iterator[ReplicaOption]:
         """Yield an option, and the same with other values of `offload`, whose nodes only take longer."""
@@ -394,14 +416,15 @@ class OptionTable:
         return nodes
 
 
-def _order(option: ReplicaOption) -> tuple[float, int, int, bool, int]:
-    """Return the order of options: time, then fewer cuts, no recomputation, fewer tokens and sequences."""
+def _order(option: ReplicaOption) -> tuple[float, int, int, bool, int, int]:
+    """Return the order of options: time, then fewer cuts and sequences, and less memory."""
     config = option.config
     return (
         option.total,
         option.cuts,
         config.gen.max_running,
         config.activation_checkpointing,
+        -config.zero_stage,
         config.tokens_per_microbatch,
     )
 

@@ -35,7 +35,13 @@ from hflow.planner.search.result import placement_of, settings_of, with_settings
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
 
-MEMORY_SETTINGS = ("offload", "gen.max_running", "activation_checkpointing", "tokens_per_microbatch")
+MEMORY_SETTINGS = (
+    "zero_stage",
+    "offload",
+    "gen.max_running",
+    "activation_checkpointing",
+    "tokens_per_microbatch",
+)
 """Settings of a model that change what it needs of memory, and no result. The first ones cost least."""
 
 

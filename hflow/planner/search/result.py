@@ -18,7 +18,7 @@ from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.problem import PLACEMENT, with_place
 
 NUM_CANDIDATES = 10
-MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing", "offload")
+MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing", "offload", "zero_stage")
 """Settings of the replica that trains or infers; a generation replica has `gen.max_running`."""
 
 Configured = TypeVar("Configured", PlanRequest, RunConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -115,12 +115,12 @@ class TorchModel(ModelBackend):
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return TorchRunner(module, device, dtype, self.group, splitter, self._layout.replicate)
+        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage)
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         check_sequences(call, self.settings.name, self._model.config.get_text_config(), shards)
-        with self.on_device():
+        with self.on_device(), translate_compile_errors(self.settings):
             return self._runner.infer(call, shards)
 
     @override
@@ -129,7 +129,8 @@ class TorchModel(ModelBackend):
             raise BackendError(f"model {self.settings.name!r} is frozen; declare it trainable to train it")
         batches = (minibatch for shard in shards for minibatch in shard.minibatches)
         check_sequences(call, self.settings.name, self._model.config.get_text_config(), batches)
-        with self._offload.on_device(training=True, changes=True):
+        on_device = self._offload.on_device(training=True, changes=True)
+        with on_device, translate_compile_errors(self.settings):
             return self._runner.train(self._optimizer, call, shards, step)
 
     @property
@@ -260,10 +261,34 @@ def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
             f"models.{name}.compile needs a C++ compiler, and there is no {compiler!r}: install g++, or "
             "remove the key"
         )
+    # Beyond its limit of versions of a layer, torch would run it as it is, with a line in the log.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     for layer in layers:
         compiled = torch.compile(layer.forward, dynamic=True)
         layer.forward = partial(_run_layer, layer.forward, compiled)
+
+
+@contextmanager
+def translate_compile_errors(settings: ModelSettings) -> Iterator[None]:
+    """Raise what the compiler says of a model's layers, which it compiles when they run first, in one line.
+
+    Raises:
+        BackendError: if a layer cannot be compiled, or would be compiled again too often.
+    """
+    if not settings.compile:
+        yield
+        return
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    try:
+        yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BackendError(
+            f"models.{settings.name}.compile: a layer could not be compiled ({first.strip()}); set "
+            f"models.{settings.name}.compile=false"
+        ) from error
 
 
 def _run_layer(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -101,12 +101,11 @@ class _Step:
         self.lookup = rank.width * self.trained.embedding * (3 if self.is_tied else 1)
         """Bytes of the lookup's gradient; if tied, with the output matrix's gradient and the sum."""
 
-    def forward(self) -> Items:
-        """Return the activations at the end of the forward pass, the logits, and the matrix's gradient."""
+    def head(self) -> Items:
+        """Return the activations between the forward and the backward pass, with the logits."""
         kept = activations.kept_outside_layers(self.rank, self.batch)
-        logits = activations.logits(self.rank, self.batch, with_gradient=True)
         layers = item(MemoryCategory.ACTIVATIONS, self._kept(self.sizes.num_layers) + kept)
-        return layers + item(MemoryCategory.LOGITS, logits) + _gradients(self.output)
+        return layers + activations.trained_logits(self.rank, self.batch, self.output)
 
     def final_norm(self) -> Items:
         """Return the activations during the backward pass of the final norm."""
@@ -122,7 +121,7 @@ class _Step:
     def head_without_gradient(self) -> Items:
         """Return hidden states, the rows that predict learned tokens, and logits, without gradient."""
         rows = self.rank.width * self.rank.shape.hidden * (self.batch.tokens + self.batch.num_learned)
-        logits = activations.logits(self.rank, self.batch, with_gradient=False)
+        logits = activations.logits(self.rank, self.batch, num_tiles=1)
         return item(MemoryCategory.ACTIVATIONS, rows) + item(MemoryCategory.LOGITS, logits)
 
     def backward(self, num_layers: int) -> Items:
@@ -147,7 +146,7 @@ class _SingleRankStep(_Step):
         """Yield the bytes at each moment of training that may be the peak."""
         trained, width, num_layers = self.trained, self.rank.width, self.sizes.num_layers
         waiting = self.output if self.is_tied else 0
-        yield self.forward() + self._casts(num_layers) + _gradients(self.accumulated)
+        yield self.head() + self._casts(num_layers) + _gradients(self.accumulated)
         at_start = self._casts(num_layers) + _gradients(self.accumulated + self.output)
         yield self.final_norm() + at_start
         yield self.backward(num_layers) + at_start
@@ -189,30 +188,52 @@ class _ShardedStep(_Step):
         self.trained_units = self.units.trained(rank)
         self.num_copies = 1 if rank.on_cpu else 0
         """Copies that a collective makes of its larger end: gloo makes one."""
+        self.keeps_weights = rank.config.zero_stage < 3
+        """Whether gathered layers stay so until the last micro-batch's backward pass."""
+        self.keeps_gradients = rank.config.zero_stage == 1 and batch.num > 1
+        """Whether whole gradients are summed in fp32 until the last micro-batch."""
+        if self.keeps_gradients:
+            self.accumulated = FP32_BYTES * self.trained.total
 
     def train_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of training that may be the peak."""
+        yield self._first_gather() + _gradients(self.accumulated)
+        if self.keeps_weights and self.batch.num > 1:
+            yield from self._backward_moments(is_last=False)
+        yield from self._backward_moments(is_last=True)
+        yield self.optimizer_step()
+
+    def _backward_moments(self, *, is_last: bool) -> Iterator[Items]:
+        """Yield the moments from the logits on, in the last micro-batch or in one before it."""
         trained, num_layers = self.trained_units, self.sizes.num_layers
         accumulated = _gradients(self.accumulated)
-        yield self._first_gather() + accumulated
-        yield self.forward() + self._gathered(num_buffers=1) + accumulated
-        at_start = (
-            self._gathered(num_layers=1, num_buffers=1, gathers_layer=True)
-            + accumulated
-            + _gradients(self.output)
-        )
+        scatters = is_last or not self.keeps_gradients
+        scattered = self._scattered(trained.layer) if scatters else Items()
+
+        def whole(num_left: int) -> int:
+            """Return the layers whose weights are gathered while so many are to go."""
+            return (num_left if is_last else num_layers) if self.keeps_weights else min(num_left, 1)
+
+        gathered = self._gathered(num_layers if self.keeps_weights else 0, num_buffers=1)
+        yield self.head() + gathered + accumulated
+        gathered = self._gathered(whole(num_layers), num_buffers=1, gathers_layer=not self.keeps_weights)
+        at_start = gathered + accumulated + _gradients(self.output)
         yield self.final_norm() + at_start
         yield self.backward(num_layers) + at_start
         if num_layers > 1:
             layer_gradients = accumulated + _gradients(self.output + self.rank.width * trained.layer)
-            gathered = self._gathered(num_layers=1, num_buffers=1)
-            yield self.backward(num_layers - 1) + gathered + self._scattered(trained.layer) + layer_gradients
-        shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
-        at_end = self._gathered() + self._scattered(trained.layer)
+            gathered = self._gathered(whole(num_layers - 1), num_buffers=1)
+            yield self.backward(num_layers - 1) + gathered + scattered + layer_gradients
+        if self.keeps_gradients and is_last:  # layers' are scattered, those of the root are still whole
+            whole_root = self.trained.total if not self.units.layer else self.trained.rest
+            shards = self.all_gradients + FP32_BYTES * (whole_root - self._root_shard)
+        else:
+            shards = self.accumulated or self.all_gradients - FP32_BYTES * self._root_shard
+        at_end = self._gathered(whole(0)) + scattered
         yield self.backward(1) + at_end + _gradients(shards + self.output)
         yield at_end + _gradients(shards + self.lookup + (0 if self.is_tied else self.output))
-        yield self._scattered(trained.layer) + self._scattered(trained.root) + _gradients(shards)
-        yield self.optimizer_step()
+        if scatters:
+            yield scattered + self._scattered(trained.root) + _gradients(shards)
 
     def infer_moments(self) -> Iterator[Items]:
         """Yield the bytes at each moment of a forward pass without gradient that may be the peak."""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from hflow.data.batches.batch import Batch
 from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
-from hflow.training.fsdp.sharding import sum_over_replicas
+from hflow.training.fsdp.sharding import kept_after_forward, set_collectives
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.training.loop.first_pass import FirstPassRunner
 from hflow.training.loop.infer import returned_fields, run_infer
@@ -42,8 +42,8 @@ class TorchRunner:
     group: ProcessGroup | None
     """The ranks that the weights are sharded over; None for one."""
     splitter: MicrobatchSplitter
-    replicate: int = 1
-    """Number of sets of these ranks that hold the same weights."""
+    zero_stage: int = 3
+    """What these ranks share (`models.NAME.zero_stage`)."""
     requested: dict[str, set[str]] = field(default_factory=dict)
     """Node -> output fields that its body has used so far."""
 
@@ -64,15 +64,17 @@ class TorchRunner:
                     record.replayed += packed.replayed.counts()
                 return loss.microbatch_loss(packed, output, record.metrics)
 
-            for index in range(minibatch.num_microbatches):
-                if self.replicate > 1:
-                    sum_over_replicas(self.module, is_summed=index == minibatch.num_microbatches - 1)
-                if index < len(minibatch.microbatches):
-                    part = self._forward(minibatch.microbatches[index], call, microbatch_loss)
-                    torch.autograd.backward(part)
-                    record.loss += part.detach()
-                else:
-                    torch.autograd.backward(self._forward_placeholder())
+            with kept_after_forward(self.module, self.zero_stage):
+                for index in range(minibatch.num_microbatches):
+                    if self.group is not None:
+                        is_last = index == minibatch.num_microbatches - 1
+                        set_collectives(self.module, self.zero_stage, is_last=is_last)
+                    if index < len(minibatch.microbatches):
+                        part = self._forward(minibatch.microbatches[index], call, microbatch_loss)
+                        torch.autograd.backward(part)
+                        record.loss += part.detach()
+                    else:
+                        torch.autograd.backward(self._forward_placeholder())
 
         minibatches = self.splitter.minibatches(call, shards)
         first_pass = FirstPassRunner(self._run_forwards, self.group, self.device)

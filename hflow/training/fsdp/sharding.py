@@ -8,7 +8,8 @@ its forward and backward pass. Beside adapters, the weights that are not trained
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -94,10 +95,29 @@ _known_meshes: list[tuple[ProcessGroup, int, DeviceMesh]] = []
 the same ranks share their groups, as each one has buffers on the device."""
 
 
-def sum_over_replicas(root: nn.Module, is_summed: bool) -> None:
-    """Have the next backward passes sum gradients over the replicate axis, or keep partial sums for later."""
-    assert isinstance(root, FSDPModule), "only a sharded model has a replicate axis"
-    root.set_requires_all_reduce(is_summed)
+@contextmanager
+def kept_after_forward(root: nn.Module, zero_stage: int) -> Iterator[None]:
+    """Have forward passes leave layers gathered while the context is open, below ZeRO stage 3."""
+    layers = [unit for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root]
+    try:
+        for layer in layers if zero_stage < 3 else ():
+            layer.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for layer in layers if zero_stage < 3 else ():
+            layer.set_reshard_after_forward(True, recurse=False)
+
+
+def set_collectives(root: nn.Module, zero_stage: int, *, is_last: bool) -> None:
+    """Choose what the next backward pass exchanges: the last one of a minibatch, or one before it.
+
+    Below ZeRO stage 3 weights stay gathered until the last one. At stage 1 whole gradients are summed on each
+    rank, in fp32, and over ranks in the last one. Sums over a replicate axis always wait for that.
+    """
+    assert isinstance(root, FSDPModule), "only a sharded model exchanges anything"
+    root.set_reshard_after_backward(is_last or zero_stage == 3)
+    root.set_requires_gradient_sync(is_last or zero_stage > 1)
+    root.set_requires_all_reduce(is_last)
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -44,7 +44,11 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
     layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads)
-    return largest([item(MemoryCategory.ACTIVATIONS, layer), _head(rank, batch, with_gradient=False)])
+    moments = [item(MemoryCategory.ACTIVATIONS, layer)]
+    if rank.is_last_stage:
+        logits = activations.logits(rank, batch, num_tiles=1)
+        moments.append(_head(rank, batch) + item(MemoryCategory.LOGITS, logits))
+    return largest(moments)
 
 
 def kept_after_infer(rank: Rank) -> Items:
@@ -59,8 +63,12 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
     kept = activations.kept_by_layers(rank, batch, num_layers, layer)
     in_layers = item(MemoryCategory.ACTIVATIONS, kept)
-    matrix = item(MemoryCategory.GRADIENTS, rank.width * rank.sizes.output)
-    yield in_layers + _head(rank, batch, with_gradient=True) + matrix
+    if rank.is_last_stage:
+        yield (
+            in_layers
+            + _head(rank, batch)
+            + activations.trained_logits(rank, batch, rank.width * rank.sizes.output)
+        )
     needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
     buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
@@ -70,10 +78,6 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
 
 
-def _head(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> Items:
-    """Return the final norm, the rows that predict learned tokens, and their logits, on the last stage."""
-    if not rank.is_last_stage:
-        return Items()
-    kept = item(MemoryCategory.ACTIVATIONS, activations.kept_outside_layers(rank, batch))
-    logits = activations.logits(rank, batch, with_gradient=with_gradient)
-    return kept + item(MemoryCategory.LOGITS, logits)
+def _head(rank: Rank, batch: MicroBatch) -> Items:
+    """Return the final norm and the rows that predict learned tokens, on the last stage."""
+    return item(MemoryCategory.ACTIVATIONS, activations.kept_outside_layers(rank, batch))

@@ -75,6 +75,15 @@ class WeightChannel(abc.ABC):
             WorkerFailureError: when the sender or another receiver does not take part.
         """
 
+    def expect(self, handle: Any, receiver: int) -> None:  # noqa: B027 - most channels have nothing to begin
+        """Begin with what `receive` will do, as far as no other receiver has to take part.
+
+        The receiver receives the bucket or the one before it in its stream next. May be called again.
+
+        Raises:
+            WorkerFailureError: when the sender does not take part.
+        """
+
     @abc.abstractmethod
     def free(self, handles: Iterable[Any]) -> None:
         """Free buckets that were sent; their receivers have loaded them, or never will."""

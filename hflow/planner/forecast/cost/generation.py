@@ -213,9 +213,11 @@ class DecodeStep:
     def __init__(self, replica: ReplicaCosts) -> None:
         shape, (t, p) = replica.shape, (replica.layout.tensor, replica.layout.pipe)
         self._replica = replica
-        self._flops = token_flops(shape, 1, 0) / (t * p)
-        self._pair_seconds = (token_flops(shape, 1, 1) / (t * p) - self._flops) / attention_rate(replica)
-        self._cache_seconds = kv_entries(shape, t) * replica.weight_bytes / p / replica.rates.memory
+        flops = token_flops(shape, 1, 0)
+        self._head_flops = 2 * head_parameters(shape) / (t * p)
+        self._layer_flops = flops / (t * p) - self._head_flops
+        self._pair_seconds = (token_flops(shape, 1, 1) - flops) / (t * p) / attention_rate(replica)
+        self._cache_seconds = kv_entries(shape, t) * replica.other_bytes / p / replica.rates.memory
         self._weight_bytes = None if shape.experts else _weight_bytes(replica, 1)
         self._sharpness = replica.hardware.calibration.memory.sharpness
         self._launching = 0.0 if replica.captures_decode else p * replica.host_seconds
@@ -249,7 +251,9 @@ class DecodeStep:
         """Return the seconds of a step's products of matrices."""
         replica, rows = self._replica, num_sequences / self._replica.layout.pipe
         weights = _weight_bytes(replica, rows) if self._weight_bytes is None else self._weight_bytes
-        compute = self._flops * num_sequences / product_rate(replica, rows, is_captured=True)
+        compute = self._layer_flops * num_sequences / product_rate(replica, rows, is_captured=True)
+        rate = product_rate(replica.unquantized, rows, is_captured=True)
+        compute += self._head_flops * num_sequences / rate
         return roofline("decode", compute, weights / replica.rates.memory, sharpness=self._sharpness)
 
 
@@ -275,5 +279,5 @@ def _weight_bytes(replica: ReplicaCosts, num_tokens: float) -> float:
     ranks = replica.layout.expert
     touched = touched_experts(shape, num_tokens * ranks)
     layers = shape.num_layers * layer_parameters(shape, None if touched is None else touched / ranks)
-    matrices = layers + head_parameters(shape)
-    return matrices * replica.weight_bytes / replica.layout.tensor
+    num_bytes = layers * replica.weight_bytes + head_parameters(shape) * replica.other_bytes
+    return num_bytes / replica.layout.tensor

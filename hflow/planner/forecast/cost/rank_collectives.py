@@ -256,25 +256,31 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
 
     A layer's weights are gathered in the forward and in the backward pass, where recomputation uses them too.
     Those outside of layers stay gathered until the backward pass has ended, or in inference after the first
-    micro-batch.
+    micro-batch. Below ZeRO stage 3, training gathers all of them once for all micro-batches.
     """
     if not is_sharded(replica, "everything"):
         return
     units, in_layers, ranks = num_units(replica), 0.0, _fsdp_ranks(replica)
+    is_once = passes.backward and replica.config.zero_stage < 3
+    times = 1 if is_once else passes.num * (1 + passes.backward)
     if units > 1:
         layer = layer_parameters(replica.shape) * replica.gathered_bytes
         in_layers = layer * (units - 1)
-        yield Collectives("all-gather", ranks, layer, passes.num * (units - 1) * (1 + passes.backward))
+        yield Collectives("all-gather", ranks, layer, (units - 1) * times)
     rest = replica.stage_weights * replica.gathered_bytes - in_layers
-    yield Collectives("all-gather", ranks, rest, passes.num if passes.backward else 1)
+    yield Collectives("all-gather", ranks, rest, passes.num if passes.backward and not is_once else 1)
 
 
 def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
-    """Yield the sums of gradients in backward passes, where weights are sharded over data ranks."""
+    """Yield the sums of gradients in backward passes, where weights are sharded over data ranks.
+
+    At ZeRO stage 1 there is one for all micro-batches.
+    """
     if is_sharded(replica, "everything") and passes.backward:
         units = num_units(replica)
         gradients = replica.trained_weights / units * replica.gradient_bytes
-        yield Collectives("reduce-scatter", _fsdp_ranks(replica), gradients, passes.num * units)
+        times = units if replica.config.zero_stage == 1 else passes.num * units
+        yield Collectives("reduce-scatter", _fsdp_ranks(replica), gradients, times)
 
 
 def replicated_gradients(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:

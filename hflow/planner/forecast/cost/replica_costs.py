@@ -60,6 +60,8 @@ class ReplicaCosts:
     """Data ranks that hold the same shard of the weights (HSDP)."""
     low_dtype: Literal["fp8", "fp4"] | None = None
     """Precision of the matrices, where it is lower than the compute dtype."""
+    has_low_layers_only: bool = False
+    """Whether only the matrices of layers have `low_dtype`; else the output matrix and the KV cache too."""
     virtual_stages: int = 1
     """Pieces of a pipeline stage that take turns (interleaved pipeline)."""
     gradient_bytes: int = FP32_BYTES
@@ -98,6 +100,8 @@ class ReplicaCosts:
             expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
             shard=data if replica.layout.replicate == 1 else ranks("shard"),
             replicate=ranks("replicate"),
+            low_dtype=config.gen.quantization if replica.role == "gen" else None,
+            has_low_layers_only=True,
         )
 
     def with_config(self, config: ModelConfig) -> ReplicaCosts:
@@ -111,8 +115,9 @@ class ReplicaCosts:
 
     @property
     def dtype(self) -> str:
-        """The precision of its matrices."""
-        return self.low_dtype or self.config.compute_dtype
+        """The precision of products of matrices: on a device without `low_dtype`, the compute dtype."""
+        has_low = self.low_dtype in self.hardware.device.tflops
+        return self.low_dtype if self.low_dtype and has_low else self.config.compute_dtype
 
     @cached_property
     def rates(self) -> Rates:
@@ -146,8 +151,18 @@ class ReplicaCosts:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of a weight, and of a number in the KV cache."""
+        """Bytes of a weight of a layer."""
         return LOW_BYTES[self.low_dtype] if self.low_dtype else self.itemsize
+
+    @cached_property
+    def other_bytes(self) -> float:
+        """Bytes of a weight of the output matrix, and of a number in the KV cache."""
+        return self.itemsize if self.has_low_layers_only else self.weight_bytes
+
+    @cached_property
+    def unquantized(self) -> ReplicaCosts:
+        """The costs of its matrices beside the layers."""
+        return replace(self, low_dtype=None) if self.low_dtype and self.has_low_layers_only else self
 
     @cached_property
     def stage_weights(self) -> float:

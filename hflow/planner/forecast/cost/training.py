@@ -61,24 +61,38 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
         *passes,
-        *_offloaded_activations(replica, work),
+        *_offloaded_activations(replica, work, passes[0].seconds, num_passes),
         *_distributed_optimizer(replica, one_microbatch, num_passes),
         *_optimizer_step(replica),
     ]
     return [part.times(num_updates) for part in once]
 
 
-def _offloaded_activations(replica: ReplicaCosts, work: Work) -> list[Part]:
+def _offloaded_activations(replica: ReplicaCosts, work: Work, compute: float, num_passes: int) -> list[Part]:
     """Return the seconds of copying the input of each layer to host memory and back.
 
-    Nothing is computed meanwhile: copies run on the stream of the computation.
+    Copies run beside the computation: one layer's is seen, and what takes longer than the forward pass on the
+    way out, or than the backward pass on the way back.
+
+    Args:
+        replica: the replica.
+        work: one rank's part of one minibatch.
+        compute: seconds of all passes.
+        num_passes: passes of a micro-batch through a layer.
     """
     if not replica.config.offload_activations:
         return []
     first, last = stage_layers(replica.shape.num_layers, replica.layout.pipe)[0]
     inputs = work.rows * replica.shape.hidden * replica.itemsize / replica.token_share
-    copies = offload(2 * (last - first) * inputs, replica)
-    return [part._replace(name="layer inputs") for part in copies]
+    forward = compute / (num_passes + 1)
+    parts = []
+    for computing in (forward, compute - forward):
+        for part in offload((last - first) * inputs, replica):
+            hidden = (
+                min(part.seconds, computing) * (1 - 1 / (last - first)) if replica.launches_ahead else 0.0
+            )
+            parts.append(part._replace(name="layer inputs", seconds=part.seconds - hidden))
+    return parts
 
 
 def update(replica: ReplicaCosts) -> list[Part]:
@@ -170,14 +184,22 @@ def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> 
 
     On a CPU also those in which it copies shards into a buffer, weights out of it and gradients into one, and
     in which ranks wait for each other. On GPUs copies are about a hundredth of a step, and are left to the
-    rates that were fitted to whole steps.
+    rates that were fitted to whole steps. What happens once for all micro-batches (`models.NAME.zero_stage`)
+    is hidden by the first forward pass, or by the last backward pass.
     """
     if not is_sharded(replica, "everything"):
         return []
     gathers, scatters = list(fsdp_gathers(replica, passes)), list(fsdp_scatters(replica, passes))
     gather, scatter = total_time(gathers, replica), total_time(scatters, replica)
-    visible = _visible(replica, gather.seconds + scatter.seconds, compute)
-    parts = [gather.times(visible).part("all-gather"), scatter.times(visible).part("reduce-scatter")]
+    if passes.backward and (stage := replica.config.zero_stage) < 3:
+        first = _first_forward(passes, compute)
+        computing = (compute / passes.num - first) * (1 if stage == 1 else passes.num)
+        gather = gather.times(_visible(replica, gather.seconds, first))
+        scatter = scatter.times(_visible(replica, scatter.seconds, computing))
+    else:
+        visible = _visible(replica, gather.seconds + scatter.seconds, compute)
+        gather, scatter = gather.times(visible), scatter.times(visible)
+    parts = [gather.part("all-gather"), scatter.part("reduce-scatter")]
     if replica.launches_ahead:
         return parts
     copied = sum(2 * (1 + 1 / replica.layout.fsdp_size) * one.num_bytes * one.times for one in gathers)
@@ -199,8 +221,13 @@ def _replicated_gradients(replica: ReplicaCosts, passes: Passes, compute: float)
     sums = total_time(replicated_gradients(replica, passes), replica)
     if not sums.seconds:
         return []
-    backward = compute / passes.num * (1 - 1 / (1 + passes.forward + passes.backward))
+    backward = compute / passes.num - _first_forward(passes, compute)
     return [sums.times(_visible(replica, sums.seconds, backward)).part("gradient all-reduce")]
+
+
+def _first_forward(passes: Passes, compute: float) -> float:
+    """Return the seconds of a micro-batch's first forward pass, of those of all passes of a minibatch."""
+    return compute / passes.num / (1 + passes.forward + passes.backward)
 
 
 def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passes: int) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hflow.base.devices import is_gpu
 from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all_gather, send
-from hflow.planner.forecast.cost.flops import stage_parameters
+from hflow.planner.forecast.cost.flops import layer_parameters, stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part
 from hflow.planner.forecast.memory.transfer import num_writers, saved_state_bytes
@@ -19,6 +19,11 @@ from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import num_parameters
 from hflow.types.tensor_slices import BUCKET_BYTES
+
+QUANTIZING_TRAFFIC = 17
+"""Estimated bytes of memory traffic for each weight that is quantised. In bf16, a padded copy is zeroed and
+written, and read for the largest weight of each block and again to be scaled. The result, a byte, is written,
+copied without padding and to its place, and read for a checksum before and after that."""
 
 
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
@@ -66,7 +71,7 @@ def load_weights(
     """
     if route.how == "shared":
         return _checksums(replica.trained_weights * replica.itemsize, replica)
-    merged = _merge(replica) if merges else []
+    merged = _merge(replica) if merges else _quantize(replica)
     num = replica.num_trained_tensors if num_tensors is None else num_tensors
     tensors = Part("tensors", num * replica.hardware.calibration.transfers.tensor_us * 1e-6, LATENCY)
     if route.how == "gather":
@@ -108,6 +113,19 @@ def _merge(replica: ReplicaCosts) -> Iterator[Part]:
     yield from _over_pcie(num_bytes, replica)
     yield Part("merge", 4 * num_bytes / replica.rates.stream, MEMORY)
     yield from _checksums(2 * num_bytes, replica)
+
+
+def _quantize(replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds in which an engine quantises what it has loaded."""
+    if replica.low_dtype is None:
+        return []
+    traffic = QUANTIZING_TRAFFIC * _layer_weights(replica)
+    return [Part("quantisation", traffic / replica.rates.stream, MEMORY)]
+
+
+def _layer_weights(replica: ReplicaCosts) -> float:
+    """Return the number of weights of layers that a rank of an engine without stages holds."""
+    return replica.shape.num_layers * layer_parameters(replica.shape) / replica.layout.tensor
 
 
 def _checksums(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
@@ -178,8 +196,11 @@ def _arrival(
         if between:
             link_time += send(between, network, hardware)
         if has_relays and channel.broadcasts and replica.layout.data > 1 and num_sources > 1:
+            # The next bucket comes from its sender while one is broadcast, so the longer way counts.
             link = network if route.node_bytes == route.moved_bytes else hardware.intra
-            link_time += send(route.moved_bytes / num, link, hardware)
+            first = send(route.moved_bytes / num, link, hardware)
+            transfer = max(first.transfer, link_time.transfer) + first.transfer / num_buckets
+            link_time = LinkTime(transfer, link_time.latency + first.latency)
         yield LinkTime(link_time.transfer, link_time.latency * num_buckets).part("weights")
 
 
@@ -209,15 +230,14 @@ def publish_weights(route: WeightRoute, source: ReplicaCosts, engine: ReplicaCos
 
 def keep_weights(engine: ReplicaCosts) -> list[Part]:
     """Return the seconds in which a sleeping engine's weights are copied to the host's memory, and back."""
-    numel = engine.stage_weights
-    return [part._replace(name="sleep") for part in _over_pcie(2 * numel * engine.itemsize, engine)]
+    num_bytes = engine.stage_weights * engine.itemsize - _layer_weights(engine) * (
+        engine.itemsize - engine.weight_bytes
+    )
+    return [part._replace(name="sleep") for part in _over_pcie(2 * num_bytes, engine)]
 
 
 def offload(num_bytes: float, replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds of copying state between a device and the memory of its host.
-
-    Nothing is computed meanwhile: copies run on the stream of the computation.
-    """
+    """Return the seconds of copying state between a device and the memory of its host."""
     if not num_bytes:
         return []
     copied = list(_over_pcie(num_bytes, replica))

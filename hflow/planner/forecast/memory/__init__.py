@@ -14,11 +14,13 @@ from hflow.planner.forecast.memory.host import (
     pinning_seconds,
 )
 from hflow.planner.forecast.memory.phases import engine_caches, memory_phases, unknown_models
+from hflow.planner.forecast.memory.zero_stage import check_zero_stages
 
 __all__ = [
     "MEMORY_MARGIN",
     "check_host_memory",
     "check_memory",
+    "check_zero_stages",
     "engine_caches",
     "host_memory",
     "host_memory_warnings",

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hflow.planner.forecast.memory.parts import MicroBatch
+from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
@@ -20,6 +21,9 @@ average (`models/packed_attention.py`)."""
 CHUNK_BYTES, LOGITS_PER_TILE = 1 << 29, 1 << 22
 """Bytes of the logits that exist at once on a rank, and how many of them exist in fp32
 (`training/loop/logprobs.py`)."""
+NUM_COPIED = 2
+"""Inputs of layers, besides that of the one that computes, which are on their way to the host
+(`models/host_offload.py`)."""
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
@@ -88,7 +92,7 @@ def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> 
     if not rank.config.activation_checkpointing:
         return num_layers * one
     if rank.config.offload_activations and not rank.on_cpu:
-        num_layers = min(num_layers, 1)  # the one that is computed
+        num_layers = min(num_layers, 1 + NUM_COPIED)
     return num_layers * layer_input(rank, batch)
 
 
@@ -149,12 +153,17 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
     return max(in_norm, in_attention, in_mlp) * tokens
 
 
-def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
-    """Return the bytes of the logits that exist at once, and of a tile of them in fp32.
+def logits(rank: Rank, batch: MicroBatch, num_tiles: int) -> int:
+    """Return the bytes of the logits that exist at once, and of tiles of them in fp32.
 
-    Training: a tile's logits and their exponentials, as the losses of the library compute log-probs and
-    entropy together. Inference: the exponentials take the place of the logits. A scalar head has its input
-    in fp32 instead.
+    A scalar head has its input in fp32 instead.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        num_tiles: 2 in the forward pass of training, a tile's logits and their exponentials, as the losses of
+            the library compute log-probs and entropy together; 1 in inference and in the backward pass, where
+            the result takes the place of the logits.
     """
     shape = rank.shape
     if shape.head != "lm":
@@ -162,8 +171,20 @@ def logits(rank: Rank, batch: MicroBatch, *, with_gradient: bool) -> int:
     vocab = -(-shape.vocab // rank.tensor)
     num_rows = min(batch.num_learned, max(CHUNK_BYTES // (rank.width * vocab), 1))
     tile = min(num_rows, max(LOGITS_PER_TILE // vocab, 1))
-    of_tile = (2 if with_gradient else 1) * FP32_BYTES * tile * vocab
-    return rank.width * num_rows * vocab + max(of_tile, reordered_output(rank))
+    of_tiles = num_tiles * FP32_BYTES * tile * vocab
+    return rank.width * num_rows * vocab + max(of_tiles, reordered_output(rank))
+
+
+def trained_logits(rank: Rank, batch: MicroBatch, matrix: int) -> Items:
+    """Return the larger of two moments: logits in the forward pass, or in the backward pass with a gradient.
+
+    Args:
+        rank: computes them.
+        batch: the micro-batch.
+        matrix: bytes of the output matrix's gradient, which exists once the forward pass's tiles are gone.
+    """
+    forward, backward = (item(MemoryCategory.LOGITS, logits(rank, batch, num_tiles)) for num_tiles in (2, 1))
+    return largest([forward, backward + item(MemoryCategory.GRADIENTS, matrix)])
 
 
 def reordered_output(rank: Rank) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Node
 from hflow.graph.queries import keeps_groups_whole, root_stream
-from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.rows import BatchCut, Plan
 from hflow.planner.plan.traits import traits
@@ -123,6 +123,8 @@ def _packs_groups(node: Node) -> bool:
     return returns_groups or any(read.field == "group" for read in node.reads)
 
 
+QUANTIZED_ROWS = 128
+"""Rows, and columns, of the weights that have a scale in common where `gen.quantization` is `fp8`."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill. A longer prompt is prefilled alone."""
 
@@ -161,7 +163,7 @@ def engine_load(plan: Plan, rank: Rank, workloads: dict[str, Workload]) -> Engin
 def engine_weights(rank: Rank) -> int:
     """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary.
 
-    Adapters are beside them in an engine that does not merge them.
+    Adapters are beside them in an engine that does not merge them. Quantised weights have scales.
     """
     shape = rank.shape
     rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
@@ -169,7 +171,9 @@ def engine_weights(rank: Rank) -> int:
     padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
     keeps_adapters = rank.config.lora is not None and not traits(rank.replica.backend).merges_adapters
     adapters = rank.trained.total if keeps_adapters else 0
-    return rank.width * (rank.sizes.total + padding + adapters)
+    num_quantized = rank.sizes.quantizable if rank.config.gen.quantization else 0
+    quantized = num_quantized + -(-FP32_BYTES * num_quantized // QUANTIZED_ROWS**2)
+    return rank.width * (rank.sizes.total - num_quantized + padding + adapters) + quantized
 
 
 def cache_bytes_per_token(rank: Rank) -> int:

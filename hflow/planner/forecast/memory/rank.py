@@ -156,6 +156,8 @@ class StageSizes:
     """The data rank's part of all layers."""
     experts: int
     """The experts in all layers, not sharded over the data axis, which counts them in `layers` too."""
+    quantizable: int
+    """The matrices of `layers` without routers."""
     rest: int
     """Embedding, final norm and head, if the stage has them, not sharded over the data axis."""
     rest_shard: int
@@ -199,10 +201,10 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
     runs = equal_layers(shape, first, last)
     templates = [layer_template(shape, start) for start, _ in runs]
     whole = [_num_elements(template, whole_traits, layout) for template in templates]
-    experts = [
-        _num_elements([spec for spec in template if spec.num_experts > 1], whole_traits, layout)
-        for template in templates
-    ]
+    experts, quantizable = (
+        [_num_elements(filter(is_counted, template), whole_traits, layout) for template in templates]
+        for is_counted in (lambda spec: spec.num_experts > 1, lambda spec: spec.is_quantizable)
+    )
     shards = [_num_elements(template, traits, layout) for template in templates]
     return StageSizes(
         num_layers=last - first,
@@ -211,6 +213,7 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
         layers=sum((stop - start) * size for (start, stop), size in zip(runs, whole, strict=True)),
         layers_shard=sum((stop - start) * size for (start, stop), size in zip(runs, shards, strict=True)),
         experts=sum((stop - start) * size for (start, stop), size in zip(runs, experts, strict=True)),
+        quantizable=sum((stop - start) * size for (start, stop), size in zip(runs, quantizable, strict=True)),
         rest=_num_elements(rest, whole_traits, layout),
         rest_shard=_num_elements(rest, traits, layout),
         embedding=_num_elements(embedding, whole_traits, layout),

@@ -111,7 +111,8 @@ def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
     """Return the items of an engine's rank while it receives weights, without what its engine adds.
 
     On a CPU that is one tensor. Until then, buckets are where their transport keeps them (`memory/host.py`).
-    On a GPU it is a bucket of each sender, and what is received ahead of the loading. `ipc` opens the
+    On a GPU it is a bucket of each sender, the next one of each that the rank passes on to other engines, and
+    what is received ahead of the loading. `ipc` opens the
     buckets of the devices' trainers where they are. What a worker hands over is copied.
 
     Args:
@@ -129,7 +130,10 @@ def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
         return Items()
     bucket = largest_bucket(rank.trained_shape, rank.width, num_parts=num_senders)
     ahead = min(BUCKET_BYTES, rank.width * num_parameters(rank.trained_shape))
-    return item(MemoryCategory.BUFFERS, num_senders * bucket + ahead, "buckets")
+    num_engines = rank.replica.layout.data
+    is_passed_on = channel_traits(route.transport).broadcasts and min(num_engines, num_senders) > 1
+    num_relayed = -(-num_senders // num_engines) if is_passed_on else 0
+    return item(MemoryCategory.BUFFERS, (num_senders + num_relayed) * bucket + ahead, "buckets")
 
 
 def save_checkpoint(rank: Rank) -> Items:

@@ -20,6 +20,9 @@ buckets in the order of (position of that last slice, place of the stream). The 
 stream, and the places of common streams have the same order at all receivers. So all receivers take the
 buckets that they share in one order, which is that of the broadcasts among them. The receivers that wait for
 the first of all buckets can always proceed.
+
+A relay takes the next bucket of a stream from its sender while it broadcasts one (`expect`). It waits for
+that only when it takes the bucket, and the group of two has no other members, so the order stays the same.
 """
 
 from __future__ import annotations
@@ -94,6 +97,8 @@ class CollectiveChannel(WeightChannel):
         """(address, receivers) -> the receiver's group with the sender of a stream."""
         self._groups_of_receivers: dict[Receivers, Any] = {}
         """Receivers -> their group, where one passes buckets on to the others."""
+        self._expected: dict[tuple[str, str], tuple[Tensor, Any]] = {}
+        """(address, key) of a bucket that is on its way from the sender -> the payload, and the broadcast."""
         self._generation = 0
         """The generation of receivers, at either end."""
 
@@ -111,6 +116,17 @@ class CollectiveChannel(WeightChannel):
             relay = dict(self._settings.relays).get(receivers)
             self._streams[receivers] = _Stream(address, receivers, relay, self._generation, self._timeout)
         return self._streams[receivers].add(bucket)
+
+    @override
+    def expect(self, handle: Any, receiver: int) -> None:
+        """Begin to take the bucket from its sender, if the receiver is its relay."""
+        assert isinstance(handle, CollectiveBucket)
+        if handle.relay == receiver:
+            try:
+                self._follow(handle)
+                self._begin(handle, receiver)
+            except (RuntimeError, dist.DistError) as error:
+                raise _failure(f"worker {receiver} could not receive weights", error) from error
 
     @override
     def receive(self, handle: Any, receiver: int) -> Bucket:
@@ -148,20 +164,30 @@ class CollectiveChannel(WeightChannel):
         self._streams.clear()
         self._server = None
         self._stores.clear()
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        self._expected.clear()
         self._groups.clear()
         self._groups_of_receivers.clear()
 
-    def _broadcast(self, handle: CollectiveBucket, receiver: int) -> Tensor:
-        if handle.generation != self._generation:  # other receivers were replaced
-            self._groups.clear()
-            self._groups_of_receivers.clear()
+    def _follow(self, handle: CollectiveBucket) -> TCPStore:
+        """Return the store of a bucket's sender; leaves the groups of receivers that were replaced."""
+        if handle.generation != self._generation:
+            self._leave_groups()
             self._generation = handle.generation
         if handle.address not in self._stores:
             self._stores[handle.address] = connect_store(handle.address, self._timeout)
-        store = self._stores[handle.address]
-        payload = torch.empty(handle.num_bytes, dtype=torch.uint8, device=handle.device)
+        return self._stores[handle.address]
+
+    def _broadcast(self, handle: CollectiveBucket, receiver: int) -> Tensor:
+        store = self._follow(handle)
         if receiver in handle.first_receivers:
-            self._receive_first(store, handle, receiver, payload)
+            self._begin(handle, receiver)
+            payload, arriving = self._expected.pop((handle.address, handle.key))
+            arriving.wait()
+        else:
+            payload = _new_payload(handle)
         if handle.relay is not None:
             if handle.receivers not in self._groups_of_receivers:
                 # All receivers take this bucket first of those that they share, so they meet in one store.
@@ -170,14 +196,14 @@ class CollectiveChannel(WeightChannel):
                     store, name, rank, len(handle.receivers), handle.device, self._timeout
                 )
             root = handle.receivers.index(handle.relay)
-            _run_broadcast(self._groups_of_receivers[handle.receivers], payload, root)
+            _begin_broadcast(self._groups_of_receivers[handle.receivers], payload, root).wait()
         return payload
 
-    def _receive_first(
-        self, store: TCPStore, handle: CollectiveBucket, receiver: int, payload: Tensor
-    ) -> None:
-        """Take a bucket from its sender."""
-        members = handle.first_receivers
+    def _begin(self, handle: CollectiveBucket, receiver: int) -> None:
+        """Begin to take a bucket from its sender, unless that was begun before."""
+        if (handle.address, handle.key) in self._expected:
+            return
+        store, members = self._stores[handle.address], handle.first_receivers
         if store.add(f"{handle.key}/ready", 1) == len(members):
             store.set(f"{handle.key}/all", "")
         key = handle.address, handle.receivers
@@ -185,7 +211,9 @@ class CollectiveChannel(WeightChannel):
             rank = 1 + members.index(receiver)
             name, size = _stream_name(handle.receivers), 1 + len(members)
             self._groups[key] = _join(store, name, rank, size, handle.device, self._timeout)
-        _run_broadcast(self._groups[key], payload)
+        payload = _new_payload(handle)
+        arriving = _begin_broadcast(self._groups[key], payload)
+        self._expected[handle.address, handle.key] = payload, arriving
 
 
 class _Stream:
@@ -258,14 +286,14 @@ class _Stream:
                 name, size = _stream_name(self._receivers), 1 + len(handle.first_receivers)
                 group = _join(store, name, 0, size, handle.device, self._timeout)
             if packed is None:
-                _run_broadcast(group, payload)
+                _begin_broadcast(group, payload).wait()
                 continue
             accelerator = torch.get_device_module(payload.device)
             if stream is None:
                 stream = accelerator.Stream(payload.device)
             with accelerator.stream(stream):
                 packed.wait(stream)
-                _run_broadcast(group, payload)
+                _begin_broadcast(group, payload).wait()
                 stream.synchronize()
 
     def _all_wait(self, store: TCPStore, handle: CollectiveBucket) -> bool:
@@ -295,11 +323,15 @@ def _join(store: TCPStore, name: str, rank: int, size: int, device: str, timeout
     return dist.ProcessGroupNCCL(prefixed, rank, size, options)
 
 
-def _run_broadcast(group: Any, payload: Tensor, root: int = 0) -> None:
-    """Broadcast from a rank; returns when it is done, or on CUDA when the current stream waits for it."""
+def _new_payload(handle: CollectiveBucket) -> Tensor:
+    return torch.empty(handle.num_bytes, dtype=torch.uint8, device=handle.device)
+
+
+def _begin_broadcast(group: Any, payload: Tensor, root: int = 0) -> Any:
+    """Begin a broadcast from a rank. `wait` of the result waits, on CUDA only with the current stream."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    group.broadcast([payload], options).wait()
+    return group.broadcast([payload], options)
 
 
 def _failure(what: str, error: Exception) -> WorkerFailureError:
