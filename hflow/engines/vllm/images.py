@@ -65,7 +65,7 @@ class ImageInputs:
         )
 
     def _place(self, ids: Sequence[int], placed: PlacedImage) -> PlaceholderRange:
-        """Return where an image's tokens are, with a mask if others are between them."""
+        """Return the place of an image's tokens, with a mask if others are between them."""
         rows = image_rows(np.asarray(ids), [placed], self._config["image_token_id"])
         offset, length = int(rows[0]), int(rows[-1] - rows[0]) + 1
         mask = torch.zeros(length, dtype=torch.bool)
@@ -101,8 +101,8 @@ def _made(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> MultiModa
     """Return the arguments of an image.
 
     Args:
-        parts: of its patches or tiles, `[N, ...]`.
-        whole: of the image, `[1, ...]`, which the tower reads on the host.
+        parts: values of its patches or tiles, `[N, ...]`.
+        whole: values of the image, `[1, ...]`, which the tower reads on the host.
     """
     values: Any = {**parts, **whole}
     fields = {

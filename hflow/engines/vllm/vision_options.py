@@ -17,7 +17,7 @@ SERVED = (*_SECTIONS, "smolvlm")
 
 
 def model_overrides(setup: EngineSetup) -> dict[str, Any]:
-    """Return what vLLM must know of a model that sees, and its `config.json` may not say.
+    """Return the changes to the config of a model that sees with which vLLM computes as transformers does.
 
     transformers always interleaves the axes of Qwen3-VL's M-RoPE, vLLM only where the config says so.
     """
@@ -49,8 +49,8 @@ def image_options(setup: EngineSetup) -> Mapping[str, Any]:
         )
     if setup.options.get("quantization") is not None:
         raise BackendError(
-            f"model {setup.settings.name!r}: vllm would quantise the tower too, which was "
-            f"not tried. Remove models.{setup.settings.name}.gen.quantization."
+            f"model {setup.settings.name!r}: vllm would quantise the tower too, which was not "
+            f"tried. Remove models.{setup.settings.name}.gen.quantization."
         )
     options = {
         "worker_extension_cls": _RANK_EXTENSION,
