@@ -30,7 +30,7 @@ pytest.importorskip("vllm")
 
 SIZES = [[(40, 24)], [], [(16, 16), (24, 40)], [(40, 24)]]
 GROUP = 3
-LONG = 90
+LONG = 240
 """Tokens of requests that shall still run when something happens."""
 ATTEMPTS = 20
 """The engine draws while the test does something else, and may have finished."""
@@ -51,12 +51,10 @@ class Subject:
     def load(self, seed: int) -> TorchModel:
         """Load the weights of a trainer as the next version."""
         self.version += 1
-        backend = trainer(self.family, seed)
-        weights = {name: tensor.clone() for name, tensor in torch_kit.weights(backend).items()}
-        incoming = IncomingWeights.of_tensors(partial(list, list(weights.items())))
+        incoming = weights_of(self.family, seed)
         loaded = self.engine.load_weights([incoming] * self.tensor, self.version)
         assert len(set(loaded.checksums)) == 1
-        return backend
+        return trainer(self.family, seed)
 
     def add(self, samples: Sequence[Any], params: SamplingParams) -> list[int]:
         """Add a request for the prompt of each sample; return their ids."""
@@ -89,6 +87,12 @@ class Subject:
 @cache
 def trainer(family: str, seed: int) -> TorchModel:
     return kit.model(family, seed=seed)
+
+
+@cache
+def weights_of(family: str, seed: int) -> IncomingWeights:
+    weights = [(name, x.clone()) for name, x in torch_kit.weights(trainer(family, seed)).items()]
+    return IncomingWeights.of_tensors(partial(list, weights))
 
 
 @pytest.fixture(
@@ -160,8 +164,10 @@ def test_new_weights_look_again_at_cached_images(subject: Subject) -> None:
 
 def test_requests_continue_with_new_weights(subject: Subject) -> None:
     """Requests that run when weights arrive, whose images the cache of their prompt had covered."""
-    (sample,) = kit.trajectories(subject.family, SIZES[:1], "and this is a long question " * 10)
-    assert kit.prompt_length(sample) > 2 * CPU_BLOCK_TOKENS
+    (sample,) = kit.trajectories(subject.family, SIZES[:1], "and this is a long question " * 6)
+    ((start, image),) = sample.pixels
+    assert start + image.num_tokens < CPU_BLOCK_TOKENS < kit.prompt_length(sample)
+    weights_of(subject.family, 4)  # before the engine runs
     for _ in range(ATTEMPTS):
         old = subject.load(3)
         subject.generate([sample], SamplingParams(max_tokens=2))
