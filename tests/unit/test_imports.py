@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 HEAVY = ("torch", "ray", "transformers", "tensorboardX", "tokenizers")
-PLANNED = sorted(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py"))[::5]
+# Planning smollm2 converts its package once, with torch.
+PLANNED = sorted(
+    f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py") if path.stem != "smollm2"
+)[::5]
 
 
 def commands(*lines: str) -> str:

@@ -56,7 +56,7 @@ class TokenizerSettings:
     max_tokens: int | None = None
     """Tokens of the model's longest sequence. Text that is far longer is refused before it is encoded."""
     vision: Mapping[str, Any] | None = None
-    """The HF config of a model that sees, which may lack defaults; None: it only reads text."""
+    """The HF config of a model that may see; defaults may be missing. None: it only reads text."""
     min_pixels: int | None = None
     """Pixels to which smaller images are enlarged; None: as the checkpoint says."""
     max_pixels: int | None = None

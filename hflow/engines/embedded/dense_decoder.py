@@ -215,8 +215,7 @@ class DenseDecoder:
             queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads :]
             attended = attend_rows(step, index, queries, keys, values, self._scaling)
             layer.o.add_to(hidden, attended.flatten(1))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=1)
-            layer.down.add_to(hidden, silu(gate, inplace=True).mul_(up))
+            layer.down.add_to(hidden, _gated(layer.gate_up(layer.mlp_norm(hidden))))
         return hidden
 
     def _rotary(self, positions: Tensor, hidden: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
@@ -228,6 +227,12 @@ class DenseDecoder:
             self._cos = cos[0, :, None]
             self._sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), dim=-1)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _gated(joined: Tensor) -> Tensor:
+    """Return `silu(gate) * up` of both `[R, 2 F]`, in place. The caller does not hold them any longer."""
+    gate, up = joined.chunk(2, dim=1)
+    return silu(gate, inplace=True).mul_(up)
 
 
 def _layer(layer: Any) -> _Layer:

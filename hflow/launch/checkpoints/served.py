@@ -54,13 +54,16 @@ class ServedCheckpoint:
     @property
     def tokenizer(self) -> TokenizerSettings:
         """The settings of the tokenizer."""
-        longest = max_positions(read_json_object(self.directory / "config.json"))
+        saved = read_json_object(self.directory / "config.json")
         return TokenizerSettings(
             str(self.directory),
             self.config.alphabet,
             self.config.chat_template,
             self.config.template_kwargs,
-            max_tokens=longest,
+            max_tokens=max_positions(saved),
+            vision=saved,
+            min_pixels=self.config.images.min_pixels,
+            max_pixels=self.config.images.max_pixels,
         )
 
 
