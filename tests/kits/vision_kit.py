@@ -15,22 +15,24 @@ from transformers import AutoConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.images.files import read_image
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
+from hflow.engines.interface import GenerationResult
+from hflow.episodes.trajectories import append_turn, prompt_trajectory
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.types import Unit
 from hflow.types.trajectory import PIXELS
 
 ROOT = Path(__file__).parents[2]
-ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz ?!0123456789<>_\n"
 VOCAB = 7 + len(ALPHABET)
 _TEXT: dict[str, Any] = {
-    "hidden_size": 32,
+    "hidden_size": 128,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "bos_token_id": None,
     "eos_token_id": 2,
@@ -40,7 +42,7 @@ _IDS = {"image_token_id": 6, "vision_start_token_id": 4, "vision_end_token_id": 
 _TOWER = {
     "depth": 2,
     "hidden_size": 32,
-    "out_hidden_size": 32,
+    "out_hidden_size": 128,
     "num_heads": 2,
     "intermediate_size": 48,
     "patch_size": 4,
@@ -52,7 +54,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_5_vl",
         "text_config": {
             **_TEXT,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 8], "rope_theta": 1e4},
         },
         "vision_config": {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
         "tie_word_embeddings": True,
@@ -62,8 +64,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_vl",
         "text_config": {
             **_TEXT,
-            "head_dim": 8,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 1e4},
         },
         "vision_config": {**_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
@@ -86,8 +88,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-PIXELS_OF = {"qwen2_5_vl": (64, 1 << 16), "qwen3_vl": (64, 1 << 16), "smolvlm": (None, 32 * 32)}
-"""The fewest and the most pixels of an image."""
+PIXELS_OF = {"qwen2_5_vl": (64, 1 << 16), "qwen3_vl": (64, 1 << 16), "smolvlm": (None, 64 * 64)}
+"""The fewest and the most pixels of an image. SmolVLM has tiles of 32 x 32, with text between."""
 
 
 PUBLISHED = {
@@ -168,11 +170,11 @@ def batch_of(samples: list[Any], groups: list[int] | None = None) -> Batch:
 
 def write_recipe(directory: Path, family: str) -> Path:
     """Write a recipe for a tiny model: `tests/integration/recipes/seen_squares.py` with a YAML."""
-    architecture, alphabet = ARCHITECTURES[family], ALPHABET + "<>_\n"  # for the places of tiles
-    text = {**architecture["text_config"], "vocab_size": 7 + len(alphabet), "max_position_embeddings": 1024}
+    architecture = ARCHITECTURES[family]
+    text = {**architecture["text_config"], "max_position_embeddings": 1024}
     actor = {
         "architecture": {**architecture, "text_config": text},
-        "alphabet": alphabet,
+        "alphabet": ALPHABET,
         "optim": {"lr": 0.01, "warmup_steps": 0},
     }
     values = {
@@ -185,3 +187,24 @@ def write_recipe(directory: Path, family: str) -> Path:
     recipe.write_text((ROOT / "tests/integration/recipes/seen_squares.py").read_text())
     recipe.with_suffix(".yaml").write_text(yaml.safe_dump(values))
     return recipe
+
+
+def prompt_length(sample: Any) -> int:
+    return int(sample.loss_mask.index(True))
+
+
+def drawn(sample: Any, result: GenerationResult) -> Any:
+    """Return the trajectory of a sample's prompt with what an engine drew after it."""
+    prompt = sample.input_ids[: prompt_length(sample)]
+    return append_turn(prompt_trajectory(prompt, sample.messages[:1], sample.pixels), result, "")
+
+
+def assert_logprobs(backend: TorchModel, trajectories: list[Any], version: int | None = None) -> None:
+    """Check that a trainer gives drawn tokens, those of a version, the log-probs that an engine gave them."""
+    (computed,) = backend.infer(torch_kit.call(torch_kit.logprobs, "token", []), [batch_of(trajectories)])
+    wanted = np.concatenate([sample.behav_logprobs for sample in trajectories])
+    versions = np.concatenate([sample.versions for sample in trajectories])
+    mask = versions >= 0 if version is None else versions == version
+    assert mask.any()
+    assert np.abs(wanted[mask]).max() > 1
+    np.testing.assert_allclose(computed.columns["result"].values[mask], wanted[mask], atol=1e-5)

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from hflow.data.images.files import read_image
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
-from hflow.episodes.trajectories import append_turn, prompt_trajectory
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import pack_tokens
 from hflow.types import Unit
@@ -74,23 +73,16 @@ def test_the_engine_draws_what_the_trainer_computes(family):
     backend = kit.model(family)
     engine = EmbeddedEngine(kit.settings(family), {"max_running": 3}, backend.shared_module(), made.decode)
     engine.wake_cache()
-    prompts = [sample.loss_mask.index(True) for sample in samples]
-    for number, (sample, length) in enumerate(zip(samples, prompts, strict=True)):
+    for number, sample in enumerate(samples):
         for copy in range(2):
             params = SamplingParams(max_tokens=6 + copy, seed=number)
-            engine.add(2 * number + copy, sample.input_ids[:length], params, sample.pixels)
+            prompt = sample.input_ids[: kit.prompt_length(sample)]
+            engine.add(2 * number + copy, prompt, params, sample.pixels)
     results = dict(finished for _ in range(40) for finished in engine.step())
     assert len(results) == 2 * len(samples)
-    drawn = []
-    for number, result in sorted(results.items()):
-        sample, length = samples[number // 2], prompts[number // 2]
-        grown = append_turn(
-            prompt_trajectory(sample.input_ids[:length], sample.messages[:1], sample.pixels), result, ""
-        )
-        drawn.append(grown)
-    (computed,) = backend.infer(torch_kit.call(torch_kit.logprobs, "token", []), [kit.batch_of(drawn)])
-    wanted = np.concatenate([sample.behav_logprobs for sample in drawn])
-    np.testing.assert_allclose(computed.columns["result"].values, wanted, atol=1e-5)
+    kit.assert_logprobs(
+        backend, [kit.drawn(samples[i // 2], result) for i, result in sorted(results.items())]
+    )
 
 
 def num_encoded(module, run):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+import vision_kit
+from torch_kit import SETTINGS
 
+from hflow.base.errors import BackendError
 from hflow.engines.interface import EngineSetup
+from hflow.engines.vllm import vision_options
+from hflow.engines.vllm.engine import vllm_launch
 from hflow.engines.vllm.launch_options import command_line, engine_arguments
-from hflow.engines.vllm.memory import graph_sizes
+from hflow.engines.vllm.memory import graph_sizes, image_tokens
+from hflow.engines.vllm.vision_options import image_options, model_overrides
 from hflow.models.settings import ModelSettings
 
 
@@ -50,7 +57,51 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
     found = arguments(device, max_running=600, quantization="fp8")
+    found |= model_overrides(setup_of("qwen3_vl"))
     read = vars(parser.parse_args(command_line(found)))
     ignored = found.pop("quantization_config")
     assert read["quantization_config"].ignore == ignored["ignore"]
     assert {name: read[name] for name in found} == found
+
+
+def setup_of(family: str) -> EngineSetup:
+    return EngineSetup(vision_kit.settings(family), {"max_running": 8, "max_model_len": 400})
+
+
+def test_vllm_knows_how_positions_of_images_turn_queries_and_keys() -> None:
+    """transformers knows it without the config: the axes of Qwen3-VL are interleaved."""
+    rope = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    overrides = {"text_config": {"rope_parameters": rope}}
+    found = model_overrides(setup_of("qwen3_vl"))
+    assert found == {"hf_overrides": overrides}
+    option, value = command_line(found)
+    assert (option, json.loads(value)) == ("--hf-overrides", overrides)
+    found = model_overrides(setup_of("qwen2_5_vl"))["hf_overrides"]["text_config"]
+    assert found == {"rope_parameters": {"mrope_section": [4, 4, 8]}}
+    assert model_overrides(setup_of("smolvlm")) == {}
+
+
+def test_only_models_that_see_have_options_of_images() -> None:
+    launch = vllm_launch(setup_of("qwen3_vl"))
+    arguments = launch.arguments("model", 400)
+    assert (arguments["skip_mm_profiling"], arguments["mm_encoder_tp_mode"]) == (True, "data")
+    assert arguments["worker_extension_cls"].endswith("SeeingRankExtension")
+    assert image_options(EngineSetup(SETTINGS)) == {}
+
+
+def test_a_family_that_vllm_gets_no_images_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_options, "SERVED", ("smolvlm",))
+    with pytest.raises(BackendError, match=r"not of qwen3_vl\. Set models\.actor\.gen\.engine=embedded"):
+        vllm_launch(setup_of("qwen3_vl"))
+
+
+def test_a_model_that_sees_is_not_quantised() -> None:
+    setup = EngineSetup(vision_kit.settings("qwen3_vl"), {"quantization": "fp8"})
+    with pytest.raises(BackendError, match=r"Remove models\.actor\.gen\.quantization"):
+        vllm_launch(setup)
+
+
+def test_a_step_has_place_for_the_images_of_the_longest_prompt() -> None:
+    assert image_tokens(256, 4096, on_cpu=False) == 8192
+    assert image_tokens(256, 32_768, on_cpu=False) == 32_768
+    assert image_tokens(10_000, 4096, on_cpu=True) == 10_000

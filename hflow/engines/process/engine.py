@@ -23,6 +23,7 @@ from hflow.engines.process.engine_process import (
     FinishedRequests,
     ProcessSettings,
 )
+from hflow.engines.process.sent_images import SentImages, without_pixels
 from hflow.engines.request import new_request
 from hflow.models.hf_config import auto_model, max_length, read_config, translate_errors
 from hflow.models.settings import ModelSettings
@@ -69,6 +70,7 @@ class ProcessEngine(GenerationEngine):
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
         self._records = setup.records
         self._outbox: list[EngineCall] = []
+        self._sent_images = SentImages()
         self._unfinished: set[int] = set()
         self._finished: list[tuple[int, GenerationResult]] = []
         """Received, but not returned yet."""
@@ -98,8 +100,11 @@ class ProcessEngine(GenerationEngine):
             self._vocab_size,
             self._decode,
             self._records,
-            images,
+            without_pixels(images),
         )
+        new, forgotten = self._sent_images.take_new(images)
+        if new or forgotten:
+            self._outbox.append(EngineCall("keep_images", (new, forgotten), has_reply=False))
         self._unfinished.add(request_id)
         self._outbox.append(EngineCall("add", ([request],), has_reply=False))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from hflow.engines.interface import DrawnTokens, GenerationResult
 from hflow.engines.request import GenerationRequest
 from hflow.types.engine import SleepLevel
+from hflow.types.image import ProcessedImage
 
 if TYPE_CHECKING:
     from hflow.weights.loading import LoadedWeights
@@ -29,7 +30,15 @@ class Stepper(Protocol):
         """Number of requests that wait or run."""
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, which the worker has checked."""
+        """Queue requests, which the worker has checked. Their images have no pixels: `keep_images`."""
+
+    def keep_images(self, new: Sequence[ProcessedImage], forgotten: Sequence[str]) -> None:
+        """Keep images for the requests that are added from now on.
+
+        Args:
+            new: images that were not sent before.
+            forgotten: digests of kept images that no later request has.
+        """
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Remove requests. Those that have finished already are ignored."""

@@ -15,6 +15,7 @@ from hflow.base.errors import ConfigError, RecipeError
 from hflow.data.text.tool_formats.registry import tool_format
 from hflow.engines.interface import ApiServer, EngineSetup
 from hflow.engines.vllm.launch_options import command_line, engine_arguments, environment
+from hflow.engines.vllm.vision_options import model_overrides
 from hflow.processes.child import ChildProcess
 
 _MODULE = "hflow.engines.vllm.api_server_main"
@@ -77,6 +78,7 @@ class VllmApiServer(ApiServer):
         """Return the arguments of vLLM's server."""
         settings, tokenizer = self._setup.settings, self._setup.tokenizer
         arguments = engine_arguments(self._setup, str(settings.path), self._setup.options["max_model_len"])
+        arguments |= model_overrides(self._setup)
         arguments |= {"served_model_name": settings.name, "host": self._host, "port": self._port}
         arguments["disable_uvicorn_access_log"] = True
         if tokenizer is not None:

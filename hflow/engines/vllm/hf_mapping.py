@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -28,7 +29,7 @@ from hflow.base.errors import BackendError, nearest
 from hflow.engines.vllm.quantized_layers import loaded_parameters
 from hflow.types.tensor_slices import Block, whole_box
 
-_WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, ReplicatedLinear)
+_WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.Embedding, ConvLayerBase, ReplicatedLinear)
 """Modules whose parameters every rank holds whole."""
 
 
@@ -40,7 +41,8 @@ def held_tensors(model: nn.Module) -> dict[str, Block]:
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     held: dict[str, Block] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for vllm_path, module in model.named_modules(remove_duplicate=False):
+        path = checkpoint_path(model, vllm_path)
         blocks = held_by_module(module, path, loaded_parameters(module), packed)
         held.update((block.tensor, block) for block in blocks)
     return held
@@ -53,7 +55,7 @@ def held_by_module(
 
     Args:
         module: a module of the model, without its submodules.
-        path: the module's name.
+        path: the module's path in the checkpoint.
         parameters: the module's parameters in the form in which they are loaded.
         packed: the model's `packed_modules_mapping`.
 
@@ -69,6 +71,19 @@ def held_by_module(
             raise _unknown(f"{path}.{name} ({type(module).__name__})")
         for part_path, num_rows, first_row, view in parts:
             yield _held(module, f"{part_path}.{name}", num_rows, first_row, view)
+
+
+def checkpoint_path(model: Any, path: str) -> str:
+    """Return the path of a module in the checkpoint.
+
+    vLLM has the language model and the tower of a model that sees in other places.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    prefixes: Mapping[str, str | None] = {} if mapper is None else mapper.orig_to_new_prefix
+    for prefix, of_vllm in prefixes.items():
+        if of_vllm is not None and f"{path}.".startswith(of_vllm):
+            return prefix.removesuffix(".") + path.removeprefix(of_vllm.removesuffix("."))
+    return path
 
 
 def _unknown(what: str) -> BackendError:
@@ -87,7 +102,10 @@ def _parts(
     it.
     """
     parent, _, own = path.rpartition(".")
-    if isinstance(module, QKVParallelLinear):
+    if isinstance(module, QKVParallelLinear) and packed.get(own) == [own]:  # fused in the checkpoint too
+        if module.tp_size == 1:  # otherwise a rank has three parts of it
+            yield path, parameter.shape[0], 0, parameter
+    elif isinstance(module, QKVParallelLinear):
         query_rows, key_rows = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
         value_rows = module.num_kv_heads * module.v_head_size
         queries, keys, values = parameter.split((query_rows, key_rows, value_rows))

@@ -130,7 +130,7 @@ def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
     cache = setup.options.get("cache_bytes")
     if cache is None and setup.settings.device == "cpu":
         cache = cache_without_plan(
-            read_config(setup.settings),
+            read_config(setup.settings).get_text_config(),
             setup.settings.dtype,
             setup.options["max_running"],
             max_length,

@@ -67,7 +67,7 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     It holds `max_running` of the longest sequences, within a fraction of the machine's memory.
 
     Args:
-        config: the model's HF config.
+        config: the HF config of the language model.
         dtype: `fp32` or `bf16`.
         max_running: sequences that run at once.
         max_length: tokens of the longest.
@@ -118,6 +118,21 @@ def step_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
     A prompt that is not divided, as on a CPU, needs a step of its own.
     """
     return max(STEP_TOKENS, max_running, max_length if on_cpu else 0)
+
+
+def image_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
+    """Return the tokens of images that the tower makes in a step at most.
+
+    As many are kept for other requests, on each rank: what it made for the language model's input and, with
+    DeepStack, for each of its first layers (`compute_mm_encoder_budget` in
+    `vllm/v1/core/encoder_cache_manager.py`; `seeing_rank` allows images as long as a sequence).
+
+    Args:
+        max_running: sequences that run at once.
+        max_length: tokens of the longest sequence.
+        on_cpu: whether the engine is on a CPU.
+    """
+    return max(step_tokens(max_running, max_length, on_cpu), max_length)
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int:

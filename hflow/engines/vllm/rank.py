@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from hflow.base.errors import HflowError
-from hflow.engines.vllm.hf_mapping import checked, held_by_module, held_tensors
+from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
@@ -130,7 +130,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def _blocks_of(self, module: nn.Module, path: str, parameters: Mapping[str, Tensor]) -> Iterator[Block]:
         packed: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
-        return held_by_module(module, path, parameters, packed)
+        return held_by_module(module, checkpoint_path(self.model, path), parameters, packed)
 
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)

@@ -16,11 +16,11 @@ from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import tokens_input
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -33,6 +33,7 @@ from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
 from hflow.engines.vllm.compile_turn import compile_turn
 from hflow.engines.vllm.expert_rows import ExpertRows
+from hflow.engines.vllm.images import ImageInputs
 from hflow.models.drawn_weights import drawn_weights
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
@@ -40,6 +41,7 @@ from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
+from hflow.types.image import ProcessedImage
 from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -91,6 +93,7 @@ class VllmStepper(Stepper):
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._tasks = self._engine.get_supported_tasks()
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
+        self._inputs = ImageInputs(settings.settings)
         self._version = 0
         self._has_weights = settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
@@ -112,11 +115,15 @@ class VllmStepper(Stepper):
         for request in requests:
             name = str(next(self._counter))
             core_request = self._engine.input_processor.process_inputs(
-                name, tokens_input(request.ids), _sampling_params(request), self._tasks
+                name, self._inputs.of(request), _sampling_params(request), self._tasks
             )
             self._core.add_request(core_request)
             self._requests[name] = request
             self._names[request.request_id] = name
+
+    @override
+    def keep_images(self, new: Sequence[ProcessedImage], forgotten: Sequence[str]) -> None:
+        self._inputs.keep(new, forgotten)
 
     @override
     def cancel(self, request_ids: Sequence[int]) -> None:
@@ -204,6 +211,10 @@ class VllmStepper(Stepper):
     def _use(self, version: int) -> None:
         """Drop all that older weights have computed."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        core: EngineCore = self._core.engine_core
+        # Not by the engine's own method, which warns of requests that still use the outputs of the tower.
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
         self._engine.set_weight_version(str(version))
         self._version = version
 
@@ -266,6 +277,7 @@ def _compile_turn(config: VllmConfig) -> AbstractContextManager[None]:
 
 def engine_config(settings: ProcessSettings) -> VllmConfig:
     """Return the configuration of vLLM's engine, which vLLM has validated for the machine's devices."""
+    resolve_obj_by_qualname(settings.arguments["worker_extension_cls"])  # imports it, as the ranks do
     arguments = EngineArgs(
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
