@@ -3,8 +3,8 @@
     hflow run recipes/vision.py
 
 Starts from the checkpoint of `recipes/vision_sft.py`. Expect the mean reward (`actor_gen/reward`) to rise
-from 0.29 to about 0.62 in 200 steps, and the held-out accuracy of greedy answers (`eval_gen/accuracy`, every
-20 steps) from 0.64 to about 0.69. `hflow samples vision --text` and the report show the pictures beside the
+from 0.29 to about 0.65 in 200 steps, and the held-out accuracy of greedy answers (`eval_gen/accuracy`, every
+20 steps) from 0.70 to about 0.78. `hflow samples vision --text` and the report show the pictures beside the
 answers.
 """
 

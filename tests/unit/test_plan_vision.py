@@ -203,7 +203,7 @@ def test_flops_of_a_tower():
     tower = shape_of("qwen2_5_vl").vision
     work = Work(1, 1, 0, 0, 0, 0, patches=16, full_pairs=256, windowed_pairs=64)
     block = 4 * 32 * 32 + 3 * 32 * 48
-    matrices = 16 * (2 * block + 96 * 32) + 4 * (128 * 128 + 128 * 32)
+    matrices = 16 * (2 * block + 96 * 32) + 4 * (128 * 128 + 128 * 128)
     assert tower_products(tower, work) == 2 * matrices
     assert tower_attention(tower, work) == 4 * 32 * (256 + 64)
 

@@ -90,6 +90,13 @@ def head_size_problem(shape: ModelShape, device: str) -> str | None:
     )
 
 
+def unservable_problem(shape: ModelShape, device: str) -> str | None:
+    """Return the reason why vLLM's own server cannot serve a model; None if it can."""
+    if shape.vision is not None:
+        return "vLLM's own server prepares images by another processor than hflow, with other pixels"
+    return head_size_problem(shape, device)
+
+
 def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
@@ -125,6 +132,8 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
     if asked is None:
         return
     setting, without = f"{key}.gen.quantization is {asked}", f"{key}.gen.quantization=null"
+    if shape.vision is not None:
+        yield f"{setting}, but models that see are not quantised yet. Set {without}."
     if config.compute_dtype != "bf16":
         yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
     if config.lora is not None:

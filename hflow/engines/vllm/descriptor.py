@@ -11,7 +11,7 @@ from hflow.engines.vllm.checks import (
     SCHEDULES_AHEAD_ON,
     check,
     find_conflict,
-    head_size_problem,
+    unservable_problem,
 )
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
@@ -152,6 +152,6 @@ ENGINE = EngineKind(
     preferred_on=("cuda",),
     check=check,
     remark=_remark,
-    find_unservable=head_size_problem,
+    find_unservable=unservable_problem,
     server=_make_server,
 )

@@ -141,17 +141,21 @@ def max_sequences(rank: Rank, cache: int, length: float) -> int:
 
 
 def decode_step(rank: Rank, load: EngineLoad) -> Items:
-    """Return the peak of a step beyond weights and cache: the prefill, or the logits.
+    """Return the peak of a step beyond weights and cache: the prefill, the tower, or the logits.
 
-    The first tensor rank gathers the logits of the whole vocabulary.
+    The first tensor rank gathers the logits of the whole vocabulary. Embeddings of images stay beside them.
     """
     prefill = activations.layer_without_gradient(rank, min(load.prefill, STEP_TOKENS), pads=False)
-    moments = [item(MemoryCategory.ACTIVATIONS, prefill)]
+    seen = image_tokens(load.num_running, load.longest, on_cpu=True) if load.image_tokens else 0
+    patches = -(-min(seen, load.image_tokens) * load.patches // max(load.image_tokens, 1))
+    tower = activations.tower_without_gradient(rank, patches)
+    moments = [item(MemoryCategory.ACTIVATIONS, max(prefill, tower))]
     if rank.is_last_stage:
         num_logits = load.num_running * rank.shape.vocab
         logits = (rank.width + SAMPLING_BYTES) * num_logits
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
-    return largest(moments)
+    features = activations.image_features(rank, seen)
+    return largest(moments) + item(MemoryCategory.ACTIVATIONS, features, "embeddings of images")
 
 
 def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
