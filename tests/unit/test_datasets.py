@@ -68,7 +68,7 @@ NO_CONVERSATIONS: list[tuple[Any, str]] = [
     (["hello"], "chat[0] must be an object with role and content, but it is 'hello'"),
     ([{"role": "user"}], "chat[0].content must be text, and it is missing"),
     ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], "chat[1].content must be text"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], "chat[0].content must be text, but it has"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "chat[0].content must be text and images, but"),
     ([{"from": "human", "value": "x"}], "chat[0] has the keys from and value of ShareGPT's format; write"),
     ([{"role": "human", "content": "x"}], "but it is 'human'; did you mean 'user'?"),
     ([{"role": "gpt", "content": "x"}], "but it is 'gpt'; did you mean 'assistant'?"),

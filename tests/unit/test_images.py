@@ -181,11 +181,18 @@ def test_rows_of_json_lines(tmp_path):
     assert image_urls([message]) == [read_image(PNG).url]
 
 
-def test_rows_of_parquet_and_datasets(tmp_path):
+def test_rows_of_parquet_and_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     value = {"bytes": PNG, "path": None}
     pq.write_table(pa.table({"image": [value]}), tmp_path / "rows.parquet")
-    assert row_of(tmp_path / "rows.parquet")["image"] == read_image(PNG)
+    monkeypatch.setenv("HFLOW_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        assert row_of(tmp_path / "rows.parquet")["image"] == read_image(PNG)
+    (mapped,) = (tmp_path / "cache" / "rows").iterdir()
+    other = read_image(encoded(kit.picture(3, 5)))
+    pq.write_table(pa.table({"image": [{"bytes": other.data, "path": None}]}), tmp_path / "rows.parquet")
+    assert row_of(tmp_path / "rows.parquet")["image"] == other  # the file was written again
+    assert len(list(mapped.parent.iterdir())) == 2
     features = datasets.Features({"image": datasets.Image(), "images": datasets.Sequence(datasets.Image())})
     made = datasets.Dataset.from_dict({"image": [value], "images": [[value, value]]}, features=features)
     made.save_to_disk(tmp_path / "saved")

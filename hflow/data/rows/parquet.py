@@ -5,6 +5,8 @@ It is imported where there is such a file, as only this needs pyarrow.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hflow.base.cache import cache_directory
 from hflow.base.errors import DataError
 from hflow.data.rows.row_schema import RowSchema
+from hflow.types import Unit
 
+_IMAGE_ROWS = 64
+"""Rows with images that are read at once."""
 _BATCH_ROWS = (1 << 16, 1 << 10, 16, 1)
 """Rows of Parquet that are read at once. Fewer are tried where pyarrow cannot read so many."""
 
@@ -63,7 +69,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 class Parquet:
-    """Rows of a Parquet file. The declared columns are kept in memory as Arrow arrays."""
+    """Rows of a Parquet file.
+
+    The declared columns are kept in memory as Arrow arrays. With images among them they are a file of the
+    cache, which the processes of a machine map.
+    """
 
     def __init__(self, path: Path, schema: RowSchema) -> None:
         """Read the declared columns.
@@ -74,8 +84,10 @@ class Parquet:
         self._path = path
         self._schema = schema
         schema.check(_column_names(path), str(path))
+        has_images = bool({Unit.IMAGE, Unit.IMAGES} & {*schema.units.values()})
         with _readable(path):
-            self._table = _read_columns(path, schema.source_columns)
+            columns = schema.source_columns
+            self._table = _mapped_columns(path, columns) if has_images else _read_columns(path, columns)
 
     @staticmethod
     def check_columns(path: Path, schema: RowSchema) -> None:
@@ -131,6 +143,24 @@ def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
                 if num_rows == _BATCH_ROWS[-1]:
                     raise
     raise AssertionError("there is a last number of rows")
+
+
+def _mapped_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Return columns of a file that was written once as Arrow, uncompressed, so that its memory is mapped."""
+    about = path.stat()
+    key = f"{path.resolve()} {about.st_mtime_ns} {about.st_size} {list(columns)}"
+    directory = cache_directory() / "rows"
+    file = directory / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.arrow"
+    if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        with pq.ParquetFile(path, memory_map=True) as source:
+            schema = pa.schema([source.schema_arrow.field(name) for name in columns])
+            with pa.ipc.new_file(unfinished, schema) as written:
+                for batch in source.iter_batches(_IMAGE_ROWS, columns=columns):
+                    written.write_batch(batch.select(columns))
+        os.replace(unfinished, file)
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
 def plain_row(rows: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:

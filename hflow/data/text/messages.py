@@ -191,8 +191,10 @@ def _image_part(part: Any, name: str, source: ImageSource) -> dict[str, Any]:
     value = part
     if isinstance(part, Mapping):
         values = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
-        if not values:
+        if not values and part["type"] == "image":
             return {"type": "image"}
+        if not values:
+            raise DataError(f"{name}.content must be text and images, but it has {_shown(part)}")
         value = values[0]
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
