@@ -98,6 +98,7 @@ EXTRAS = {
     "agents": ("httpx", "openai"),
     "data": ("datasets",),
     "docs": ("mkdocs", "material", "mkdocstrings"),
+    "images": ("PIL",),
     "lora": ("peft",),
     "math": ("math_verify",),
     "megatron": ("megatron",),
