@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hflow.base.errors import HflowError
-from hflow.data.text.messages import check_prompt, normal_messages, normal_tools
+from hflow.data.text.messages import check_prompt, normal_messages, normal_tools, text_of, with_images
 from hflow.services.client import services_of_process, use_services
 from hflow.services.limits import ServiceSettings
 from hflow.services.server import LimitServer
@@ -52,23 +52,30 @@ class CharacterTokenizer:
         """Return the text of code points, without end-of-text tokens."""
         return "".join(chr(token) for token in ids if token != END)
 
-    def join(self, prompt: str, answer: str) -> Trajectory:
-        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned."""
+    def join(self, prompt: str, answer: str, images: Sequence[Any] | None = None) -> Trajectory:
+        """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned.
+
+        An image is the text `[image]`.
+        """
+        (asked,) = with_images([{"role": "user", "content": prompt}], images)
         return Trajectory.learned(
-            tuple(self.encode(prompt)),
+            tuple(self.encode(text_of(asked["content"]))),
             (*self.encode(answer), END),
-            messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}),
+            messages=(asked, {"role": "assistant", "content": answer}),
             completion=answer,
             num_turns=1,
         )
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Trajectory:
-        """Return a trajectory of messages without a template. The messages of assistants are learned."""
-        messages = normal_messages(messages)
+    def chat(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> Trajectory:
+        """Return a trajectory of messages without a template. The messages of assistants are learned.
+
+        An image is the text `[image]`.
+        """
+        messages = with_images(normal_messages(messages), images)
         trajectory = Trajectory((), (), (), (), messages=tuple(messages))
         for message in messages:
             learned = message["role"] == "assistant"
-            ids = [*self.encode(message["content"]), *([END] if learned else [])]
+            ids = [*self.encode(text_of(message["content"])), *([END] if learned else [])]
             trajectory = _append_tokens(trajectory, ids, learned, version=-1)
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
         return replace(trajectory, completion=replies[-1] if replies else "", num_turns=len(replies))
@@ -123,15 +130,18 @@ class ScriptedEngine:
         tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        images: Sequence[Any] | None = None,
         on_part: object = None,
     ) -> Trajectory:
         """Return the trajectory with the next reply. `max_tokens` limits a text; `stop` has no effect.
+
+        An image is the text `[image]` in `prompts`.
 
         Raises:
             ValueError: if no reply is left.
             DataError: when the messages are no prompt, or a tool has no schema.
         """
-        before = self._before_completion(prompt)
+        before = self._before_completion(prompt, images)
         if tools is not None:
             before = replace(before, tools=normal_tools(tools))
             self._offered.update(
@@ -218,20 +228,19 @@ class ScriptedEngine:
         self._now += 1.0
         return self._now
 
-    def _before_completion(self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory) -> Trajectory:
+    def _before_completion(
+        self, prompt: str | Sequence[Mapping[str, Any]] | Trajectory, images: Sequence[Any] | None
+    ) -> Trajectory:
         """Return the prompt as a trajectory without pending messages."""
-        if isinstance(prompt, str):
-            return Trajectory.learned(
-                tuple(self._tokenizer.encode(prompt)), (), messages=({"role": "user", "content": prompt},)
-            )
         if not isinstance(prompt, Trajectory):
-            messages = normal_messages(prompt)
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = with_images(normal_messages(said), images)
             check_prompt(messages)
-            text = "".join(message["content"] for message in messages)
+            text = "".join(text_of(message["content"]) for message in messages)
             return Trajectory.learned(tuple(self._tokenizer.encode(text)), (), messages=tuple(messages))
         pending = normal_messages(prompt.pending) if prompt.pending else []
         check_prompt(pending)
-        added = "".join(message["content"] for message in pending)
+        added = "".join(text_of(message["content"]) for message in pending)
         longer = _append_tokens(prompt, self._tokenizer.encode(added), learned=False, version=-1)
         return replace(longer, messages=(*prompt.messages, *pending), pending=(), tool_calls=())
 

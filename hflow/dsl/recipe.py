@@ -371,7 +371,8 @@ def load_recipe(path: str | Path) -> Recipe:
     file = Path(path)
     if not file.is_file():
         neighbours = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        shipped = next((name for name in shipped_recipes() if Path(name).name == file.stem), None)
+        shallow_first = sorted(shipped_recipes(), key=lambda name: name.count("/"))
+        shipped = next((name for name in shallow_first if Path(name).name == file.stem), None)
         hint = nearest(file.name, neighbours)
         if shipped is not None and not hint:
             hint = f"; did you mean {shipped!r}, which comes with hflow?"

@@ -90,7 +90,8 @@ class SampleFiles:
         journals = self._encode_journals(tensors)
         if not streams and not journals:
             return []
-        content = {"format": FORMAT, "streams": streams, "journals": journals, "images": images}
+        content = {"format": FORMAT, "streams": streams, "journals": journals}
+        content |= {"images": images} if images else {}
         paths = _paths(self.directory, self.name)
         paths[0].write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         save_file(tensors, paths[1])

@@ -1,4 +1,4 @@
-# expect: column 'prompt' must be Text, Messages, Json or PerSequence, not
+# expect: column 'prompt' must be Text, Messages, Json, PerSequence, Image or list[Image], not
 from hflow import Dataset, Model, Recipe, nodes, use
 
 data = Dataset(prompt=str)
