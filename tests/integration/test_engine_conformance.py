@@ -714,10 +714,9 @@ input()
 @pytest.mark.long
 def test_an_engine_ends_when_its_owner_is_killed() -> None:
     """With its ranks and its files."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

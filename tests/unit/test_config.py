@@ -13,6 +13,7 @@ from hflow.base.shipped import shipped_directory
 from hflow.base.validation import COUNTERPARTS
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
 from hflow.dsl import load_recipe, overridable_keys
+from hflow.launch.planning.request import _LATER_KEYS, _settings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRPO = RECIPES / "grpo.py"
@@ -470,3 +471,16 @@ def test_every_counterpart_of_another_librarys_key_exists():
             ours = counterpart.key.replace("NAME", "actor")
             with pytest.raises(ConfigError, match=rf"did you mean '{ours}'"):
                 load_config(GRPO, [f"{name}=1"])
+
+
+def test_keys_that_came_later_leave_the_settings_of_earlier_plans_as_they_were():
+    """Only with their defaults; another value is a setting like any other."""
+    config = load_config(GRPO)
+    settings = _settings(config)
+    flat = dict(flatten(config))
+    for later, default in _LATER_KEYS.items():
+        keys = [key for key in flat if key.endswith(later)]
+        assert keys, later
+        assert all(flat[key] == default and key not in settings for key in keys)
+    changed = _settings(load_config(GRPO, ["models.actor.freeze=vision", "models.actor.zero_stage=2"]))
+    assert changed == {**settings, "models.actor.freeze": "vision", "models.actor.zero_stage": 2}

@@ -293,7 +293,15 @@ def plan_request(
     )
 
 
-_LATER_KEYS = {".optim.name": OPTIMIZERS.default, ".gen.quantization": None}
+_LATER_KEYS = {
+    ".optim.name": OPTIMIZERS.default,
+    ".gen.quantization": None,
+    ".zero_stage": 3,
+    ".freeze": None,
+    ".images.min_pixels": None,
+    ".images.max_pixels": None,
+    ".fetch_images": False,
+}
 """Ends of keys that did not exist at first, with their defaults."""
 
 
