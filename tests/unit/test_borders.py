@@ -42,7 +42,11 @@ BORDERS = {
             "types/kernels.py": "versions that fit Transformer Engine",
         },
     ),
-    "weight channel": (r"\bipc\b", "weights/channels/ipc/", {"planner/plan/channels.py": "the registry"}),
+    "weight channel": (
+        r"(?<!pa\.)\bipc\b",
+        "weights/channels/ipc/",
+        {"planner/plan/channels.py": "the registry"},
+    ),
     "optimizer": (
         "(?i)adamw",
         "training/optimizers/adamw/",
