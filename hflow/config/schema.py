@@ -145,6 +145,10 @@ class ImagesConfig:
     """Larger images are made smaller, to so many pixels; null: as the checkpoint says. The tokens of an image
     are in proportion to its pixels."""
 
+    def over(self, other: ImagesConfig) -> ImagesConfig:
+        """Return these limits, with those of another model where there are none."""
+        return ImagesConfig(self.min_pixels or other.min_pixels, self.max_pixels or other.max_pixels)
+
 
 @dataclass(frozen=True, config=CHECKED)
 class ModelConfig:

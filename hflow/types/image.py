@@ -33,7 +33,7 @@ _MEDIA_TYPES = {
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes with 8 bits or less for a colour. Others would be clipped."""
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
-"""The EXIF tag, and its values for an image that lies on its side."""
+"""The EXIF tag, and its values for an image that is turned by a quarter."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class ImageProcessor:
         except (TypeError, ValueError, KeyError) as error:
             raise DataError(f"the image processor of {family.name} cannot be built: {error}") from error
         settings = {key: str(value) for key, value in sorted(self._processor.to_dict().items())}
-        self._salt = json.dumps([family.name, settings]).encode()
+        salt = json.dumps([family.name, settings]).encode()
+        self._key = hashlib.blake2b(salt, digest_size=16).digest()
         made = self._processor
         self._colours = Colours(float(made.rescale_factor), tuple(made.image_mean), tuple(made.image_std))
         self._images: WeakValueDictionary[str, ProcessedImage] = WeakValueDictionary()
@@ -100,10 +101,6 @@ class ImageProcessor:
         """Write what transformers builds the same processor from; return the paths of the files."""
         names: list[str] = self._processor.save_pretrained(directory)
         return names
-
-    @property
-    def _key(self) -> bytes:
-        return hashlib.blake2b(self._salt, digest_size=16).digest()
 
     def _keep(self, image: ProcessedImage) -> None:
         if image.digest not in self._recent:

@@ -34,7 +34,7 @@ FAULTS = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGSTOP))
 KILLED = ((2, 1, signal.SIGKILL), (6, 2, signal.SIGKILL))
 """Of an engine with a rank on both devices, whose process belongs to the first."""
 WITH_TWO_TRAINERS = ((2, 2, signal.SIGKILL), (6, 3, signal.SIGSTOP))
-"""Of engines that pass buckets on to each other. Workers 0 and 1 train."""
+"""The same, where engines relay buckets to each other. Workers 0 and 1 train."""
 GEN = "models.actor.gen"
 FEW_CHANGES = (f"{GEN}.delta=true", "models.actor.dtype=bf16", "models.actor.optim.lr=1e-5")
 TWO_RANKS = ("placement=actor=0 actor.gen=1-2:t2", f"{GEN}.engine=vllm")

@@ -199,7 +199,7 @@ def test_images_are_assumed_to_be_smaller_where_they_do_not_fit(tmp_path):
 
 
 def test_flops_of_a_tower():
-    """Of 16 patches in 2 layers, one with windows of 4: D = 32, F = 48, 3 * 2 * 4^2 colours, M = 128."""
+    """The tower sees 16 patches in 2 layers, one with windows of 4: D = 32, F = 48, 96 colours, M = 128."""
     tower = shape_of("qwen2_5_vl").vision
     work = Work(1, 1, 0, 0, 0, 0, patches=16, full_pairs=256, windowed_pairs=64)
     block = 4 * 32 * 32 + 3 * 32 * 48

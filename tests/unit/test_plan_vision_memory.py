@@ -77,7 +77,7 @@ def test_a_real_training_step_and_inference(family, dtype, changes):
 
 
 def test_a_frozen_tower_has_no_optimizer_state():
-    """Of 264,992 parameters, 54,176 are the tower's: AdamW has two numbers for each of the others."""
+    """54,176 of 264,992 parameters are the tower's: AdamW has two numbers for each of the others."""
     shape = memory_kit.shape_of(kit.ARCHITECTURES["qwen2_5_vl"])
     whole, frozen = (memory_kit.rank(shape, freeze=part) for part in (None, "vision"))
     states = [memory_kit.named(model_state(rank)) for rank in (whole, frozen)]

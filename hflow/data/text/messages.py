@@ -280,11 +280,7 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | N
 def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in which `<image>` of a user's text is a part."""
     content = message["content"]
-    if message["role"] != "user" or PLACE not in (
-        content
-        if isinstance(content, str)
-        else "".join(part["text"] for part in content if part["type"] == "text")
-    ):
+    if message["role"] != "user" or PLACE not in text_of(content):
         return dict(message)
     parts: list[dict[str, Any]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:

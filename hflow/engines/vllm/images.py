@@ -38,8 +38,8 @@ class ImageInputs:
     """
 
     def __init__(self, settings: ModelSettings) -> None:
-        self._config = read_config(settings).to_dict()
-        self._family = family_of(read_config(settings))
+        config = read_config(settings)
+        self._config, self._family = config.to_dict(), family_of(config)
         self._dtype = DTYPES[settings.dtype]
         self._images: dict[str, ProcessedImage] = {}
         self._items: WeakValueDictionary[str, MultiModalKwargsItem] = WeakValueDictionary()

@@ -15,7 +15,7 @@ from typing import Any
 from hflow.algo.pass_at_k import pass_at_k
 from hflow.base.errors import ConfigError
 from hflow.config import ModelConfig, RunConfig, load_config
-from hflow.config.schema import ImagesConfig, ScheduleConfig
+from hflow.config.schema import ScheduleConfig
 from hflow.dsl import apply_overrides, load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.evaluation import Sampling, evaluation_spec
@@ -280,7 +280,7 @@ def _with_saved_models(
                 alphabet=first.alphabet,
                 chat_template=own.chat_template or first.chat_template,
                 template_kwargs=own.template_kwargs or first.template_kwargs,
-                images=own.images if own.images != ImagesConfig() else first.images,
+                images=own.images.over(first.images),
             )
         models[model.name] = own
     for name, path in saved.items():

@@ -98,9 +98,9 @@ def image_model(
     directory = None if model.path is None else local_directory(model.path)
     is_known = directory is not None and any((directory / name).is_file() for name in PROCESSOR_FILES)
     saved, whole = saved_settings(directory if is_known else None), whole_vision_config(source[1])
-    least = own.images.min_pixels or model.images.min_pixels
-    most = own.images.max_pixels or model.images.max_pixels
-    return family, whole, {**saved, **family.pixel_settings(whole, saved, least, most)}
+    images = own.images.over(model.images)
+    limits = family.pixel_settings(whole, saved, images.min_pixels, images.max_pixels)
+    return family, whole, {**saved, **limits}
 
 
 def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:

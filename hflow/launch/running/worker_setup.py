@@ -253,6 +253,7 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     """Return the settings of every model's tokenizer."""
     sources = {spec.name: source_config(compiled, spec) for spec in compiled.graph.models}
     own = {name: compiled.config.models.get(name, ModelConfig()) for name in sources}
+    images = {name: own[name].images.over(source.images) for name, source in sources.items()}
     sees = {spec.name: spec.vision for spec in compiled.graph.models}
     configs = {
         name: source.architecture or {} if source.path is None else _saved_config(source.path)
@@ -267,8 +268,8 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
             _architecture_eos(name, source),
             max_positions(configs[name]),
             configs[name] if sees[name] else None,
-            own[name].images.min_pixels or source.images.min_pixels,
-            own[name].images.max_pixels or source.images.max_pixels,
+            images[name].min_pixels,
+            images[name].max_pixels,
         )
         for name, source in sources.items()
     }

@@ -98,7 +98,7 @@ class SampleFiles:
         return list(paths)
 
     def _write_images(self, tensors: dict[str, Array]) -> dict[str, Any]:
-        """Add the pixels of all images to `tensors`, and return what else there is of each, by digest."""
+        """Add the pixels of all images to `tensors`, and return the rest of each image by digest."""
         rows: dict[str, Any] = {}
         for stored in (stored for family in self.samples.values() for stored in family.values()):
             for unit, cells in stored.fields.values():
