@@ -24,6 +24,7 @@ SECTIONS = {
     "ScheduleConfig": "schedule",
     "ModelConfig": "models.NAME",
     "OptimConfig": "models.NAME.optim",
+    "WeightGroupConfig": "models.NAME.optim.groups[N]",
     "GenConfig": "models.NAME.gen",
     "ImagesConfig": "models.NAME.images",
     "LoraConfig": "models.NAME.lora",

@@ -56,19 +56,40 @@ Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, config=CHECKED)
+class WeightGroupConfig:
+    """Weights with a learning rate or a weight decay of their own: an entry of `models.NAME.optim.groups`."""
+
+    match: str
+    """A pattern of Hugging Face names, as in `*.bias` or `model.embed_tokens.*`."""
+    lr: StrictFloat | None = Field(default=None, ge=0)
+    """Their learning rate after the warm-up; null: `optim.lr`."""
+    weight_decay: StrictFloat | None = Field(default=None, ge=0)
+    """Their weight decay, of vectors too; null: `optim.weight_decay` for matrices, and none for vectors."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class OptimConfig:
     """An optimizer and its learning-rate schedule. Steps are optimizer steps, not those of the run."""
 
     name: str = "adamw"
-    """The optimizer: `adamw`, or one that another installed package adds."""
+    """The optimizer: `adamw`, `sgd`, `muon`, or one that another installed package adds."""
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the moving averages of the gradient and of its square."""
+    """Decay of the moving averages of the gradient and of its square (AdamW)."""
     eps: StrictFloat = Field(default=1e-8, ge=0)
-    """Added to the root of the second moving average, so that no update is divided by 0."""
+    """Added to the root of the second moving average, so that no update is divided by 0 (AdamW)."""
+    momentum: Beta | None = None
+    """Decay of the sum of gradients (`sgd`) or of their moving average (`muon`); null: 0 of `sgd`, 0.95 of
+    `muon`."""
+    nesterov: StrictBool | None = None
+    """Step from where the momentum leads (Nesterov); null: `muon` does, `sgd` does not."""
     weight_decay: StrictFloat = Field(default=0.0, ge=0)
-    """Decoupled weight decay: a step multiplies matrices by 1 - lr * weight_decay. Vectors have none."""
+    """Decoupled weight decay: a step multiplies matrices by 1 - lr * weight_decay. Vectors (norms, biases)
+    have none, unless they are in one of `groups`."""
+    groups: tuple[WeightGroupConfig, ...] = ()
+    """Weights with another learning rate or weight decay, by their names. The first entry that matches
+    counts."""
     warmup_steps: Int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

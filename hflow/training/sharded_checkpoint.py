@@ -30,10 +30,12 @@ from hflow.base.errors import BackendError, ConfigError
 from hflow.base.files import read_json_object
 from hflow.base.model_files import FILE_BYTES
 from hflow.base.validation import CHECKED, from_mapping
+from hflow.config.schema import OptimConfig
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import SHARDS_INDEX
 from hflow.models.weight_files import check_tensors
-from hflow.training.optimizers.interface import DEFAULT_OPTIMIZER, StepOptimizer, saved_kinds
+from hflow.planner.plan.optimizers import OPTIONS, is_layer_matrix, states_of
+from hflow.training.optimizers.interface import StepOptimizer
 from hflow.types.tensor_slices import Box, TensorBox, intersect, numel, slices_within
 
 FORMAT = 1
@@ -41,8 +43,11 @@ FORMAT = 1
 _OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
 """The fix for optimizer state that cannot be read."""
 
+_ADAMW = OptimConfig()
+"""The optimizer of checkpoints that name none."""
+
 WEIGHT = "weight"
-"""The kind of value that a weight is. The others are those of the optimizer (`OptimizerTraits.kinds`)."""
+"""The kind of value that a weight is. The others are those of the optimizer (`OptimizerTraits.states`)."""
 
 _IGNORED_KEYS = (
     "_name_or_path",
@@ -66,7 +71,7 @@ class BlockState(TensorBox):
     """A box of a tensor and its training state on this rank."""
 
     values: Mapping[str, Tensor]
-    """Kind -> fp32 tensor of the box's shape, a view of the model's or the optimizer's storage, or a copy."""
+    """Kind -> tensor of the box's shape, a view of the model's or the optimizer's storage, or a copy."""
 
     @property
     def place(self) -> TensorBox:
@@ -82,8 +87,8 @@ class CheckpointInfo:
     head: str
     num_steps: int
     """0 means that there is no optimizer state."""
-    optimizer: str | None = DEFAULT_OPTIMIZER
-    """The optimizer that trains it; None: it is frozen."""
+    optimizer: OptimConfig | None = _ADAMW
+    """The settings of the optimizer that trains it, of which name and options count; None: it is frozen."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, head: str, optimizer: StepOptimizer | None) -> CheckpointInfo:
@@ -95,13 +100,15 @@ class CheckpointInfo:
             optimizer: the optimizer that trains the model; None if it is frozen.
         """
         keys = {key: value for key, value in config.to_diff_dict().items() if key not in _IGNORED_KEYS}
-        num_steps, name = (0, None) if optimizer is None else (optimizer.num_steps, optimizer.name)
-        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps, name)
+        num_steps, optim = (0, None) if optimizer is None else (optimizer.num_steps, optimizer.optim)
+        return cls(json.loads(json.dumps(keys, default=str)), head, num_steps, optim)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of values that are stored of each box."""
-        return (WEIGHT, *saved_kinds(self.optimizer)) if self.num_steps and self.optimizer else (WEIGHT,)
+    def kinds_of(self, tensor: str, num_axes: int) -> tuple[str, ...]:
+        """Return the kinds of values that are stored of each box of a tensor."""
+        if not self.num_steps or self.optimizer is None:
+            return (WEIGHT,)
+        states = states_of(self.optimizer, is_layer_matrix(tensor, num_axes))
+        return (WEIGHT, *(state.name for state in states))
 
 
 def copy_shards(
@@ -130,8 +137,8 @@ def copy_shards(
             "state; set out to a directory that all machines share, or save_optimizer=false for the model"
         )
     files = {
-        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info.kinds, host) for state in file_states]
-        for number, file_states in enumerate(_split_into_files(states, info.kinds))
+        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info, host) for state in file_states]
+        for number, file_states in enumerate(_split_into_files(states, info))
     }
     boxes = _gather({name: [state.place for state in held] for name, held in files.items()}, group)
 
@@ -186,7 +193,8 @@ def check_shards(directory: Path) -> None:
     entries: dict[str, set[str]] = {}
     for tensor, row in index.tensors.items():
         for box, file in row.boxes:
-            names = (entry_name(tensor, box, kind) for kind in stored.kinds)
+            kinds = stored.kinds_of(tensor, len(row.shape))
+            names = (entry_name(tensor, box, kind) for kind in kinds)
             entries.setdefault(file, set()).update(names)
     with ExitStack() as stack:
         reader = ShardReader(directory, stored, {}, stack)
@@ -264,8 +272,13 @@ def entry_name(tensor: str, box: Box, kind: str) -> str:
     return f"{tensor}[{spans}].{kind}"
 
 
-def _copy(state: BlockState, kinds: tuple[str, ...], host: HostCopies) -> BlockState:
-    return replace(state, values={kind: host.copy(state.values[kind]) for kind in kinds})
+def _copy(state: BlockState, info: CheckpointInfo, host: HostCopies) -> BlockState:
+    return replace(
+        state,
+        values={
+            kind: host.copy(state.values[kind]) for kind in info.kinds_of(state.tensor, len(state.shape))
+        },
+    )
 
 
 def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | None:
@@ -279,13 +292,13 @@ def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | N
     return {name: rows for files in by_rank for name, rows in files.items()}
 
 
-def _split_into_files(states: Iterable[BlockState], kinds: tuple[str, ...]) -> Iterator[list[BlockState]]:
+def _split_into_files(states: Iterable[BlockState], info: CheckpointInfo) -> Iterator[list[BlockState]]:
     """Yield the states of each file."""
     file_states: list[BlockState] = []
     num_bytes = 0
     for state in states:
         file_states.append(state)
-        num_bytes += sum(state.values[kind].nbytes for kind in kinds)
+        num_bytes += sum(state.values[kind].nbytes for kind in info.kinds_of(state.tensor, len(state.shape)))
         if num_bytes >= FILE_BYTES:
             yield file_states
             file_states, num_bytes = [], 0
@@ -310,8 +323,10 @@ def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> 
             entry = tensors.setdefault(place.tensor, {"shape": place.shape, "boxes": []})
             entry["boxes"].append([place.box, name])
     model: dict[str, Any] = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
-    if info.num_steps and info.optimizer != DEFAULT_OPTIMIZER:
-        model["optimizer"] = info.optimizer
+    if info.num_steps and info.optimizer is not None:
+        values = {key: getattr(info.optimizer, key) for key in ("name", *OPTIONS)}
+        changed = {key: value for key, value in values.items() if value != getattr(_ADAMW, key)}
+        model |= {"optimizer": changed} if changed else {}
     index = {"format": FORMAT, **model, "tensors": tensors}
     path = directory / SHARDS_INDEX
     path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -341,7 +356,7 @@ class _StoredIndex:
     head: str
     num_steps: Size
     tensors: Mapping[str, _StoredTensor]
-    optimizer: str = DEFAULT_OPTIMIZER
+    optimizer: OptimConfig = _ADAMW
 
     @property
     def info(self) -> CheckpointInfo:
@@ -372,9 +387,25 @@ def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo
                 f"{directory} is of another model: {name} is {theirs.get(name)!r} there and "
                 f"{ours.get(name)!r} here; set the model's path to a checkpoint of this model"
             )
-    if stored.num_steps and wanted.optimizer not in (None, stored.optimizer):
+    if stored.num_steps and stored.optimizer is not None and wanted.optimizer is not None:
+        _check_optimizer(directory, stored.optimizer, wanted.optimizer)
+
+
+def _check_optimizer(directory: Path, stored: OptimConfig, wanted: OptimConfig) -> None:
+    if stored.name != wanted.name:
         raise BackendError(
-            f"{directory} has state of the optimizer {stored.optimizer}, but the model's optim.name is "
-            f"{wanted.optimizer}; set optim.name={stored.optimizer}, or the model's resume=false to load its "
-            "weights only"
+            f"{directory} has state of the optimizer {stored.name}, but the model's optim.name is "
+            f"{wanted.name}; set optim.name={stored.name}, or the model's resume=false to load its weights "
+            "only"
         )
+    for is_matrix in (True, False):
+        theirs, ours = (
+            ", ".join(state.name for state in states_of(optim, is_matrix)) or "none"
+            for optim in (stored, wanted)
+        )
+        if theirs != ours:
+            raise BackendError(
+                f"{directory} has other states of {wanted.name} ({theirs}) than the model's optim keeps "
+                f"({ours}); set its options as they were, or the model's resume=false to load its weights "
+                "only"
+            )

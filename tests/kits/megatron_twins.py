@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch_kit as kit
 
+from hflow.config.schema import OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
@@ -92,7 +93,8 @@ class Twin:
     def name(self) -> str:
         sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}r{self.replicate}"
         layout = f"{self.node} {sizes} of {self.budget} tokens"
-        return " ".join([layout, *(f"{key}={value}" for key, value in self.settings.items())])
+        values = {key: getattr(value, "name", value) for key, value in self.settings.items()}
+        return " ".join([layout, *(f"{key}={value}" for key, value in values.items())])
 
     @property
     def dtype(self) -> str:
@@ -229,10 +231,11 @@ class Trained:
 
 
 @functools.cache
-def expected(node: str, dtype: str, checkpoint: Path) -> Trained:
+def expected(node: str, dtype: str, checkpoint: Path, optim: OptimConfig = kit.SETTINGS.optim) -> Trained:
     """Return the results of one process with all samples."""
     call, head = NODES[node]
-    backend = kit.model(path=str(_start(node, checkpoint)), architecture=None, dtype=dtype, **head)
+    path = str(_start(node, checkpoint))
+    backend = kit.model(path=path, architecture=None, dtype=dtype, optim=optim, **head)
     metrics = [comparable(backend.train(call, shards(1, 0), step)) for step in STEPS]
     return Trained(metrics, kit.weights(backend))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import megatron_twins as twins
+import torch_kit as kit
+
+from hflow.config.schema import WeightGroupConfig
 
 NUM_WRITTEN = 2
 """Steps before a checkpoint; one more follows."""
@@ -39,13 +42,22 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
     }
 
 
-EXPERTS = {
-    "torch d2": Side("torch", twins.Twin("experts", data=2), twins.FIRST),
-    "torch d4r2": Side("torch", twins.Twin("experts", data=4, replicate=2), twins.ALL),
-    "megatron d2e2": Side("megatron", twins.Twin("experts", data=2, expert=2), twins.FIRST),
-    "megatron t2": Side("megatron", twins.Twin("experts", tensor=2), twins.SECOND),
-    "megatron d2c2e2": Side("megatron", twins.Twin("experts", data=2, context=2, expert=2), twins.ALL),
-}
+def expert_sides(**settings: object) -> dict[str, Side]:
+    """Return the layouts of a model with experts."""
+
+    def twin(**sizes: int) -> twins.Twin:
+        return twins.Twin("experts", settings=dict(settings), **sizes)
+
+    return {
+        "torch d2": Side("torch", twin(data=2), twins.FIRST),
+        "torch d4r2": Side("torch", twin(data=4, replicate=2), twins.ALL),
+        "megatron d2e2": Side("megatron", twin(data=2, expert=2), twins.FIRST),
+        "megatron t2": Side("megatron", twin(tensor=2), twins.SECOND),
+        "megatron d2c2e2": Side("megatron", twin(data=2, context=2, expert=2), twins.ALL),
+    }
+
+
+EXPERTS = expert_sides()
 PPO, CRITIC, HALF = sides("ppo"), sides("critic"), sides("ppo", dtype="bf16")
 PAIRS = [
     ("torch d1", "torch d2"),
@@ -85,7 +97,43 @@ EXPERT_PAIRS = [
     ("megatron t2", "megatron d2c2e2"),
     ("megatron d2c2e2", "torch d2"),
 ]
-EXCHANGES = [(PPO, PAIRS), (CRITIC, CRITIC_PAIRS), (EXPERTS, EXPERT_PAIRS), (HALF, HALF_PAIRS)]
+Exchange = tuple[dict[str, Side], list[tuple[str, str]]]
+EXCHANGES: list[Exchange] = [
+    (PPO, PAIRS),
+    (CRITIC, CRITIC_PAIRS),
+    (EXPERTS, EXPERT_PAIRS),
+    (HALF, HALF_PAIRS),
+]
+
+
+GROUPS = (
+    WeightGroupConfig("*.q_proj.bias", weight_decay=0.2),
+    WeightGroupConfig("*.[kv]_proj.bias", weight_decay=0.2),
+    WeightGroupConfig("*norm.weight", lr=0.004),
+    WeightGroupConfig("*.mlp.*", lr=0.003),
+)
+_SHARED = kit.SETTINGS.optim
+OPTIMIZERS = {
+    "sgd": replace(_SHARED, name="sgd", lr=0.1, eps=1e-8, momentum=0.9, nesterov=True, groups=GROUPS),
+    "muon": replace(_SHARED, name="muon", momentum=0.9),
+}
+"""Settings of other optimizers, some with groups of weights."""
+OF_OPTIMIZERS: dict[str, Exchange] = {
+    name: (
+        sides("ppo", optim=optim),
+        [
+            ("torch d1", "torch d2"),
+            ("torch d2", "megatron d2t2"),
+            ("torch d4r2", "megatron p2"),
+            ("megatron d2t2", "torch d4r2"),
+            ("megatron p2", "megatron d2"),
+            ("megatron t4", "megatron t2"),
+        ],
+    )
+    for name, optim in OPTIMIZERS.items()
+}
+OF_OPTIMIZERS["muon with experts"] = (expert_sides(optim=OPTIMIZERS["muon"]), EXPERT_PAIRS)
+"""Optimizer -> the layouts that train with it, and continue from each other."""
 
 
 def written(side: Side) -> str:
@@ -104,3 +152,11 @@ def exchange(rank: int, directory: str) -> None:
     import shard_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), shard_ranks.exchange)
+
+
+def exchange_optimizers(rank: int, directory: str) -> None:
+    """Run a spawned rank with other optimizers."""
+    import megatron_twin_ranks
+    import shard_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), shard_ranks.exchange_optimizers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from hflow.training.interface import ModelBackend
 
 
 def exchange(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
-    for sides, pairs in cases.EXCHANGES:
+    run(cases.EXCHANGES, rank, path, groups)
+
+
+def exchange_optimizers(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
+    run(cases.OF_OPTIMIZERS.values(), rank, path, groups)
+
+
+def run(exchanges: Iterable[cases.Exchange], rank: int, path: Path, groups: twin_ranks.Groups) -> None:
+    for sides, pairs in exchanges:
         for name in {writer: None for writer, _ in pairs}:
             if rank in sides[name].ranks:
                 write(sides[name], groups, path)
@@ -34,8 +43,8 @@ def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBacke
     if side.backend == "megatron":
         return twin_ranks.model(side.twin, path, group)
     changes = twins.settings(dataclasses.replace(side.twin, settings={}), path / "checkpoint")
-    half = {"dtype": side.twin.dtype}
-    return kit.model(side.twin.data, group, replicate=side.twin.replicate, **changes | half)
+    own = {key: value for key, value in side.twin.settings.items() if key in ("dtype", "optim")}
+    return kit.model(side.twin.data, group, replicate=side.twin.replicate, **changes | own)
 
 
 def train(backend: ModelBackend, side: cases.Side, groups: twin_ranks.Groups, steps: range) -> list[Any]:

@@ -275,9 +275,9 @@ def test_memory_with_expert_ranks():
     assert (sizes.total, sizes.experts) == (others + 3 * 2 * 6_144, 3 * 2 * 6_144)
     assert sizes.layer == 12_288 + 2 * 64 + 24_576  # the one without experts is larger than a part of others
     # Four ranks divide the optimizer state of the rest; a rank's experts are its own.
-    assert rank_of("d4e4").optimizer_share(12) == 12 * others // 4 + 12 * 3 * 2 * 6_144
-    assert rank_of("d4e2").optimizer_share(12) == 12 * others // 4 + 12 * 3 * 4 * 6_144 // 2
-    assert rank_of("d2c2e4").optimizer_share(12) == rank_of("d4e4").optimizer_share(12)
+    assert rank_of("d4e4").optimizer_share(12, 12) == 12 * others // 4 + 12 * 3 * 2 * 6_144
+    assert rank_of("d4e2").optimizer_share(12, 12) == 12 * others // 4 + 12 * 3 * 4 * 6_144 // 2
+    assert rank_of("d2c2e4").optimizer_share(12, 12) == rank_of("d4e4").optimizer_share(12, 12)
 
 
 def test_memory_of_layers_of_two_kinds():

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from hflow.base.errors import BackendError
 from hflow.models.settings import SHARDS_INDEX
+from hflow.training.megatron.hf_ranges import boxes_of_range
 from hflow.training.sharded_checkpoint import entry_name
 from hflow.types.tensor_slices import slices_within, whole_box
 
@@ -103,7 +104,7 @@ def test_a_range_is_split_into_boxes(shape, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     whole = np.arange(size).reshape(shape)
-    boxes = list(megatron("shards").boxes_of_range(whole.shape, start, stop))
+    boxes = list(boxes_of_range(whole.shape, start, stop))
     parts = [whole[slices_within(box, whole_box(whole.shape))].reshape(-1) for box in boxes]
     assert len(boxes) <= 2 * len(shape) - 1
     assert np.array_equal(np.concatenate([*parts, np.arange(0)]), np.arange(start, stop))

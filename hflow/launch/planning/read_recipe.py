@@ -30,7 +30,7 @@ from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
 from hflow.models.hub import pinned_path
 from hflow.planner.plan.channels import transports
-from hflow.planner.plan.optimizers import OPTIMIZERS
+from hflow.planner.plan.optimizers import OPTIMIZERS, check_options
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 
@@ -167,7 +167,7 @@ def check_names(config: RunConfig, spec: RecipeSpec) -> None:
 
 
 def _check_backends(config: RunConfig) -> None:
-    """Check that the names of backends, engines, optimizers and transports are registered.
+    """Check that the names of backends, engines, optimizers and transports are registered, and their options.
 
     Raises:
         ConfigError: naming the key, the nearest name and all names.
@@ -186,6 +186,7 @@ def _check_backends(config: RunConfig) -> None:
                 raise ConfigError(
                     f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"
                 )
+        check_options(f"models.{name}.optim", model.optim)
 
 
 _SIZES_KNOWN = "Its sizes are those of the architecture; a run needs the model."

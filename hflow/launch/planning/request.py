@@ -293,8 +293,11 @@ def plan_request(
     )
 
 
-_LATER_KEYS = {
+_LATER_KEYS: Mapping[str, Any] = {
     ".optim.name": OPTIMIZERS.default,
+    ".optim.momentum": None,
+    ".optim.nesterov": None,
+    ".optim.groups": [],
     ".gen.quantization": None,
     ".zero_stage": 3,
     ".freeze": None,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.base.errors import PlanError
-from hflow.planner.plan.optimizers import OPTIMIZERS, optimizer_traits
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -43,7 +42,6 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
                 f"{replica.name}: layout {replica.layout} has a context axis, but generation does not divide "
                 f"sequences; {_with_data(replace(replica.layout, context=1, expert=1), replica)}"
             )
-        _check_optimizer(replica, request)
         shape = request.shapes.get(replica.model)
         if shape is not None:
             _check(replica, shape, traits(replica.backend))
@@ -54,20 +52,6 @@ def _with_data(layout: Layout, replica: Replica) -> str:
     """Return the layout with as many data ranks as the replica has devices for, and its expert axis."""
     data = replica.layout.world // (layout.tensor * layout.pipe)
     return f"{replace(layout, data=data, expert=math.gcd(data, replica.layout.expert))} fits"
-
-
-def _check_optimizer(replica: Replica, request: PlanRequest) -> None:
-    """Refuse an optimizer that needs whole matrices where a rank updates parts of them, flattened or not."""
-    if replica.role != "train":
-        return
-    name = request.model(replica.model).optim.name
-    is_whole = replica.layout.world == 1 and traits(replica.backend).sharded_over_data != "optimizer"
-    if optimizer_traits(name).needs_whole_matrix and not is_whole:
-        raise PlanError(
-            f"{replica.name}: optimizer {name} needs whole matrices, but the {replica.backend} backend "
-            f"updates parts of them with layout {replica.layout}; set models.{replica.model}.optim.name="
-            f"{OPTIMIZERS.default}"
-        )
 
 
 def _check_experts(replica: Replica, shape: ModelShape) -> None:

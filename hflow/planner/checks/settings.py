@@ -21,9 +21,11 @@ from hflow.graph.queries import (
     written_models,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
+from hflow.planner.plan.optimizers import check_groups
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
+from hflow.shapes.model_shape import tensors
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -64,6 +66,8 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 "sends its own tokens to them, which is sequence parallelism; remove it"
             )
         _check_lora(graph, name, request)
+        if name in trained_models(graph):
+            _check_optimizer(name, request)
         _check_offload(graph, name, config)
         _check_compile(name, config)
     for stream in root_streams(graph):
@@ -73,6 +77,15 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
+
+
+def _check_optimizer(name: str, request: PlanRequest) -> None:
+    """Raise if groups of weights, or the optimizer, are for weights that the model has not."""
+    config, shape = request.model(name), request.trained_shape(name)
+    if shape is None:
+        return
+    trained = [spec.name for spec in tensors(shape) if config.freeze is None or spec.location != "tower"]
+    check_groups(f"models.{name}.optim", config.optim, trained)
 
 
 def _check_compile(name: str, config: ModelConfig) -> None:

@@ -120,7 +120,7 @@ class PastSearches:
 def _what_is_read(request: PlanRequest) -> PlanRequest:
     """Return a request without learning rates and other settings that change results alone."""
     models = {
-        name: replace(config, optim=OptimConfig(name=config.optim.name))
+        name: replace(config, optim=OptimConfig(config.optim.name, momentum=config.optim.momentum))
         for name, config in request.models.items()
     }
     workers = {key: value for key, value in request.settings.items() if key == "workers"}

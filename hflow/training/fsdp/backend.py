@@ -36,10 +36,20 @@ from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.runner import TorchRunner
 from hflow.training.fsdp.sharding import place_model, recompute_layers
 from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
-from hflow.training.fsdp.weight_export import copied_sizes, copy_model, held_blocks, named_weights, reshard
+from hflow.training.fsdp.weight_export import (
+    blocks_of,
+    copied_sizes,
+    copy_model,
+    held_blocks,
+    named_parameters,
+    named_weights,
+    reshard,
+    tensor_names,
+)
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences
 from hflow.training.loop.microbatches import MicrobatchSplitter
+from hflow.training.optimizers.interface import NamedWeight
 from hflow.types.tensor_slices import Block
 from hflow.vision.batches import SequencesWithImages
 
@@ -64,11 +74,7 @@ class TorchModel(ModelBackend):
         self._layout = position.layout if self.group is not None else Layout()
         self._model, head = build_model(settings, is_sharded=self.group is not None)
         self._runner = self._make_runner(head)
-        self._optimizer = (
-            TorchOptimizer(_trained(self._runner.module), settings, self.group, self._layout.replicate)
-            if settings.trainable
-            else None
-        )
+        self._optimizer = self._make_optimizer() if settings.trainable else None
         optimizer_states = tuple if self._optimizer is None else self._optimizer.states
         self._offload = HostOffload(settings.offload, self._stored_weights, optimizer_states)
         self._offload.start()
@@ -79,6 +85,21 @@ class TorchModel(ModelBackend):
         module = self._runner.module
         reshard(module)
         return [local_shard(weight.detach()) for weight in module.parameters()]
+
+    def _make_optimizer(self) -> TorchOptimizer:
+        """Return the optimizer of the weights that are trained, in the module's order."""
+        model, module, kind = self._model, self._runner.module, self.settings.head
+        names = {weight: name for name, weight in named_parameters(model, module.head, kind)}
+        trained = [
+            NamedWeight(weight, tuple(tensor_names(model, names[weight], weight)), weight.dim())
+            for weight in module.parameters()
+            if weight.requires_grad
+        ]
+
+        def rows_of(weight: nn.Parameter, values: Tensor) -> list[Block]:
+            return blocks_of(model, names[weight], weight, values)
+
+        return TorchOptimizer(trained, self.settings, self.group, self._layout.replicate, rows_of)
 
     def _make_runner(self, head: nn.Module) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
@@ -228,10 +249,6 @@ class BaseModel(TorchModel):
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
         with adapters_off(self._model):
             return super().infer(call, shards)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -6,6 +6,7 @@ layer, or when the gradients outside of the layers are reduced. The moment with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,21 +22,22 @@ MIN_UNIT_BYTES = 4 << 20
 
 
 def model_state(rank: Rank) -> Items:
-    """Return fp32 weights and moments, sharded over the data axis.
+    """Return fp32 weights and the optimizer's states, sharded over the data axis.
 
-    Gradients exist within a step only. With them, training needs 16 bytes a parameter over all ranks. An
-    inference replica has weights alone, and none of its own where it uses those of a trainer. A model with
-    adapters has its other weights in the compute dtype.
+    Gradients exist within a step only. With them, training with AdamW needs 16 bytes a parameter over all
+    ranks. An inference replica has weights alone, and none of its own where it uses those of a trainer. A
+    model with adapters has its other weights in the compute dtype.
     """
     if rank.replica.base_of:
         return Items()
     num_trained = rank.trained.total_shard
     num_stored = num_trained if _adapts(rank) else rank.sizes.total_shard
-    moments = rank.state_bytes * num_trained if rank.replica.role == "train" else 0
+    matrices, (of_matrix, of_other) = rank.trained.matrices_shard, rank.state_bytes
+    states = math.ceil(of_matrix * matrices + of_other * (num_trained - matrices))
     weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if _adapts(rank) else "")
     if _adapts(rank):
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
-    return weights + item(MemoryCategory.OPTIMIZER, moments)
+    return weights + item(MemoryCategory.OPTIMIZER, states if rank.replica.role == "train" else 0)
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from typing_extensions import override
 
 from hflow.data.batches.device_copy import to_device
 from hflow.models.settings import ModelSettings
+from hflow.training.fsdp.shard_collectives import shard_group
 from hflow.training.gradient_norm import total_norm
-from hflow.training.optimizers.interface import StepOptimizer, decay_groups, saved_kinds
+from hflow.training.optimizers.interface import NamedWeight, StepOptimizer
+from hflow.types.tensor_slices import Block
 
 
 class TorchOptimizer(StepOptimizer):
@@ -23,10 +26,11 @@ class TorchOptimizer(StepOptimizer):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        named: Iterable[NamedWeight],
         model: ModelSettings,
         group: ProcessGroup | None,
-        replicate: int = 1,
+        replicate: int,
+        blocks_of: Callable[[nn.Parameter, Tensor], Sequence[Block]],
     ) -> None:
         """Prepare the optimizer, and allocate its state.
 
@@ -34,20 +38,29 @@ class TorchOptimizer(StepOptimizer):
         return that memory to an engine on the same device.
 
         Args:
-            parameters: the model's weights.
+            named: the weights that are trained.
             model: the model's settings, with those of the optimizer and its schedule.
             group: the ranks that the weights are sharded over; None for one.
             replicate: number of these ranks that hold the same shard.
+            blocks_of: a weight, and numbers for the rows of it that this rank holds -> their blocks.
         """
         super().__init__(model)
         self._group, self._replicate = group, replicate
-        self._weights = list(parameters)
+        named = list(named)
+        self._weights = [weight for weight, *_ in named]
         self._shards = [nn.Parameter(local_shard(weight.detach())) for weight in self._weights]
         self._shard_of = dict(zip(self._weights, self._shards, strict=True))
-        nonempty = [shard for shard in self._shards if shard.numel()]
-        self._optimizer = self._build(decay_groups(nonempty, model.optim.weight_decay))
-        for shard in nonempty:
+        held = [
+            one._replace(weight=shard)
+            for one, shard in zip(named, self._shards, strict=True)
+            if shard.numel()
+        ]
+        self._optimizer = self._build(self._groups(held, {tensor for one in named for tensor in one.tensors}))
+        for shard, *_ in held:
             self._optimizer.states_of(shard)
+        blocks = {self._shard_of[weight]: partial(blocks_of, weight) for weight in self._weights}
+        sharded = next((shard_group(weight) for weight in self._weights if isinstance(weight, DTensor)), None)
+        self._find_matrices(blocks, sharded)
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient over all ranks; a collective."""
@@ -59,10 +72,11 @@ class TorchOptimizer(StepOptimizer):
 
     def step(self, norm: float) -> None:
         """Clip by the norm that `gradient_norm` returned, update the weights, and drop the gradients."""
-        if self._optim.clip_grad > 0:
+        if self.optim.clip_grad > 0:
             whole = to_device(torch.tensor(norm), self._shards[0].device)
-            clip_grads_with_norm_(self._shards, self._optim.clip_grad, whole)
+            clip_grads_with_norm_(self._shards, self.optim.clip_grad, whole)
         self._set_lr()
+        self._update_matrices([self._optimizer])
         self._optimizer.step()
         self.num_steps += 1
         self._zero_grad()
@@ -71,11 +85,11 @@ class TorchOptimizer(StepOptimizer):
         """Drop the gradients without an update."""
         self._zero_grad()
 
-    def states_of(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
-        """Return the state of this rank's shard of a weight, in the order of its kinds; 0 of a frozen one."""
+    def states_of(self, weight: nn.Parameter, num: int) -> tuple[Tensor, ...]:
+        """Return the states of this rank's shard of a weight, of which there are `num`; 0 of a frozen one."""
         if weight not in self._shard_of:
             shard = local_shard(weight.detach())
-            return tuple(torch.zeros_like(shard) for _ in saved_kinds(self.name))
+            return tuple(torch.zeros_like(shard) for _ in range(num))
         return tuple(state.detach() for state in self._optimizer.states_of(self._shard_of[weight]))
 
     def states(self) -> list[Tensor]:

@@ -19,7 +19,6 @@ from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.shard_collectives import replicate_index
 from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters, reshard
-from hflow.training.optimizers.interface import saved_kinds
 from hflow.training.sharded_checkpoint import (
     WEIGHT,
     BlockState,
@@ -27,6 +26,7 @@ from hflow.training.sharded_checkpoint import (
     copy_shards,
     open_shards,
 )
+from hflow.types.tensor_slices import Block
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class TrainedModel:
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
             kinds = {WEIGHT: blocks}
             if self.optimizer is not None:
-                states = self.optimizer.states_of(weight)
-                for kind, state in zip(saved_kinds(self.optimizer.name), states, strict=True):
-                    kinds[kind] = blocks_of(self.model, names[weight], weight, state)
+                states = self.optimizer.states_at(blocks[0].tensor, weight.dim())
+                for state, values in zip(states, self.optimizer.states_of(weight, len(states)), strict=True):
+                    kinds[state.name] = blocks_of(self.model, names[weight], weight, values)
             for index, block in enumerate(blocks):
-                values = {kind: parts[index].values for kind, parts in kinds.items()}
-                yield BlockState(block.tensor, block.shape, block.box, values)
+                of_block = {kind: parts[index].values for kind, parts in kinds.items()}
+                yield BlockState(block.tensor, block.shape, block.box, of_block)
 
     def saved_states(self) -> Iterator[BlockState]:
         """Yield the states that this rank writes. Ranks along a replicate axis take turns."""
@@ -65,11 +65,19 @@ class TrainedModel:
 
     def saved_sizes(self) -> list[int]:
         """Return the bytes of each value of `saved_states` after the first step; allocates no state."""
-        pairs = held_blocks(self.model, self.module, self.module.head, self.head)
-        sizes = (block.values.nbytes for _, blocks in pairs for block in blocks)
-        num_kinds = 1 if self.optimizer is None else 1 + len(saved_kinds(self.optimizer.name))
         index, num = replicate_index(next(self.module.parameters()))
-        return [size for size in islice(sizes, index, None, num) for _ in range(num_kinds)]
+        pairs = held_blocks(self.model, self.module, self.module.head, self.head)
+        blocks = (block for _, blocks in pairs for block in blocks)
+        return [
+            int(block.values.numel() * entry_bytes)
+            for block in islice(blocks, index, None, num)
+            for entry_bytes in self._saved_bytes(block)
+        ]
+
+    def _saved_bytes(self, block: Block) -> list[int]:
+        """Return the bytes of an entry of each value of a block."""
+        states = () if self.optimizer is None else self.optimizer.states_at(block.tensor, len(block.shape))
+        return [block.values.itemsize, *(state.saved_bytes for state in states)]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every weight that training changes, with its name in the module."""
@@ -90,7 +98,7 @@ def load_model_shards(trained: TrainedModel, directory: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in whole}
     with open_shards(directory, trained.info, shapes) as reader:
         for state in trained.states():
-            for kind in reader.info.kinds:
+            for kind in reader.info.kinds_of(state.tensor, len(state.shape)):
                 if kind in state.values:
                     reader.fill(state.tensor, state.box, state.values[kind], kind)
         if trained.optimizer is not None:

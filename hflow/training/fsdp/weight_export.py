@@ -82,6 +82,12 @@ def blocks_of(model: PreTrainedModel, name: str, weight: Tensor, values: Tensor)
     ]
 
 
+def tensor_names(model: PreTrainedModel, name: str, weight: Tensor) -> list[str]:
+    """Return hflow's names of the tensors that one weight of a module consists of."""
+    whole = torch.empty(weight.shape, device="meta")
+    return [tensor for tensor, _ in stacked_views(model.config.model_type, [(name, whole)])]
+
+
 def reshard(root: nn.Module) -> None:
     """Free weights that FSDP has gathered."""
     for module in root.modules():

@@ -31,7 +31,7 @@ def model_state(rank: Rank) -> Items:
     if rank.replica.role != "train":
         return weights
     master_bytes = FP32_BYTES if rank.width < FP32_BYTES else 0
-    optimizer = rank.optimizer_share(rank.state_bytes + master_bytes)
+    optimizer = rank.optimizer_share(*(num_bytes + master_bytes for num_bytes in rank.state_bytes))
     gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * num_weights)
     return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
 
@@ -74,7 +74,7 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
     largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
-    step = FP32_BYTES * rank.optimizer_share(1)
+    step = FP32_BYTES * rank.optimizer_share(1, 1)
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")
 
 

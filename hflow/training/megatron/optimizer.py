@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from typing_extensions import override
 from hflow.models.settings import ModelSettings
 from hflow.training.gradient_norm import total_norm
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
+from hflow.training.megatron.hf_mapping import ShardPosition
+from hflow.training.megatron.hf_ranges import range_blocks
 from hflow.training.megatron.model import Stage
-from hflow.training.optimizers.interface import StepOptimizer, decay_groups
+from hflow.training.optimizers.interface import NamedWeight, StepOptimizer
 
 BUCKET_PARAMETERS: int | None = None
 """Most parameters of a bucket; None: megatron's choice, 40 million or a million for each data rank."""
@@ -64,6 +67,12 @@ class MegatronOptimizer(StepOptimizer):
         for part in self._parts:
             for shard in part.get_parameters():
                 part.optimizer.states_of(shard)
+        blocks = {
+            self.ranges[one.name].shard: partial(range_blocks, one, self.ranges[one.name].start)
+            for one in stage.parameters
+            if one.name in self.ranges
+        }
+        self._find_matrices(blocks, stage.parallel.group)
         self._is_gathering = False
 
     @property
@@ -91,8 +100,10 @@ class MegatronOptimizer(StepOptimizer):
         """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""
         self._set_lr()
         for part in self._parts:
-            if self._optim.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._optim.clip_grad, norm)
+            if self.optim.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.optim.clip_grad, norm)
+        self._update_matrices([part.optimizer for part in self._parts])
+        for part in self._parts:
             # DistributedOptimizer's own step would also gather the weights. They are gathered once, below.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         for buckets in self._buckets:
@@ -163,12 +174,21 @@ class MegatronOptimizer(StepOptimizer):
             copies: the ranks that have the same weights, which divide their optimizer state.
             others: the ranks that have the other weights of a copy of the model.
         """
-        optim = self._optim
+        optim = self.optim
         buffered = {id(weight) for buffer in buffers for weight in buffer.params}
-        weights = (weight for weight in stage.module.parameters() if id(weight) in buffered)
-        matrices, vectors = decay_groups(weights, optim.weight_decay)
-        keys = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-        groups = [{**matrices, "wd_mult": 1.0, **keys}, {**vectors, "wd_mult": 0.0, **keys}]
+        tensors = {
+            p.name: tuple({part.tensor: len(part.shape) for part in p.parts}.items())
+            for p in stage.parameters
+        }
+        weights = [
+            NamedWeight(weight, tuple(tensor for tensor, _ in tensors[name]), tensors[name][0][1])
+            for name, weight in stage.module.named_parameters()
+            if id(weight) in buffered
+        ]
+        whole_model = stage.parameters_at(ShardPosition())
+        names = {part.tensor for parameter in whole_model for part in parameter.parts}
+        keys = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        groups = [group | keys for group in self._groups(weights, names)]
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,

@@ -3,30 +3,66 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from hflow.base.errors import BackendError
+from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings
-from hflow.planner.plan.optimizers import OPTIMIZERS, optimizer_kind, optimizer_traits
+from hflow.planner.plan.optimizers import (
+    State,
+    check_groups,
+    is_layer_matrix,
+    optimizer_kind,
+    optimizer_traits,
+    states_of,
+    weight_group,
+)
 from hflow.training.optimizers.learning_rate import learning_rate
+from hflow.training.optimizers.whole_matrices import BlocksOf, WholeMatrices
 
-DEFAULT_OPTIMIZER = OPTIMIZERS.default
-"""The optimizer of checkpoints that name none."""
+
+class NamedWeight(NamedTuple):
+    """A weight of a module, and the Hugging Face tensors that it is, or that parts of it are."""
+
+    weight: nn.Parameter
+    tensors: tuple[str, ...]
+    num_axes: int
+    """The axes of these tensors."""
 
 
 class GroupOptimizer(Protocol):
     """A `torch.optim.Optimizer` on this rank's weights, or parts of them, as plain tensors."""
 
     param_groups: list[dict[str, Any]]
-    """Each has `params`, `lr`, `weight_decay` and, after the first step, `step`, the number of steps made."""
+    """Each has `params`, `lr`, `weight_decay`, `in_layers` (whether they are matrices of layers) and, after
+    the first step, `step`, the number of steps made."""
 
     def step(self) -> None:
         """Update every weight that has a gradient."""
 
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return a weight's state in the order of `OptimizerTraits.kinds`; allocate it at the first call."""
+        """Return a weight's states, in the order of `OptimizerTraits.states`; allocated at the first call."""
+
+
+class MatrixOptimizer(GroupOptimizer, Protocol):
+    """One whose updates of matrices depend on whole matrices (`OptimizerTraits.needs_whole_matrix`)."""
+
+    def begin_step(self) -> None:
+        """Replace the gradient of each matrix of a layer by what its update depends on, in place."""
+
+    def whole_update(self, matrices: Tensor) -> Tensor:
+        """Return the updates of whole matrices `[matrices, rows, columns]`, which may be overwritten.
+
+        Before `step`, they take the places of the gradients.
+        """
+
+    def scale(self, rows: int, columns: int) -> float:
+        """Return the factor of the update of a matrix of this size."""
 
 
 class StepOptimizer(abc.ABC):
@@ -37,23 +73,21 @@ class StepOptimizer(abc.ABC):
     """
 
     def __init__(self, model: ModelSettings) -> None:
-        self._optim, self._num_updates = model.optim, model.num_updates
+        self.optim = model.optim
+        """The settings."""
+        self._model, self._num_updates, self._dtype = model.name, model.num_updates, DTYPES[model.dtype]
+        self._matrices: WholeMatrices | None = None
         self.num_steps = 0
-
-    @property
-    def name(self) -> str:
-        """The optimizer's name (`optim.name`)."""
-        return self._optim.name
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._optim, self.num_steps, self._num_updates)
+        return learning_rate(self.optim, self.num_steps, self._num_updates)
 
     @property
     def skips_nonfinite(self) -> bool:
         """Whether an update whose gradient is not finite is skipped."""
-        return self._optim.on_nonfinite == "skip"
+        return self.optim.on_nonfinite == "skip"
 
     def resume(self, num_steps: int) -> None:
         """Set the number of steps made, after the state of that many steps has been loaded."""
@@ -61,31 +95,75 @@ class StepOptimizer(abc.ABC):
         for group in self._param_groups():
             group["step"] = num_steps
 
+    def states_at(self, tensor: str, num_axes: int) -> tuple[State, ...]:
+        """Return the states that are kept of a tensor with this Hugging Face name."""
+        return states_of(self.optim, is_layer_matrix(tensor, num_axes))
+
+    def _groups(self, weights: Iterable[NamedWeight], names: Collection[str]) -> list[dict[str, Any]]:
+        """Return weights in groups of parameters: those of one learning rate and weight decay.
+
+        Args:
+            weights: weights of this rank.
+            names: the Hugging Face names of all tensors of the model that training changes.
+
+        Raises:
+            ConfigError: if an entry of `optim.groups` matches none of the names.
+            BackendError: if tensors that a weight consists of have different entries.
+        """
+        check_groups(f"models.{self._model}.optim", self.optim, names)
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+        for named in weights:
+            keys = {self._group_of(tensor, named.num_axes) for tensor in named.tensors}
+            if len(keys) > 1:
+                raise BackendError(
+                    f"models.{self._model}.optim.groups: {', '.join(named.tensors)} are one weight of the "
+                    "backend, so they must have the same lr and weight_decay; change match, or use another "
+                    "backend"
+                )
+            groups.setdefault(keys.pop(), []).append(named.weight)
+        return [
+            {"params": params, "base_lr": lr, "weight_decay": decay, "in_layers": in_layers}
+            for (lr, decay, in_layers), params in groups.items()
+        ]
+
+    def _group_of(self, tensor: str, num_axes: int) -> tuple[float, float, bool]:
+        """Return learning rate and weight decay of a tensor, and whether it is a matrix of a layer."""
+        group, optim = weight_group(self.optim, tensor), self.optim
+        decay = optim.weight_decay if num_axes > 1 else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        lr = optim.lr if group is None or group.lr is None else group.lr
+        return lr, decay, is_layer_matrix(tensor, num_axes)
+
     def _build(self, groups: list[dict[str, Any]]) -> Any:
-        """Return a new `GroupOptimizer` of groups that `decay_groups` made."""
-        return optimizer_kind(self.name).build(groups, self._optim)
+        """Return a new `GroupOptimizer` of groups that `_groups` made."""
+        return optimizer_kind(self.optim.name).build(groups, self.optim)
+
+    def _find_matrices(self, blocks: Mapping[Tensor, BlocksOf], group: ProcessGroup | None) -> None:
+        """Find the parts of matrices that ranks hold, if the optimizer needs whole ones; a collective.
+
+        Args:
+            blocks: this rank's shards of weights, and what they consist of.
+            group: the ranks that hold the parts; None for one.
+        """
+        if optimizer_traits(self.optim.name).needs_whole_matrix:
+            self._matrices = WholeMatrices(blocks, group)
+
+    def _update_matrices(self, optimizers: Sequence[Any]) -> None:
+        """Replace the gradients of matrices by updates, if the optimizer needs whole ones; a collective.
+
+        They are computed in the dtype of the model's passes.
+        """
+        if self._matrices is not None:
+            for optimizer in optimizers:
+                optimizer.begin_step()
+            self._matrices.update(optimizers[0].whole_update, optimizers[0].scale, self._dtype)
 
     def _set_lr(self) -> None:
         for group in self._param_groups():
-            group["lr"] = self.lr
+            optim = replace(self.optim, lr=group["base_lr"])
+            group["lr"] = learning_rate(optim, self.num_steps, self._num_updates)
 
     @abc.abstractmethod
     def _param_groups(self) -> Iterable[dict[str, Any]]:
         """Yield the groups of parameters of everything that updates weights here."""
-
-
-def decay_groups(weights: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return matrices, which decay, and vectors (norms, biases), which do not, as groups of parameters."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for weight in weights:
-        (matrices if weight.dim() >= 2 else vectors).append(weight)
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-
-
-def saved_kinds(name: str) -> tuple[str, ...]:
-    """Return the kinds of state that an optimizer saves of each weight."""
-    return optimizer_traits(name).kinds

@@ -275,6 +275,7 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
     copied = num_bytes / num_writers(num_bytes, layout.world)
     if replica.config.save_optimizer:
-        copied += whole * saved_state_bytes(replica.config) / layout.world
+        shape = trained_shape(replica.shape, lora)
+        copied += whole * saved_state_bytes(replica.config, shape) / num_parameters(shape) / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
     return [gather.part("all-gather"), *copy]

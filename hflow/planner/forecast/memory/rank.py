@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import optimizer_traits
+from hflow.planner.plan.optimizers import is_layer_matrix, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -50,9 +51,13 @@ class Rank:
         return traits(self.replica.backend)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state for each weight, which is in fp32."""
-        return FP32_BYTES * len(optimizer_traits(self.config.optim.name).kinds)
+    def state_bytes(self) -> tuple[float, float]:
+        """Bytes of the optimizer's states for each weight: of a matrix of a layer, and of others."""
+        of_matrix, of_other = (
+            sum(state.num_bytes for state in states_of(self.config.optim, is_matrix))
+            for is_matrix in (True, False)
+        )
+        return of_matrix, of_other
 
     @cached_property
     def sizes(self) -> StageSizes:
@@ -87,17 +92,17 @@ class Rank:
         """Number of ranks over which FSDP divides weights."""
         return self.replica.layout.fsdp_size
 
-    def optimizer_share(self, per_element: int) -> int:
+    def optimizer_share(self, of_matrix: float, of_other: float) -> int:
         """Return this rank's bytes of sharded optimizer state, where the data axis does not divide weights.
 
         Args:
-            per_element: bytes of the state for each element of the rank's weights.
+            of_matrix: bytes of the state for each element of a matrix of a layer.
+            of_other: bytes for each element of other weights.
         """
-        layout, experts = self.replica.layout, self.sizes.experts
-        others = self.sizes.total - experts
-        return -(-per_element * others // layout.num_copies) + -(
-            -per_element * experts // layout.num_expert_copies
-        )
+        layout, sizes = self.replica.layout, self.sizes
+        matrices, others = sizes.matrices - sizes.experts, sizes.total - sizes.matrices
+        shared = math.ceil((of_matrix * matrices + of_other * others) / layout.num_copies)
+        return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
 
     @property
     def tensor(self) -> int:
@@ -162,6 +167,10 @@ class StageSizes:
     """The experts in all layers, not sharded over the data axis, which counts them in `layers` too."""
     quantizable: int
     """The matrices of `layers` without routers."""
+    matrices: int
+    """All matrices that optimizers treat as those of layers, not sharded over the data axis."""
+    matrices_shard: int
+    """The data rank's part of them."""
     rest: int
     """Embedding, final norm, head and what a tower has outside its blocks, if the stage has them, not sharded
     over the data axis."""
@@ -220,6 +229,14 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
         for is_counted in (lambda spec: spec.num_experts > 1, lambda spec: spec.is_quantizable)
     )
     shards = [_num_elements(template, traits, layout) for template in templates]
+    matrices, matrices_shard = (
+        sum(
+            (stop - start) * _num_elements(filter(_is_layer_matrix, template), one, layout)
+            for (start, stop), template in zip(runs, templates, strict=True)
+        )
+        + sum(_num_elements(filter(_is_layer_matrix, group), one, layout) for group in (rest, *tower_blocks))
+        for one in (whole_traits, traits)
+    )
     return StageSizes(
         num_layers=last - first,
         layer=max(whole),
@@ -228,6 +245,8 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
         layers_shard=sum((stop - start) * size for (start, stop), size in zip(runs, shards, strict=True)),
         experts=sum((stop - start) * size for (start, stop), size in zip(runs, experts, strict=True)),
         quantizable=sum((stop - start) * size for (start, stop), size in zip(runs, quantizable, strict=True)),
+        matrices=matrices,
+        matrices_shard=matrices_shard,
         rest=_num_elements(rest, whole_traits, layout),
         rest_shard=_num_elements(rest, traits, layout),
         embedding=_num_elements(embedding, whole_traits, layout),
@@ -236,6 +255,20 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
         tower_layers_shard=sum(_num_elements(block, traits, layout) for block in tower_blocks),
         output=_num_elements(output, whole_traits, layout),
     )
+
+
+def num_layer_matrices(shape: ModelShape) -> int:
+    """Return the number of parameters in matrices that optimizers treat as those of layers."""
+    runs = equal_layers(shape, 0, shape.num_layers)
+    counted = [(stop - start, layer_template(shape, start)) for start, stop in runs]
+    return sum(
+        num * sum(spec.numel for spec in specs if _is_layer_matrix(spec))
+        for num, specs in (*counted, (1, other_tensors(shape)))
+    )
+
+
+def _is_layer_matrix(spec: TensorSpec) -> bool:
+    return is_layer_matrix(spec.name, len(spec.shape))
 
 
 def _tower_blocks(shape: ModelShape, stage: int) -> list[list[TensorSpec]]:

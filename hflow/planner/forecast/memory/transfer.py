@@ -13,10 +13,10 @@ from functools import lru_cache
 from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.memory.parts import Items, item
-from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank, num_layer_matrices
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.optimizers import optimizer_traits
+from hflow.planner.plan.optimizers import states_of
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers, num_slices
 from hflow.shapes.model_shape import ModelShape, num_parameters, tensors
@@ -150,23 +150,30 @@ def save_checkpoint(rank: Rank) -> Items:
     return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
 
 
-def saved_state_bytes(config: ModelConfig) -> int:
-    """Return the bytes that a sharded checkpoint has for each weight (`training/sharded_checkpoint.py`)."""
-    return FP32_BYTES * (1 + len(optimizer_traits(config.optim.name).kinds))
+def saved_state_bytes(config: ModelConfig, shape: ModelShape) -> int:
+    """Return the bytes of a sharded checkpoint of a shape (`training/sharded_checkpoint.py`)."""
+    matrices = num_layer_matrices(shape)
+    others = num_parameters(shape) - matrices
+    return _saved_entry(config, True) * matrices + _saved_entry(config, False) * others
+
+
+def _saved_entry(config: ModelConfig, is_matrix: bool) -> int:
+    """Return the bytes of an entry of a tensor, and of its states."""
+    return FP32_BYTES + sum(state.saved_bytes for state in states_of(config.optim, is_matrix))
 
 
 def checkpoint_copies(rank: Rank) -> Items:
     """Return a rank's copies of a checkpoint in host memory: until they are written, or on GPUs, always."""
     width, is_merged = _saved_width(rank), _saves_merged(rank)
-    world, num = rank.replica.layout.world, num_parameters(rank.trained_shape)
+    world, shape = rank.replica.layout.world, rank.trained_shape
     if rank.config.lora is None:
         weights = _file_share(rank, width)
     else:
-        adapters = width * num if rank.is_first else 0
+        adapters = width * num_parameters(shape) if rank.is_first else 0
         weights = adapters + (_file_share(rank, width) if is_merged else 0)
-    state = saved_state_bytes(rank.config) * num // world if rank.config.save_optimizer else 0
+    state = saved_state_bytes(rank.config, shape) // world if rank.config.save_optimizer else 0
     if state and (layout := rank.replica.layout).replicate > 1:  # tensors take turns over replicate indices
-        most = saved_state_bytes(rank.config) * largest_tensor(rank.trained_shape)
+        most = max(_saved_entry(rank.config, x) for x in (True, False)) * largest_tensor(shape)
         state += -(-most // layout.fsdp_size)
     return item(MemoryCategory.WEIGHTS, weights, SAVED_WEIGHTS) + item(
         MemoryCategory.OPTIMIZER, state, SAVED_STATE

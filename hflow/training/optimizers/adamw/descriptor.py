@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits
+from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits, State
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
+
+STATES = (State("mean"), State("square"))
+"""Moving averages of the gradient and of its square, in fp32."""
 
 
 def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
@@ -19,10 +22,12 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
 OPTIMIZER = OptimizerKind(
     name="adamw",
     traits=OptimizerTraits(
-        kinds=("mean", "square"),  # moving averages of the gradient and of its square
+        states=lambda optim, is_matrix: STATES,
         # All in fp32: weight and two moments are read and written, the gradient is read (28), and is read
         # twice and written once for its norm and clipping (12).
         step_bytes=40,
+        options=("betas", "eps"),
     ),
     build=_build,
 )
+"""AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization")."""

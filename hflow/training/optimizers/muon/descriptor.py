@@ -1,0 +1,42 @@
+"""The descriptor of Muon, which imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits, State
+from hflow.training.optimizers.adamw.descriptor import STATES
+
+if TYPE_CHECKING:
+    from hflow.config.schema import OptimConfig
+
+
+def _states(optim: OptimConfig, is_matrix: bool) -> tuple[State, ...]:
+    return (State("momentum"),) if is_matrix else STATES
+
+
+def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
+    from hflow.training.optimizers.muon.optimizer import GroupMuon
+
+    return GroupMuon(
+        groups,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        momentum=0.95 if optim.momentum is None else optim.momentum,
+        nesterov=optim.nesterov is not False,
+    )
+
+
+OPTIMIZER = OptimizerKind(
+    name="muon",
+    traits=OptimizerTraits(
+        states=_states,
+        # As SGD (32), and the direction is read and the update written by what makes one from the other (8).
+        step_bytes=40,
+        options=("betas", "eps", "momentum", "nesterov"),
+        needs_whole_matrix=True,
+    ),
+    build=_build,
+)
+"""Muon (Jordan et al. 2024) for matrices of layers, and AdamW for all other weights."""
