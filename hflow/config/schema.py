@@ -62,9 +62,10 @@ class WeightGroupConfig:
     match: str
     """A pattern of Hugging Face names, as in `*.bias` or `model.embed_tokens.*`."""
     lr: StrictFloat | None = Field(default=None, ge=0)
-    """Their learning rate after the warm-up; null: `optim.lr`."""
+    """The learning rate of these weights after the warm-up; null: `optim.lr`."""
     weight_decay: StrictFloat | None = Field(default=None, ge=0)
-    """Their weight decay, of vectors too; null: `optim.weight_decay` for matrices, and none for vectors."""
+    """The weight decay of these weights, vectors too; null: `optim.weight_decay` for matrices, none for
+    vectors."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -76,9 +77,9 @@ class OptimConfig:
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the moving averages of the gradient and of its square (AdamW)."""
+    """Decay of the moving averages of the gradient and of its square."""
     eps: StrictFloat = Field(default=1e-8, ge=0)
-    """Added to the root of the second moving average, so that no update is divided by 0 (AdamW)."""
+    """Added to the root of the second moving average, so that no update is divided by 0."""
     momentum: Beta | None = None
     """Decay of the sum of gradients (`sgd`) or of their moving average (`muon`); null: 0 of `sgd`, 0.95 of
     `muon`."""

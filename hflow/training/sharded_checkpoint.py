@@ -34,8 +34,7 @@ from hflow.config.schema import OptimConfig
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import SHARDS_INDEX
 from hflow.models.weight_files import check_tensors
-from hflow.planner.plan.optimizers import OPTIONS, is_layer_matrix, states_of
-from hflow.training.optimizers.interface import StepOptimizer
+from hflow.training.optimizers.interface import STATE_OPTIONS, StepOptimizer, states_at
 from hflow.types.tensor_slices import Box, TensorBox, intersect, numel, slices_within
 
 FORMAT = 1
@@ -43,7 +42,7 @@ FORMAT = 1
 _OTHER_CHECKPOINT = "use an intact checkpoint, or set the model's resume=false to load its weights only"
 """The fix for optimizer state that cannot be read."""
 
-_ADAMW = OptimConfig()
+_DEFAULT_OPTIMIZER = OptimConfig()
 """The optimizer of checkpoints that name none."""
 
 WEIGHT = "weight"
@@ -87,7 +86,7 @@ class CheckpointInfo:
     head: str
     num_steps: int
     """0 means that there is no optimizer state."""
-    optimizer: OptimConfig | None = _ADAMW
+    optimizer: OptimConfig | None = _DEFAULT_OPTIMIZER
     """The settings of the optimizer that trains it, of which name and options count; None: it is frozen."""
 
     @classmethod
@@ -107,8 +106,7 @@ class CheckpointInfo:
         """Return the kinds of values that are stored of each box of a tensor."""
         if not self.num_steps or self.optimizer is None:
             return (WEIGHT,)
-        states = states_of(self.optimizer, is_layer_matrix(tensor, num_axes))
-        return (WEIGHT, *(state.name for state in states))
+        return (WEIGHT, *(state.name for state in states_at(self.optimizer, tensor, num_axes)))
 
 
 def copy_shards(
@@ -174,6 +172,7 @@ def open_shards(
     _check_model(directory, stored, info)
     stored_shapes = {name: row.shape for name, row in index.tensors.items()}
     common = stored_shapes.keys() & shapes.keys()
+    _check_states(directory, stored, info, shapes)
     misshapen = {name for name in common if stored_shapes[name] != shapes[name]}
     missing, unknown = shapes.keys() - stored_shapes.keys(), stored_shapes.keys() - shapes.keys()
     check_tensors(directory, missing, unknown, misshapen)
@@ -324,8 +323,8 @@ def _write_index(directory: Path, boxes: BoxesOfFiles, info: CheckpointInfo) -> 
             entry["boxes"].append([place.box, name])
     model: dict[str, Any] = {"head": info.head, "config": info.config, "num_steps": info.num_steps}
     if info.num_steps and info.optimizer is not None:
-        values = {key: getattr(info.optimizer, key) for key in ("name", *OPTIONS)}
-        changed = {key: value for key, value in values.items() if value != getattr(_ADAMW, key)}
+        values = {key: getattr(info.optimizer, key) for key in STATE_OPTIONS}
+        changed = {key: value for key, value in values.items() if value != getattr(_DEFAULT_OPTIMIZER, key)}
         model |= {"optimizer": changed} if changed else {}
     index = {"format": FORMAT, **model, "tensors": tensors}
     path = directory / SHARDS_INDEX
@@ -356,7 +355,7 @@ class _StoredIndex:
     head: str
     num_steps: Size
     tensors: Mapping[str, _StoredTensor]
-    optimizer: OptimConfig = _ADAMW
+    optimizer: OptimConfig = _DEFAULT_OPTIMIZER
 
     @property
     def info(self) -> CheckpointInfo:
@@ -387,25 +386,25 @@ def _check_model(directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo
                 f"{directory} is of another model: {name} is {theirs.get(name)!r} there and "
                 f"{ours.get(name)!r} here; set the model's path to a checkpoint of this model"
             )
-    if stored.num_steps and stored.optimizer is not None and wanted.optimizer is not None:
-        _check_optimizer(directory, stored.optimizer, wanted.optimizer)
 
 
-def _check_optimizer(directory: Path, stored: OptimConfig, wanted: OptimConfig) -> None:
-    if stored.name != wanted.name:
+def _check_states(
+    directory: Path, stored: CheckpointInfo, wanted: CheckpointInfo, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that the state of a checkpoint is what the optimizer keeps with its present options."""
+    if not stored.num_steps or stored.optimizer is None or wanted.optimizer is None:
+        return
+    name, other = wanted.optimizer.name, stored.optimizer.name
+    if name != other:
         raise BackendError(
-            f"{directory} has state of the optimizer {stored.name}, but the model's optim.name is "
-            f"{wanted.name}; set optim.name={stored.name}, or the model's resume=false to load its weights "
-            "only"
+            f"{directory} has state of the optimizer {other}, but the model's optim.name is {name}; set "
+            f"optim.name={other}, or the model's resume=false to load its weights only"
         )
-    for is_matrix in (True, False):
-        theirs, ours = (
-            ", ".join(state.name for state in states_of(optim, is_matrix)) or "none"
-            for optim in (stored, wanted)
-        )
+    for tensor, shape in shapes.items():
+        theirs, ours = (info.kinds_of(tensor, len(shape)) for info in (stored, replace(wanted, num_steps=1)))
         if theirs != ours:
             raise BackendError(
-                f"{directory} has other states of {wanted.name} ({theirs}) than the model's optim keeps "
-                f"({ours}); set its options as they were, or the model's resume=false to load its weights "
-                "only"
+                f"{directory} has {' and '.join(theirs)} of {tensor}, but {name} keeps "
+                f"{' and '.join(ours)} with the model's optim; set its options as they were, or the model's "
+                "resume=false to load its weights only"
             )

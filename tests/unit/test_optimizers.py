@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import megatron_twins as twins
@@ -9,6 +11,16 @@ import pytest
 import ranks
 import shard_cases as cases
 import torch
+import torch_kit as kit
+
+from hflow.base.errors import BackendError, ConfigError
+from hflow.config.schema import OptimConfig, WeightGroupConfig
+from hflow.planner.plan.optimizers import check_groups, check_options, is_layer_matrix
+from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
+from hflow.training.optimizers.sgd.optimizer import GroupSGD
+from hflow.training.optimizers.whole_matrices import WholeMatrices
+from hflow.training.sharded_checkpoint import check_shards
+from hflow.types.tensor_slices import Block, whole_box
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +48,167 @@ def test_every_layout_trains_and_resumes_as_one_process(directory, name, writer,
     assert weights.keys() == wanted.weights.keys()
     for tensor, values in wanted.weights.items():
         torch.testing.assert_close(weights[tensor], values, atol=1e-5, rtol=0)
+
+
+def stepped(make, torch_make, start, num_steps=4, **group):
+    """Return weights after some steps of hflow's optimizer and of another one with the same gradients."""
+    torch.manual_seed(1)
+    mine, wanted = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    ours, other = make([{"params": mine, **group}]), torch_make(wanted)
+    for _ in range(num_steps):
+        for one, two in zip(mine, wanted, strict=True):
+            two.grad = torch.randn_like(two)
+            one.grad = two.grad.clone()
+        if isinstance(ours, GroupMuon):
+            ours.begin_step()
+            blocks = {x: partial(whole_blocks, "model.layers.0.mlp.up_proj.weight") for x in mine}
+            for weight, blocks_of in blocks.items():
+                WholeMatrices({weight: blocks_of}, None).update(ours.whole_update, ours.scale, torch.bfloat16)
+        ours.step()
+        other.step()
+    return mine, wanted
+
+
+def whole_blocks(name, values):
+    shape = tuple(values.shape)
+    return [Block(name, shape, whole_box(shape), values)]
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_is_torchs_sgd(momentum, nesterov):
+    start = [torch.randn(3, 4), torch.randn(5)]
+    mine, wanted = stepped(
+        lambda groups: GroupSGD(groups, lr=0.1, momentum=momentum, nesterov=nesterov),
+        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=momentum, nesterov=nesterov),
+        start,
+        weight_decay=0.0,
+    )
+    for one, two in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-6)
+
+
+def test_sgds_weight_decay_is_decoupled():
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = GroupSGD([{"params": [weight], "weight_decay": 0.5}], lr=0.1, momentum=0.9, nesterov=False)
+    for gradient, wanted in ((3.0, 2 * 0.95 - 0.1 * 3), (1.0, 1.6 * 0.95 - 0.1 * (0.9 * 3 + 1))):
+        weight.grad = torch.tensor([gradient])
+        optimizer.step()
+        assert weight.item() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+def test_muon_is_torchs_muon(shape, nesterov):
+    """In bf16, in which torch computes. One addition of a product is rounded otherwise."""
+    mine, wanted = stepped(
+        lambda groups: GroupMuon(
+            groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, momentum=0.95, nesterov=nesterov
+        ),
+        lambda weights: torch.optim.Muon(
+            weights,
+            lr=0.1,
+            momentum=0.95,
+            nesterov=nesterov,
+            weight_decay=0.3,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        [torch.randn(shape)],
+        weight_decay=0.3,
+        in_layers=True,
+    )
+    torch.testing.assert_close(mine[0], wanted[0], atol=5e-3, rtol=0)
+    assert (mine[0] - wanted[0]).abs().mean() < 1e-3
+
+
+def test_singular_values_become_ones():
+    torch.manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(30, 30))
+    v, _ = torch.linalg.qr(torch.randn(50, 50))
+    values = torch.logspace(-1.5, 0, 30)
+    given = u @ torch.diag(values) @ v[:, :30].T
+    result = orthogonalize(given[None].clone())[0]
+    assert ((torch.linalg.svdvals(result) - 0.9).abs() < 0.25).all()
+    inner = u.T @ result @ v[:, :30]
+    assert (inner - torch.diag(inner.diagonal())).abs().max() < 1e-4
+    torch.testing.assert_close(orthogonalize(given.T[None].clone())[0], result.T)
+
+
+REFUSALS = [
+    (
+        {"name": "sgd", "betas": (0.8, 0.9)},
+        r"x.betas is set, but the optimizer 'sgd' has no such option; .*'adamw'",
+    ),
+    (
+        {"momentum": 0.9},
+        r"x.momentum is set, but the optimizer 'adamw' has no such option; .*'muon' or 'sgd'",
+    ),
+    ({"name": "sgd", "nesterov": True}, "x.nesterov is true, but sgd has no momentum"),
+    ({"groups": (WeightGroupConfig("*"),)}, r"x.groups\[0\] matches '\*', but changes nothing"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS)
+def test_options_that_change_nothing_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_options("x", OptimConfig(**settings))
+
+
+def test_groups_that_match_nothing_are_refused():
+    names = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    entry = WeightGroupConfig("*norm.weight", lr=0.1)
+    check_groups("x", OptimConfig(groups=(entry,)), names)
+    with pytest.raises(
+        ConfigError, match=r"x.groups\[0\].match is '\*.bias', which matches no tensor .*layers"
+    ):
+        check_groups("x", OptimConfig(groups=(WeightGroupConfig("*.bias", lr=0.1), entry)), names)
+    with pytest.raises(ConfigError, match=r"x.groups\[1\].match .* matches only tensors of earlier entries"):
+        check_groups("x", OptimConfig(groups=(entry, WeightGroupConfig("model.norm.*", lr=0.2))), names)
+
+
+def test_which_weights_are_matrices_of_layers():
+    names = [
+        name for name, weight in kit.model()._model.named_parameters() if is_layer_matrix(name, weight.dim())
+    ]
+    assert {name.rsplit(".", 2)[1] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert not any(
+        is_layer_matrix(name, 2) for name in ("lm_head.weight", "score.weight", "value_head.weight")
+    )
+    assert is_layer_matrix("model.layers.0.mlp.experts.up_proj.weight", 3)
+
+
+def test_groups_have_their_own_rate_and_decay():
+    """By default matrices decay, and vectors do not."""
+    groups = (
+        WeightGroupConfig("*.q_proj.bias", weight_decay=0.2),
+        WeightGroupConfig("model.embed_tokens.*", lr=0.5, weight_decay=0.0),
+    )
+    backend = kit.model(optim=OptimConfig(lr=0.1, weight_decay=0.3, warmup_steps=100, groups=groups))
+    backend.train(kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS)), 0)
+    optimizer = backend._optimizer
+    names = {optimizer._shard_of[weight]: name for name, weight in backend._model.named_parameters()}
+    for group in optimizer._param_groups():
+        for name in (names[weight] for weight in group["params"]):
+            is_embedding, is_bias = name == "model.embed_tokens.weight", name.endswith("q_proj.bias")
+            is_vector = "norm" in name or name.endswith(".bias")
+            decay = 0.2 if is_bias else 0.0 if is_embedding or is_vector else 0.3
+            lr = optimizer.num_steps * (0.005 if is_embedding else 0.001)  # it rises
+            assert (group["weight_decay"], group["lr"]) == (decay, pytest.approx(lr)), name
+
+
+def test_a_checkpoint_of_other_states_is_refused(tmp_path):
+    sgd = OptimConfig(name="sgd", momentum=0.9)
+    writer = kit.model(optim=sgd)
+    writer.train(kit.CALLS["token-mean"], kit.whole(kit.make_batch(kit.LENGTHS)), 0)
+    writer.save_shards(str(tmp_path / "shards"))()
+    check_shards(tmp_path / "shards")
+    kit.model(optim=replace(sgd, momentum=0.5, nesterov=True)).load_shards(str(tmp_path / "shards"))
+    with pytest.raises(
+        BackendError, match=r"has weight and momentum of \S+, but sgd keeps weight with .*; set"
+    ):
+        kit.model(optim=OptimConfig(name="sgd")).load_shards(str(tmp_path / "shards"))
+    with pytest.raises(
+        BackendError, match=r"state of the optimizer sgd, but the model's optim.name is adamw"
+    ):
+        kit.model().load_shards(str(tmp_path / "shards"))

@@ -15,7 +15,6 @@ import torch
 import torch_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
-from late_megatron import megatron
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

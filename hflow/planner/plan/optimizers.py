@@ -29,7 +29,7 @@ _NOT_OF_LAYERS = ("*embed*", "*lm_head.weight", "score.weight", "value_head.*")
 
 
 @dataclass(frozen=True)
-class State:
+class OptimizerState:
     """A tensor that an optimizer keeps for each weight, in the weight's shape."""
 
     name: str
@@ -44,12 +44,12 @@ class State:
 class OptimizerTraits:
     """What an optimizer keeps and costs."""
 
-    states: Callable[[OptimConfig, bool], tuple[State, ...]]
+    states: Callable[[OptimConfig, bool], tuple[OptimizerState, ...]]
     """Settings, and whether a weight is a matrix of a layer (`is_layer_matrix`) -> the weight's states."""
     step_bytes: int
     """Memory traffic of a step per weight, with the gradient's norm and clipping, in bytes."""
     options: tuple[str, ...] = ()
-    """Those of `OPTIONS` that it has. Others are refused."""
+    """The names in `OPTIONS` that it has. Others are refused."""
     needs_whole_matrix: bool = False
     """Whether updates of matrices of layers depend on each matrix as a whole (`MatrixOptimizer`)."""
 
@@ -91,13 +91,13 @@ def is_layer_matrix(name: str, num_axes: int) -> bool:
     Embeddings, output matrices, scalar heads and the kernels of convolutions are none.
 
     Args:
-        name: its Hugging Face name.
+        name: the Hugging Face name.
         num_axes: 2 for a matrix, 3 for those of stacked experts.
     """
     return num_axes in (2, 3) and not any(fnmatchcase(name, pattern) for pattern in _NOT_OF_LAYERS)
 
 
-def states_of(optim: OptimConfig, is_matrix: bool) -> tuple[State, ...]:
+def states_of(optim: OptimConfig, is_matrix: bool) -> tuple[OptimizerState, ...]:
     """Return the states that an optimizer keeps of a weight."""
     return optimizer_traits(optim.name).states(optim, is_matrix)
 

@@ -19,6 +19,7 @@ from hflow.training.fsdp.optimizer import TorchOptimizer
 from hflow.training.fsdp.packed_model import PackedModel
 from hflow.training.fsdp.shard_collectives import replicate_index
 from hflow.training.fsdp.weight_export import blocks_of, held_blocks, named_parameters, reshard
+from hflow.training.optimizers.interface import states_at
 from hflow.training.sharded_checkpoint import (
     WEIGHT,
     BlockState,
@@ -50,7 +51,7 @@ class TrainedModel:
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
             kinds = {WEIGHT: blocks}
             if self.optimizer is not None:
-                states = self.optimizer.states_at(blocks[0].tensor, weight.dim())
+                states = states_at(self.optimizer.optim, blocks[0].tensor, weight.dim())
                 for state, values in zip(states, self.optimizer.states_of(weight, len(states)), strict=True):
                     kinds[state.name] = blocks_of(self.model, names[weight], weight, values)
             for index, block in enumerate(blocks):
@@ -76,7 +77,8 @@ class TrainedModel:
 
     def _saved_bytes(self, block: Block) -> list[int]:
         """Return the bytes of an entry of each value of a block."""
-        states = () if self.optimizer is None else self.optimizer.states_at(block.tensor, len(block.shape))
+        optimizer, num_axes = self.optimizer, len(block.shape)
+        states = () if optimizer is None else states_at(optimizer.optim, block.tensor, num_axes)
         return [block.values.itemsize, *(state.saved_bytes for state in states)]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

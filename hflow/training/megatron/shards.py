@@ -16,6 +16,7 @@ from hflow.training.megatron.hf_ranges import range_blocks
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
 from hflow.training.megatron.weight_export import held_blocks
+from hflow.training.optimizers.interface import states_at
 from hflow.training.sharded_checkpoint import (
     WEIGHT,
     BlockState,
@@ -86,7 +87,7 @@ def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer)
         if parameter.name not in optimizer.ranges:
             continue
         master, part = optimizer.ranges[parameter.name], parameter.parts[0]
-        kinds = (state.name for state in optimizer.states_at(part.tensor, len(part.shape)))
+        kinds = (state.name for state in states_at(optimizer.optim, part.tensor, len(part.shape)))
         states = dict(zip(kinds, optimizer.states_of(parameter.name), strict=True))
         blocks = {
             kind: list(range_blocks(parameter, master.start, values))

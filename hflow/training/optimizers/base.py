@@ -14,8 +14,8 @@ class BaseOptimizer(torch.optim.AdamW, abc.ABC):
     """An optimizer that counts steps once per group of parameters, as fused kernels do.
 
     Megatron's distributed checkpoints expect this layout of the state: loading that of torch's optimizers,
-    which count steps for each parameter, would leave all parameters with one shared count. It derives from
-    AdamW because megatron's optimizer requires that.
+    which count steps for each parameter, would leave all parameters with one shared count. Megatron takes
+    subclasses of AdamW only.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hflow.base.errors import BackendError
+from hflow.config.schema import OptimConfig
 from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings
 from hflow.planner.plan.optimizers import (
-    State,
+    OPTIONS,
+    OptimizerState,
     check_groups,
     is_layer_matrix,
     optimizer_kind,
@@ -24,6 +26,9 @@ from hflow.planner.plan.optimizers import (
 )
 from hflow.training.optimizers.learning_rate import learning_rate
 from hflow.training.optimizers.whole_matrices import BlocksOf, WholeMatrices
+
+STATE_OPTIONS = ("name", *OPTIONS)
+"""The settings of `OptimConfig` on which the states of an optimizer depend."""
 
 
 class NamedWeight(NamedTuple):
@@ -50,7 +55,7 @@ class GroupOptimizer(Protocol):
 
 
 class MatrixOptimizer(GroupOptimizer, Protocol):
-    """One whose updates of matrices depend on whole matrices (`OptimizerTraits.needs_whole_matrix`)."""
+    """An optimizer whose updates depend on whole matrices (`OptimizerTraits.needs_whole_matrix`)."""
 
     def begin_step(self) -> None:
         """Replace the gradient of each matrix of a layer by what its update depends on, in place."""
@@ -95,10 +100,6 @@ class StepOptimizer(abc.ABC):
         for group in self._param_groups():
             group["step"] = num_steps
 
-    def states_at(self, tensor: str, num_axes: int) -> tuple[State, ...]:
-        """Return the states that are kept of a tensor with this Hugging Face name."""
-        return states_of(self.optim, is_layer_matrix(tensor, num_axes))
-
     def _groups(self, weights: Iterable[NamedWeight], names: Collection[str]) -> list[dict[str, Any]]:
         """Return weights in groups of parameters: those of one learning rate and weight decay.
 
@@ -139,7 +140,7 @@ class StepOptimizer(abc.ABC):
         """Return a new `GroupOptimizer` of groups that `_groups` made."""
         return optimizer_kind(self.optim.name).build(groups, self.optim)
 
-    def _find_matrices(self, blocks: Mapping[Tensor, BlocksOf], group: ProcessGroup | None) -> None:
+    def _find_matrices(self, blocks: Mapping[Any, BlocksOf], group: ProcessGroup | None) -> None:
         """Find the parts of matrices that ranks hold, if the optimizer needs whole ones; a collective.
 
         Args:
@@ -167,3 +168,8 @@ class StepOptimizer(abc.ABC):
     @abc.abstractmethod
     def _param_groups(self) -> Iterable[dict[str, Any]]:
         """Yield the groups of parameters of everything that updates weights here."""
+
+
+def states_at(optim: OptimConfig, tensor: str, num_axes: int) -> tuple[OptimizerState, ...]:
+    """Return the states that an optimizer keeps of a tensor with this Hugging Face name."""
+    return states_of(optim, is_layer_matrix(tensor, num_axes))

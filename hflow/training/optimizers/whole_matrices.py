@@ -7,10 +7,10 @@ arithmetic that they take. In each round a rank computes one of them, so that fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from hflow.planner.plan.optimizers import is_layer_matrix
 from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, box_shape, box_slices, numel, whole_box
 
-BlocksOf = Callable[[Tensor], Sequence[Block]]
+BlocksOf = Callable[[Tensor], Iterable[Block]]
 """A tensor in the shape of a shard -> the boxes of Hugging Face tensors that it is, as views of it."""
 Updates = Callable[[Tensor], Tensor]
 """`[matrices, rows, columns]`, which may be overwritten -> the update of each matrix, in the same shape."""
@@ -56,7 +56,7 @@ class WholeMatrices:
         group: the ranks that hold the parts; None for one. Making it is a collective.
     """
 
-    def __init__(self, blocks: Mapping[Tensor, BlocksOf], group: ProcessGroup | None) -> None:
+    def __init__(self, blocks: Mapping[Any, BlocksOf], group: ProcessGroup | None) -> None:
         self._blocks, self._group = blocks, group
         self._rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         held = {matrix: [box for box, _ in parts] for matrix, parts in self._parts(with_values=False).items()}
@@ -160,7 +160,7 @@ class WholeMatrices:
         return parts
 
 
-def _split(blocks: Sequence[Block]) -> Iterator[tuple[_Matrix, Box, Tensor]]:
+def _split(blocks: Iterable[Block]) -> Iterator[tuple[_Matrix, Box, Tensor]]:
     """Yield the parts of matrices that blocks consist of. Others of their tensors are left out."""
     for block in blocks:
         if not is_layer_matrix(block.tensor, len(block.shape)) or not numel(block.box):

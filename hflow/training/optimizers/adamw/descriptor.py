@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits, State
+from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
-STATES = (State("mean"), State("square"))
+STATES = (OptimizerState("mean"), OptimizerState("square"))
 """Moving averages of the gradient and of its square, in fp32."""
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits, State
+from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 from hflow.training.optimizers.adamw.descriptor import STATES
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
 
-def _states(optim: OptimConfig, is_matrix: bool) -> tuple[State, ...]:
-    return (State("momentum"),) if is_matrix else STATES
+def _states(optim: OptimConfig, is_matrix: bool) -> tuple[OptimizerState, ...]:
+    return (OptimizerState("momentum"),) if is_matrix else STATES
 
 
 def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:

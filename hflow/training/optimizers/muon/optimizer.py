@@ -13,7 +13,7 @@ from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial `a x + b x^3 + c x^5` that moves singular values towards 1 (Jordan et al. 2024)."""
+"""The factors of `a x + b x^3 + c x^5`, which moves singular values towards 1 (Jordan et al. 2024)."""
 NUM_ITERATIONS = 5
 EPS = 1e-7
 
@@ -45,8 +45,8 @@ class GroupMuon(BaseOptimizer):
         Args:
             groups: the groups. Muon updates those with `in_layers`.
             lr: the learning rate.
-            betas: of AdamW.
-            eps: of AdamW.
+            betas: the decays of AdamW's moving averages.
+            eps: what AdamW adds to a root.
             momentum: the decay m of the moving average.
             nesterov: whether the momentum is Nesterov's.
         """

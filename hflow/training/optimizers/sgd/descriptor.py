@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hflow.planner.plan.optimizers import OptimizerKind, OptimizerTraits, State
+from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
 
-def _states(optim: OptimConfig, is_matrix: bool) -> tuple[State, ...]:
-    return (State("momentum"),) if optim.momentum else ()
+def _states(optim: OptimConfig, is_matrix: bool) -> tuple[OptimizerState, ...]:
+    return (OptimizerState("momentum"),) if optim.momentum else ()
 
 
 def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
