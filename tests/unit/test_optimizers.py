@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import megatron_twins as twins
+import memory_kit
 import pytest
 import ranks
 import shard_cases as cases
@@ -15,7 +16,9 @@ import torch_kit as kit
 
 from hflow.base.errors import BackendError, ConfigError
 from hflow.config.schema import OptimConfig, WeightGroupConfig
+from hflow.planner.forecast.memory.transfer import saved_state_bytes
 from hflow.planner.plan.optimizers import check_groups, check_options, is_layer_matrix
+from hflow.training.fsdp.memory import model_state
 from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
 from hflow.training.optimizers.sgd.optimizer import GroupSGD
 from hflow.training.optimizers.whole_matrices import WholeMatrices
@@ -212,3 +215,44 @@ def test_a_checkpoint_of_other_states_is_refused(tmp_path):
         BackendError, match=r"state of the optimizer sgd, but the model's optim.name is adamw"
     ):
         kit.model().load_shards(str(tmp_path / "shards"))
+
+
+# ------------------------------------------------------------------------------------ the plan
+PLANNED = {
+    "adamw": {},
+    "sgd": {"name": "sgd"},
+    "sgd with momentum": {"name": "sgd", "momentum": 0.9},
+    "muon": {"name": "muon"},
+}
+
+
+@pytest.mark.parametrize(
+    "architecture", [memory_kit.ARCHITECTURE, memory_kit.MIXED], ids=["dense", "experts"]
+)
+@pytest.mark.parametrize("name", PLANNED)
+def test_planned_states_are_those_that_are_allocated(name, architecture, tmp_path):
+    """To the byte, on the device and in a checkpoint."""
+    optim = OptimConfig(**PLANNED[name])
+    backend = kit.model(architecture=architecture, optim=optim)
+    planned = memory_kit.rank(memory_kit.shape_of(architecture), optim=optim)
+    states = sum(tensor.nbytes for tensor in backend._optimizer.states())
+    found = memory_kit.named(model_state(planned))
+    assert found.get("optimizer", 0) == states
+    backend._optimizer.num_steps = 1  # as if it had trained
+    saved = sum(
+        tensor.nbytes for block in backend._trained_model().saved_states() for tensor in block.values.values()
+    )
+    assert saved_state_bytes(planned.config, planned.shape) == saved
+    assert sum(backend._trained_model().saved_sizes()) == saved
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", [memory_kit.WIDE, memory_kit.MIXED], ids=["wide", "experts"])
+def test_planned_buffers_of_muon_are_those_that_are_allocated(architecture, dtype):
+    optim = OptimConfig(name="muon")
+    backend = kit.model(architecture=architecture, dtype=dtype, optim=optim)
+    for shard in backend._optimizer._shards:
+        shard.grad = torch.randn_like(shard)
+    measured = memory_kit.peak(lambda: backend._optimizer._update_matrices([backend._optimizer._optimizer]))
+    planned = memory_kit.rank(memory_kit.shape_of(architecture), optim=optim, dtype=dtype)
+    assert planned.matrix_buffers == pytest.approx(measured, rel=0.05)

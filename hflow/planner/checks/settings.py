@@ -21,7 +21,8 @@ from hflow.graph.queries import (
     written_models,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
-from hflow.planner.plan.optimizers import check_groups
+from hflow.planner.forecast.memory.rank import layer_matrices
+from hflow.planner.plan.optimizers import OPTIMIZERS, check_groups, optimizer_traits
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
@@ -86,6 +87,11 @@ def _check_optimizer(name: str, request: PlanRequest) -> None:
         return
     trained = [spec.name for spec in tensors(shape) if config.freeze is None or spec.location != "tower"]
     check_groups(f"models.{name}.optim", config.optim, trained)
+    if optimizer_traits(config.optim.name).needs_whole_matrix and not layer_matrices(shape):
+        raise PlanError(
+            f"models.{name}.optim.name is {config.optim.name}, which is for matrices of layers, but none of "
+            f"{name} is trained; set models.{name}.optim.name={OPTIMIZERS.default}"
+        )
 
 
 def _check_compile(name: str, config: ModelConfig) -> None:

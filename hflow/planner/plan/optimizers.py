@@ -5,6 +5,7 @@ To add one, write `descriptor.py` in `training/optimizers/NAME`, and add one lin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -121,9 +122,10 @@ def check_options(key: str, optim: OptimConfig) -> None:
     for name in OPTIONS:
         if name not in kind.traits.options and getattr(optim, name) != getattr(default, name):
             owners = [repr(other) for other in OPTIMIZERS if name in optimizer_traits(other).options]
+            unset = json.dumps(getattr(default, name))
             raise ConfigError(
                 f"{key}.{name} is set, but the optimizer {optim.name!r} has no such option; remove it, or "
-                f"set {key}.name to {' or '.join(owners)}"
+                f"set it to its default, {unset}, or {key}.name to {' or '.join(owners)}"
             )
     if problem := kind.find_problem(optim):
         raise ConfigError(f"{key}.{problem}")

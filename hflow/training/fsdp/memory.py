@@ -185,8 +185,9 @@ class _Step:
         return activations.kept_by_layers(self.rank, self.batch, num_layers, self.layer)
 
     def optimizer_step(self) -> Items:
-        """Return the gradients: the optimizer's step is fused and in place."""
-        return _gradients(self.all_gradients)
+        """Return the gradients, and what updates of whole matrices need: the rest of the step is in place."""
+        matrices = item(MemoryCategory.BUFFERS, self.rank.matrix_buffers, "updates of matrices")
+        return _gradients(self.all_gradients) + matrices
 
 
 class _SingleRankStep(_Step):

@@ -95,8 +95,10 @@ class WholeMatrices:
         for (rows, columns), equal in groupby(alone, key=lambda one: (one.rows, one.columns)):
             for batch in _batches(list(equal), BUCKET_BYTES // (rows * columns * dtype.itemsize)):
                 views = [parts[matrix][0][1] for matrix in batch]
-                for view, result in zip(views, updates(_stack(views, dtype)), strict=True):
-                    view.copy_(result).mul_(scale(rows, columns))
+                results = updates(_stack(views, dtype))
+                for index, view in enumerate(views):
+                    view.copy_(results[index]).mul_(scale(rows, columns))
+                del results  # before those of the next batch are made
         for turn in self._rounds:
             self._run(turn, parts, updates, scale, dtype)
 
@@ -114,23 +116,18 @@ class WholeMatrices:
         def flat(size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        sizes_of = [self._sizes(rank, mine) for rank in range(len(self._held))]
         held = [parts.get(matrix, []) if matrix is not None else [] for matrix in turn.matrices]
-        arrived = [flat(sum(sizes)) for sizes in sizes_of]
+        ranks = range(len(self._held))
+        arrived = [flat(sum(map(numel, self._boxes(rank, mine)))) for rank in ranks]
         _exchange([_concatenate(views, dtype, device) for views in held], arrived, self._group)
         answers = [flat(0) for _ in self._held]
         if mine is not None:
-            whole = flat(mine.rows * mine.columns).view(mine.rows, mine.columns)
-            for rank, sizes in enumerate(sizes_of):
-                for box, values in zip(self._boxes(rank, mine), arrived[rank].split(sizes), strict=True):
-                    whole[box_slices(box)] = values.view(box_shape(box))
-            del arrived
-            whole = updates(whole[None])[0]
+            whole = updates(self._assembled(mine, arrived))[0]
             answers = [
                 _concatenate(
                     [(box, whole[box_slices(box)]) for box in self._boxes(rank, mine)], dtype, device
                 )
-                for rank in range(len(self._held))
+                for rank in ranks
             ]
             del whole
         results = [flat(sum(view.numel() for _, view in views)) for views in held]
@@ -141,11 +138,19 @@ class WholeMatrices:
                 for (_, view), piece in zip(views, pieces, strict=True):
                     view.copy_(piece.view(view.shape)).mul_(scale(matrix.rows, matrix.columns))
 
-    def _boxes(self, rank: int, matrix: _Matrix) -> list[Box]:
-        return self._held[rank].get(matrix, [])
+    def _assembled(self, matrix: _Matrix, arrived: list[Tensor]) -> Tensor:
+        """Return a matrix `[1, rows, columns]` of the parts that each rank has sent, which are dropped."""
+        whole = arrived[0].new_empty(1, matrix.rows, matrix.columns)
+        for rank, values in enumerate(arrived):
+            boxes = self._boxes(rank, matrix)
+            for box, part in zip(boxes, values.split([numel(box) for box in boxes]), strict=True):
+                whole[0][box_slices(box)] = part.view(box_shape(box))
+        arrived.clear()
+        return whole
 
-    def _sizes(self, rank: int, matrix: _Matrix | None) -> list[int]:
-        return [] if matrix is None else [numel(box) for box in self._boxes(rank, matrix)]
+    def _boxes(self, rank: int, matrix: _Matrix | None) -> list[Box]:
+        """Return the boxes of a matrix that a rank holds."""
+        return [] if matrix is None else self._held[rank].get(matrix, [])
 
     def _parts(self, *, with_values: bool) -> dict[_Matrix, list[tuple[Box, Tensor]]]:
         """Return this rank's boxes of each matrix, with views of the gradients, or of the weights."""

@@ -10,11 +10,14 @@ overlaps: sums over tensor ranks and activations between stages come on top.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from hflow.planner.forecast.cost.flops import Work, stage_parameters
 from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.rank_collectives import (
+    Collectives,
     Passes,
+    Ranks,
     bucket_collectives,
     context_collectives,
     expert_collectives,
@@ -30,12 +33,16 @@ from hflow.planner.forecast.cost.rank_collectives import (
     total_time,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
-from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part, roofline
+from hflow.planner.forecast.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
 from hflow.planner.forecast.cost.transfers import offload
 from hflow.planner.forecast.memory.activations import CHUNK_BYTES
+from hflow.planner.forecast.memory.rank import divides_matrices, layer_matrices
 from hflow.planner.plan.optimizers import optimizer_traits
+from hflow.planner.plan.request import trained_shape
 from hflow.shapes.layout import stage_layers
 
+NEWTON_SCHULZ = 5
+"""Iterations for a matrix, each with three products (`training/optimizers/muon/optimizer.py`)."""
 LERP_BYTES = 12
 """Memory traffic of an update node per weight: two are read, one is written."""
 
@@ -278,7 +285,37 @@ def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
         shared.part("shared gradients"),
         norm.part("gradient norm"),
         Part("optimizer", stepping, MEMORY),
+        *_matrix_updates(replica),
     ]
+
+
+def _matrix_updates(replica: ReplicaCosts) -> Iterator[Part]:
+    """Yield the seconds of updates of whole matrices, and of sending their parts and those of the result.
+
+    The ranks that hold parts divide the matrices. The arithmetic is that of `NEWTON_SCHULZ` iterations.
+    """
+    if not optimizer_traits(replica.config.optim.name).needs_whole_matrix:
+        return
+    traits, layout = replica.traits, replica.layout
+    num_ranks = layout.fsdp_size if traits.shards_weights else layout.world
+    products = moved = num_sent = 0
+    for (rows, columns, is_expert), num in layer_matrices(
+        trained_shape(replica.shape, replica.config.lora)
+    ).items():
+        short, long = sorted((rows, columns))
+        products += num * NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
+        if divides_matrices(traits, layout, is_expert=is_expert):
+            moved, num_sent = moved + num * rows * columns, num_sent + num
+    yield Part("updates of matrices", products / num_ranks / replica.rates.flops, COMPUTE)
+    if num_sent:
+        rounds = math.ceil(num_sent / num_ranks)
+        axis: Ranks = "shard" if traits.shards_weights else "data" if layout.data > 1 else "tensor"
+        num_bytes = replica.itemsize * moved / num_ranks / rounds
+        yield (
+            Collectives("all-to-all", axis, num_bytes, 2 * rounds)
+            .link_time(replica)
+            .part("parts of matrices")
+        )
 
 
 def _recomputes_logits(replica: ReplicaCosts, work: Work) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import is_layer_matrix, states_of
+from hflow.planner.plan.optimizers import is_layer_matrix, optimizer_traits, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -24,7 +25,7 @@ from hflow.shapes.model_shape import (
 )
 from hflow.shapes.vision_shape import tower_block
 from hflow.types.kernels import AttentionKernel, packed_kernel
-from hflow.types.tensor_slices import numel
+from hflow.types.tensor_slices import BUCKET_BYTES, numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
 
@@ -103,6 +104,32 @@ class Rank:
         matrices, others = sizes.matrices - sizes.experts, sizes.total - sizes.matrices
         shared = math.ceil((of_matrix * matrices + of_other * others) / layout.num_copies)
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
+
+    @cached_property
+    def matrix_buffers(self) -> int:
+        """Bytes beside the gradients while an optimizer computes updates of whole matrices.
+
+        Matrices that a rank has whole are computed together where they have one size, up to `BUCKET_BYTES`:
+        given and new ones, and two products of the size of a Gram matrix. Of others the parts that arrive or
+        are sent back exist beside each (`training/optimizers/whole_matrices.py`).
+        """
+        if not optimizer_traits(self.config.optim.name).needs_whole_matrix:
+            return 0
+        layout, most, whole = self.replica.layout, 0, Counter[tuple[int, int]]()
+        for (rows, columns, is_expert), num in layer_matrices(self.trained_shape).items():
+            size, gram = self._matrix_bytes(rows, columns)
+            if divides_matrices(self.traits, layout, is_expert=is_expert):
+                most = max(most, 2 * size + 2 * gram, 3 * size)
+            else:
+                whole[rows, columns] += -(-num // layout.pipe // (layout.fsdp_size if is_expert else 1))
+        for (rows, columns), num in whole.items():
+            size, gram = self._matrix_bytes(rows, columns)
+            most = max(most, min(num, max(1, BUCKET_BYTES // size)) * (2 * size + 2 * gram))
+        return most
+
+    def _matrix_bytes(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the bytes of a matrix, and of its Gram matrix."""
+        return self.width * rows * columns, self.width * min(rows, columns) ** 2
 
     @property
     def tensor(self) -> int:
@@ -257,14 +284,34 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
     )
 
 
-def num_layer_matrices(shape: ModelShape) -> int:
-    """Return the number of parameters in matrices that optimizers treat as those of layers."""
-    runs = equal_layers(shape, 0, shape.num_layers)
-    counted = [(stop - start, layer_template(shape, start)) for start, stop in runs]
-    return sum(
-        num * sum(spec.numel for spec in specs if _is_layer_matrix(spec))
-        for num, specs in (*counted, (1, other_tensors(shape)))
-    )
+@lru_cache(maxsize=256)
+def layer_matrices(shape: ModelShape) -> Counter[tuple[int, int, bool]]:
+    """Return how many matrices a model has that optimizers treat as those of layers.
+
+    By rows, columns, and whether they are those of an expert.
+    """
+    counted: Counter[tuple[int, int, bool]] = Counter()
+    runs = [
+        (stop - start, layer_template(shape, start))
+        for start, stop in equal_layers(shape, 0, shape.num_layers)
+    ]
+    for num, specs in (*runs, (1, other_tensors(shape))):
+        for spec in filter(_is_layer_matrix, specs):
+            rows, columns = spec.shape[-2:]
+            counted[rows, columns, spec.num_experts > 1] += num * spec.num_experts
+    return counted
+
+
+def num_in_matrices(shape: ModelShape) -> int:
+    """Return the number of parameters in these matrices."""
+    return sum(num * rows * columns for (rows, columns, _), num in layer_matrices(shape).items())
+
+
+def divides_matrices(traits: BackendTraits, layout: Layout, *, is_expert: bool) -> bool:
+    """Return whether ranks update parts of the matrices of layers. FSDP leaves those of an expert whole."""
+    if traits.shards_weights:
+        return layout.fsdp_size > 1 and not is_expert
+    return layout.world > layout.pipe
 
 
 def _is_layer_matrix(spec: TensorSpec) -> bool:

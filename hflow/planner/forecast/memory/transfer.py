@@ -13,7 +13,7 @@ from functools import lru_cache
 from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.memory.parts import Items, item
-from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank, num_layer_matrices
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank, num_in_matrices
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.optimizers import states_of
@@ -152,7 +152,7 @@ def save_checkpoint(rank: Rank) -> Items:
 
 def saved_state_bytes(config: ModelConfig, shape: ModelShape) -> int:
     """Return the bytes of a sharded checkpoint of a shape (`training/sharded_checkpoint.py`)."""
-    matrices = num_layer_matrices(shape)
+    matrices = num_in_matrices(shape)
     others = num_parameters(shape) - matrices
     return _saved_entry(config, True) * matrices + _saved_entry(config, False) * others
 

@@ -18,6 +18,27 @@ NUM_ITERATIONS = 5
 EPS = 1e-7
 
 
+def orthogonalize(x: Tensor) -> Tensor:
+    """Return matrices with singular values near 1 and the singular vectors of the given ones.
+
+    Newton-Schulz iterations (Jordan et al. 2024): five of `x = a x + b (x x^T) x + c (x x^T)^2 x`, from x
+    divided by its Frobenius norm. In exact arithmetic they map singular values that are at least 0.003 of the
+    norm to between 0.68 and 1.13.
+
+    Args:
+        x: `[matrices, rows, columns]`. It is overwritten.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=EPS))
+    for _ in range(NUM_ITERATIONS):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
 class GroupMuon(BaseOptimizer):
     """Muon (Jordan et al. 2024) for matrices of layers, and AdamW for other weights.
 
@@ -53,6 +74,8 @@ class GroupMuon(BaseOptimizer):
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._momentum, self._nesterov = momentum, nesterov
 
+    whole_update = staticmethod(orthogonalize)  # no other frame shall hold the matrices meanwhile
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """Replace the gradient of each matrix by the direction of its update, in place."""
@@ -67,11 +90,6 @@ class GroupMuon(BaseOptimizer):
                 torch._foreach_lerp_(gradients, averages, self._momentum)
             else:
                 torch._foreach_copy_(gradients, averages)
-
-    @staticmethod
-    def whole_update(matrices: Tensor) -> Tensor:
-        """Return the updates of whole matrices `[matrices, rows, columns]`, but for `scale`."""
-        return orthogonalize(matrices)
 
     @staticmethod
     def scale(rows: int, columns: int) -> float:
@@ -98,24 +116,3 @@ class GroupMuon(BaseOptimizer):
 
     def _moments_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         return self._state(weight, "exp_avg", "exp_avg_sq")
-
-
-def orthogonalize(x: Tensor) -> Tensor:
-    """Return matrices with singular values near 1 and the singular vectors of the given ones.
-
-    Newton-Schulz iterations (Jordan et al. 2024): five of `x = a x + b (x x^T) x + c (x x^T)^2 x`, from x
-    divided by its Frobenius norm. In exact arithmetic they map singular values that are at least 0.003 of the
-    norm to between 0.68 and 1.13.
-
-    Args:
-        x: `[matrices, rows, columns]`. It is overwritten.
-    """
-    a, b, c = COEFFICIENTS
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=EPS))
-    for _ in range(NUM_ITERATIONS):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
