@@ -23,7 +23,7 @@ LOSSES = {
     "vespo": "not translated: a `@train` body in the recipe",
 }
 """Value of `loss_type` -> hflow's node, in words."""
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -221,7 +221,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("adam_beta2", "models.actor.optim.betas"),
         same("adam_epsilon", "models.actor.optim.eps"),
         same("max_grad_norm", "models.actor.optim.clip_grad"),
-        same("optim", "models.actor.optim.name", "AdamW only"),
+        same("optim", "models.actor.optim.name", "AdamW and `sgd`"),
         same("lr_scheduler_type", "models.actor.optim.schedule", "`constant` is the default here"),
         same(
             "warmup_steps", "models.actor.optim.warmup_steps", "TRL begins at 0, hflow at `lr / warmup_steps`"
@@ -654,13 +654,18 @@ def _optimizer_settings(given: Given, draft: RecipeDraft, total: int | None) -> 
     names = {
         "lr": "learning_rate",
         "weight_decay": "weight_decay",
-        "eps": "adam_epsilon",
         "clip_grad": "max_grad_norm",
     }
     for name, key in names.items():
         draft.set(f"{ours}.{name}", given.number(key))
-    draft.set(f"{ours}.betas", [given.number("adam_beta1"), given.number("adam_beta2")])
-    given.choice("optim", _ADAMW, "AdamW is written; see models.NAME.optim.name")
+    optimizer = _OPTIMIZERS[
+        given.choice("optim", _OPTIMIZERS, "AdamW is written; see models.NAME.optim.name")
+    ]
+    if optimizer == "adamw":
+        draft.set(f"{ours}.eps", given.number("adam_epsilon"))
+        draft.set(f"{ours}.betas", [given.number("adam_beta1"), given.number("adam_beta2")])
+    else:
+        draft.set(f"{ours}.name", optimizer)
     note = "linear is written; see models.NAME.optim.schedule"
     kind = given.choice("lr_scheduler_type", _SCHEDULES, note)
     draft.set(f"{ours}.schedule", _SCHEDULES[kind])

@@ -102,7 +102,7 @@ def _optimizer(part: str, model: str) -> list[Row]:
     """Return the rows of the optimizer of `actor_rollout_ref.actor` or `critic`."""
     ours, key = f"models.{model}.optim", f"{part}.optim"
     return [
-        same(f"{key}.optimizer", f"{ours}.name", "AdamW only"),
+        same(f"{key}.optimizer", f"{ours}.name", "AdamW and SGD; see [optimizers](../optimizers.md)"),
         same(f"{key}.lr", f"{ours}.lr"),
         same(f"{key}.weight_decay", f"{ours}.weight_decay", "vectors have none here"),
         same(f"{key}.betas", f"{ours}.betas"),
@@ -119,7 +119,7 @@ def _optimizer(part: str, model: str) -> list[Row]:
         missing(f"{key}.num_cycles", "half a cosine"),
         automatic(f"{key}.total_training_steps", "from `steps`"),
         automatic(f"{key}.zero_indexed_step", "see `lr_warmup_steps`"),
-        missing(f"{key}.optimizer_impl", "AdamW of hflow's backends"),
+        missing(f"{key}.optimizer_impl", "the optimizers of hflow"),
         missing(f"{key}.warmup_style", "the old name of `lr_scheduler_type`"),
         missing(f"{key}.override_optimizer_config"),
     ]
@@ -1067,10 +1067,14 @@ def _actor_settings(given: Given, draft: RecipeDraft) -> None:
 
 
 def _optimizer_settings(given: Given, draft: RecipeDraft, key: str, ours: str, updates: int) -> None:
-    given.choice(f"{key}.optimizer", ("AdamW",), "AdamW is written; see models.NAME.optim.name")
+    note = "AdamW is written; see models.NAME.optim.name"
+    is_sgd = given.choice(f"{key}.optimizer", ("AdamW", "SGD"), note) == "SGD"
     for name in ("lr", "weight_decay", "clip_grad"):
         draft.set(f"{ours}.{name}", given.number(f"{key}.{name}"))
-    draft.set(f"{ours}.betas", list(given.value(f"{key}.betas")))
+    if is_sgd:
+        draft.set(f"{ours}.name", "sgd")
+    else:
+        draft.set(f"{ours}.betas", list(given.value(f"{key}.betas")))
     note = "constant is written; see models.NAME.optim.schedule"
     schedule = given.choice(f"{key}.lr_scheduler_type", ("constant", "cosine"), note)
     draft.set(f"{ours}.schedule", schedule)

@@ -49,7 +49,7 @@ BORDERS = {
     ),
     "optimizer": (
         "(?i)adamw",
-        "training/optimizers/adamw/",
+        "training/optimizers/adamw",
         {
             "planner/plan/optimizers.py": "the registry",
             "config/schema.py": "the default",

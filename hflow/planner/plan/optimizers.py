@@ -20,7 +20,7 @@ _FOLDER = "hflow.training.optimizers"
 OPTIMIZERS = Registry(
     "optimizer",
     "hflow.optimizers",
-    {name: f"{_FOLDER}.{name}.descriptor:OPTIMIZER" for name in ("adamw", "muon", "sgd")},
+    {name: f"{_FOLDER}.{name}.descriptor:OPTIMIZER" for name in ("adamw", "adamw_bf16", "muon", "sgd")},
 )
 """The optimizers, each with its descriptor."""
 
@@ -51,6 +51,8 @@ class OptimizerTraits:
     """Memory traffic of a step per weight, with the gradient's norm and clipping, in bytes."""
     options: tuple[str, ...] = ()
     """The names in `OPTIONS` that it has. Others are refused."""
+    buffer_bytes: int = 0
+    """Memory for each entry of the largest weight while its update is computed, in bytes."""
     needs_whole_matrix: bool = False
     """Whether updates of matrices of layers depend on each matrix as a whole (`MatrixOptimizer`)."""
 

@@ -185,9 +185,9 @@ class _Step:
         return activations.kept_by_layers(self.rank, self.batch, num_layers, self.layer)
 
     def optimizer_step(self) -> Items:
-        """Return the gradients, and what updates of whole matrices need: the rest of the step is in place."""
-        matrices = item(MemoryCategory.BUFFERS, self.rank.matrix_buffers, "updates of matrices")
-        return _gradients(self.all_gradients) + matrices
+        """Return the gradients, and what updates need that are not in place."""
+        updates = item(MemoryCategory.BUFFERS, self.rank.update_buffers, "updates of weights")
+        return _gradients(self.all_gradients) + updates
 
 
 class _SingleRankStep(_Step):

@@ -75,8 +75,8 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
     step = FP32_BYTES * rank.optimizer_share(1, 1)
-    matrices = item(MemoryCategory.BUFFERS, rank.matrix_buffers, "updates of matrices")
-    yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers") + matrices
+    updates = item(MemoryCategory.BUFFERS, rank.update_buffers, "updates of weights")
+    yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers") + updates
 
 
 def _head(rank: Rank, batch: MicroBatch) -> Items:

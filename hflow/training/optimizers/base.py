@@ -41,9 +41,9 @@ class BaseOptimizer(torch.optim.AdamW, abc.ABC):
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Return a weight's states, as `GroupOptimizer.states_of`."""
 
-    def _state(self, weight: Tensor, *names: str) -> tuple[Tensor, ...]:
-        """Return states of a weight in fp32; at first zeros."""
+    def _state(self, weight: Tensor, *names: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+        """Return states of a weight; at first zeros."""
         state = self.state[weight]
         if not state:
-            state.update({name: torch.zeros_like(weight) for name in names})
+            state.update({name: torch.zeros_like(weight, dtype=dtype) for name in names})
         return tuple(state[name] for name in names)

@@ -22,6 +22,7 @@ from hflow.shapes.model_shape import (
     equal_layers,
     layer_template,
     other_tensors,
+    tensors,
 )
 from hflow.shapes.vision_shape import tower_block
 from hflow.types.kernels import AttentionKernel, packed_kernel
@@ -106,15 +107,23 @@ class Rank:
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
 
     @cached_property
-    def matrix_buffers(self) -> int:
-        """Bytes beside the gradients while an optimizer computes updates of whole matrices.
+    def update_buffers(self) -> int:
+        """Bytes beside the gradients and states while an optimizer computes updates."""
+        optimizer = optimizer_traits(self.config.optim.name)
+        if optimizer.needs_whole_matrix:
+            return self._matrix_buffers()
+        largest = max(spec.numel for spec in tensors(self.trained_shape)) if optimizer.buffer_bytes else 0
+        layout = self.replica.layout
+        num_parts = layout.fsdp_size if self.traits.shards_weights else layout.num_copies * layout.tensor
+        return optimizer.buffer_bytes * -(-largest // num_parts)
+
+    def _matrix_buffers(self) -> int:
+        """Return the bytes beside the gradients while updates of whole matrices are computed.
 
         Matrices that a rank has whole are computed together where they have one size, up to `BUCKET_BYTES`:
         given and new ones, and two products of the size of a Gram matrix. Of others the parts that arrive or
         are sent back exist beside each (`training/optimizers/whole_matrices.py`).
         """
-        if not optimizer_traits(self.config.optim.name).needs_whole_matrix:
-            return 0
         layout, most, whole = self.replica.layout, 0, Counter[tuple[int, int]]()
         for (rows, columns, is_expert), num in layer_matrices(self.trained_shape).items():
             size, gram = self._matrix_bytes(rows, columns)
