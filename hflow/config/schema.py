@@ -202,7 +202,7 @@ class ModelConfig:
     turns. null: the plan decides."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
-    CUDA and fp32 on CPUs. An optimizer's weights and moments are fp32."""
+    CUDA and fp32 on CPUs. An optimizer's weights are fp32."""
     tokens_per_microbatch: Int = Field(default=16384, ge=1)
     """Maximum number of packed tokens in one forward pass. It does not change any result. null: the plan
     decides, from 16,384 on."""
@@ -226,7 +226,7 @@ class ModelConfig:
     weights as well. It does not change any result. null: the plan decides, `none` if it fits."""
     save_optimizer: StrictBool = True
     """Save the optimizer state of a trained model with its checkpoints, in `shards/` beside the Hugging Face
-    files. It takes 12 bytes per parameter. Every rank writes its part, so all machines must share `out`."""
+    files. It takes 4 bytes per parameter and the states, 12 with AdamW. Every rank writes its part, so all machines must share `out`."""
     resume: StrictBool = False
     """Load weights and optimizer state from `shards/` in `path`. The layout and backend may differ from those
     that saved it."""

@@ -88,6 +88,7 @@ VERL_CASES: list[dict[str, Any]] = [
     {**GRPO, f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "ppo_clip"},
     {"trainer.total_epochs": 3, "critic.optim.lr_scheduler_type": "cosine", "critic.optim.min_lr_ratio": 0.1},
     {"critic.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 100},
+    {"critic.optim.optimizer": "SGD"},
 ]
 TRL_BASE = {"model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct", "dataset_name": "a/b", "max_steps": 20}
 TRL_CASES: list[dict[str, Any]] = [
@@ -435,6 +436,17 @@ def test_every_configuration_of_trl_is_accepted(case: int, tmp_path: Path, hflow
     hflow.prints("translate", source, tmp_path / "mine", "--cluster", "h100-1x8")
     small = [key for key in SMALL if "layout" not in key]
     hflow.prints("check", tmp_path / "mine" / "given.py", *small)
+
+
+def test_optimizers_have_their_names() -> None:
+    for peer, values, model in (
+        (TRL, {**TRL_BASE, "optim": "sgd", "learning_rate": 0.1}, "actor"),
+        (VERL, {"critic.optim.optimizer": "SGD", "critic.optim.lr": 0.1}, "critic"),
+    ):
+        settings = translated(peer, values)[0].settings
+        key = f"models.{model}.optim"
+        assert (settings[f"{key}.name"], settings[f"{key}.lr"]) == ("sgd", 0.1)
+        assert f"{key}.betas" not in settings
 
 
 def test_what_is_left_is_printed_by_kind(tmp_path: Path, hflow: CommandLine) -> None:
