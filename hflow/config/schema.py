@@ -226,7 +226,8 @@ class ModelConfig:
     weights as well. It does not change any result. null: the plan decides, `none` if it fits."""
     save_optimizer: StrictBool = True
     """Save the optimizer state of a trained model with its checkpoints, in `shards/` beside the Hugging Face
-    files. It takes 4 bytes per parameter and the states, 12 with AdamW. Every rank writes its part, so all machines must share `out`."""
+    files. It takes 4 bytes per parameter and the states, 12 with AdamW. Every rank writes its part, so all
+    machines must share `out`."""
     resume: StrictBool = False
     """Load weights and optimizer state from `shards/` in `path`. The layout and backend may differ from those
     that saved it."""

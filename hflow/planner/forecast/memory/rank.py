@@ -295,7 +295,7 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
 
 @lru_cache(maxsize=256)
 def layer_matrices(shape: ModelShape) -> Counter[tuple[int, int, bool]]:
-    """Return how many matrices a model has that optimizers treat as those of layers.
+    """Return the number of matrices that optimizers treat as those of layers.
 
     By rows, columns, and whether they are those of an expert.
     """
