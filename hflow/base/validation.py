@@ -79,7 +79,7 @@ _CLIP = Counterpart("nodes.NODE.clip")
 _CLIP_HIGH = Counterpart("nodes.NODE.clip_high")
 
 COUNTERPARTS: Mapping[str, Counterpart] = {
-    "adam_offload": Counterpart("models.NAME.offload", "true is optimizer"),
+    "adam_offload": Counterpart("models.NAME.optim.name", "true is adamw_cpu"),
     "beta": _KL,
     "clip_ratio": _CLIP,
     "clip_ratio_high": _CLIP_HIGH,

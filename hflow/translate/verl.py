@@ -183,7 +183,7 @@ def _engine(part: str, model: str) -> list[Row]:
         automatic(f"{part}.pad_to_length*", _PACKED),
         automatic(f"{part}.entropy_*", _MEMORY),
         automatic(f"{part}.seed", "`seed` of the run"),
-        missing(f"{part}.offload_policy", "optimizer steps are on the device"),
+        missing(f"{part}.offload_policy", "`adamw_cpu` steps on the CPU: [optimizers](../optimizers.md)"),
         missing(f"{part}.model_dtype", "weights of an optimizer are fp32"),
         manual(f"{part}.use_torch_compile", "`models.NAME.compile` compiles the decoder layers"),
         manual(f"{part}.full_determinism", "`deterministic=true`"),

@@ -177,7 +177,7 @@ def torch_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any, An
     def kept() -> dict[str, int]:
         optimizer = model._optimizer
         assert optimizer is not None
-        states = [num_bytes(list(optimizer.states_of(weight))) for weight in optimizer._weights]
+        states = [num_bytes(list(optimizer.states_of(weight, 2))) for weight in optimizer._weights]
         return {"weights": num_bytes(optimizer._shards), "gradients": 0, "optimizer": sum(states)}
 
     return model, kept

@@ -83,6 +83,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/gradient_norm.py": EVERYTHING,
     "training/optimizers/adamw/optimizer.py": EVERYTHING,
     "training/optimizers/adamw_bf16/optimizer.py": EVERYTHING,
+    "training/optimizers/adamw_cpu/optimizer.py": EVERYTHING,
     "training/optimizers/base.py": EVERYTHING,
     "training/optimizers/muon/optimizer.py": EVERYTHING,
     "training/optimizers/sgd/optimizer.py": EVERYTHING,

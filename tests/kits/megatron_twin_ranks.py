@@ -156,7 +156,7 @@ def train_alone(path: Path) -> None:
     nothing = twins.batch().with_columns({"loss_mask": mask})
     metrics = backend.train(call, [TrainShard((nothing, nothing.take([])))], 3)
     assert backend._optimizer is not None
-    first, _ = backend._optimizer._parts[0].state_dict()["optimizer"]["param_groups"]
+    first, *_ = backend._optimizer._parts[0].state_dict()["optimizer"]["param_groups"]
     is_same = all(torch.equal(weights[name], x) for name, x in backend.weights())
     torch.save((metrics, first["step"], is_same), path / "nothing.pt")
 

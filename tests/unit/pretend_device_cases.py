@@ -29,6 +29,7 @@ from hflow.shapes.architectures import read_shape
 from hflow.training.interface import TrainShard
 from hflow.training.loop.inputs import pack_batch, prepare_batch
 from hflow.training.loop.metrics import MetricAccumulator
+from hflow.training.optimizers.adamw_cpu import optimizer as cpu_steps
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
 from hflow.types.kernels import AttentionKernel
@@ -171,6 +172,35 @@ def test_a_train_step_is_that_of_the_cpu_and_waits_once_per_update(device, name)
         torch.testing.assert_close(weights[key].cpu(), tensor, atol=1e-5, rtol=0)
     num_updates = kit.CALLS[name].options.get("epochs", 1)
     assert syncs == {"item": num_updates, "copy to the host": 1}  # norms of gradients; metrics
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_optimizers_step_as_on_the_cpu_and_wait_for_nothing(device, name):
+    optim = dataclasses.replace(kit.SETTINGS.optim, name=name, eps=1e-3 if name != "sgd" else 1e-8)
+    here, wanted, _ = trained("cpu", "mask", optim=optim)
+    there, got, syncs = trained(device, "mask", optim=optim)
+    assert got == pytest.approx(wanted, abs=1e-4)
+    weights = kit.weights(there)
+    for key, tensor in here.weights():
+        torch.testing.assert_close(weights[key].cpu(), tensor, atol=1e-5, rtol=0)
+    assert syncs == {"item": kit.CALLS["mask"].options.get("epochs", 1), "copy to the host": 1}
+
+
+def test_adamw_steps_on_the_host_beside_the_copies(device, monkeypatch):
+    """With copies as late as they may be, in chunks; states are pinned, and saved."""
+    monkeypatch.setattr(cpu_steps, "CHUNK", 100)
+    here, wanted, _ = trained("cpu", "mask")
+    optim = dataclasses.replace(kit.SETTINGS.optim, name="adamw_cpu")
+    with pretend_device.deferred():
+        there, got, _ = trained(device, "mask", optim=optim)
+    assert got == pytest.approx(wanted, abs=1e-4)
+    weights = kit.weights(there)
+    for key, tensor in here.weights():
+        torch.testing.assert_close(weights[key].cpu(), tensor, atol=1e-5, rtol=0)
+    states = [x for state in there._optimizer._optimizer.state.values() for x in state.values()]
+    assert states
+    assert all(x.device.type == "cpu" and pretend_device._is_pinned(x) for x in states)
+    assert there._optimizer.states() == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ import torch_kit as kit
 
 from hflow.base.errors import BackendError, ConfigError
 from hflow.config.schema import OptimConfig, WeightGroupConfig
+from hflow.planner.forecast.memory import offload
 from hflow.planner.forecast.memory.transfer import saved_state_bytes
 from hflow.planner.plan.optimizers import check_groups, check_options, is_layer_matrix
 from hflow.training.fsdp.memory import model_state
 from hflow.training.optimizers.adamw_bf16.optimizer import GroupAdamWBf16, round_stochastically
+from hflow.training.optimizers.adamw_cpu.optimizer import CHUNK, NUM_BUFFERS
 from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
 from hflow.training.optimizers.sgd.optimizer import GroupSGD
 from hflow.training.optimizers.whole_matrices import WholeMatrices
@@ -275,6 +277,7 @@ PLANNED = {
     "sgd with momentum": {"name": "sgd", "momentum": 0.9},
     "muon": {"name": "muon"},
     "adamw_bf16": {"name": "adamw_bf16"},
+    "adamw_cpu": {"name": "adamw_cpu"},
 }
 
 
@@ -296,6 +299,20 @@ def test_planned_states_are_those_that_are_allocated(name, architecture, tmp_pat
     )
     assert saved_state_bytes(planned.config, planned.shape) == saved
     assert sum(backend._trained_model().saved_sizes()) == saved
+
+
+def test_states_on_the_host_are_planned_there():
+    asked = {"optim": OptimConfig(name="adamw_cpu"), "on_cpu": False}
+    one, usual = memory_kit.rank(**asked), memory_kit.rank(on_cpu=False)
+    state = model_state(one)
+    num = 160_832
+    for use in ("nothing", "weights", "everything"):
+        assert memory_kit.named(offload.on_device(one, state, use)) == {"weights": 4 * num}
+    buffers = 2 * NUM_BUFFERS * CHUNK * 4
+    assert offload.in_host_memory(one).total() == 8 * num + buffers
+    assert offload.moved_bytes(one, "everything", changes=True) == 0
+    assert "optimizer" in memory_kit.named(offload.on_device(usual, state, "everything"))
+    assert not offload.in_host_memory(usual)
 
 
 def test_planned_buffers_of_bf16_moments_are_those_that_are_allocated():

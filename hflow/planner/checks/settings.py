@@ -69,6 +69,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
         _check_lora(graph, name, request)
         if name in trained_models(graph):
             _check_optimizer(name, request)
+            _check_host_steps(name, config)
         _check_offload(graph, name, config)
         _check_compile(name, config)
     for stream in root_streams(graph):
@@ -91,6 +92,24 @@ def _check_optimizer(name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"models.{name}.optim.name is {config.optim.name}, which is for matrices of layers, but none of "
             f"{name} is trained; set models.{name}.optim.name={OPTIMIZERS.default}"
+        )
+
+
+def _check_host_steps(name: str, config: ModelConfig) -> None:
+    """Raise if an optimizer that steps on the host has another backend than torch, or is to be offloaded."""
+    if not optimizer_traits(config.optim.name).is_on_host:
+        return
+    key = f"models.{name}"
+    if not traits(config.backend).shards_weights:
+        raise PlanError(
+            f"{key}.optim.name is {config.optim.name}, which updates shards of the torch backend, but "
+            f"{key}.backend is {config.backend}; set {key}.offload=optimizer with {key}.optim.name="
+            f"{OPTIMIZERS.default} in its place"
+        )
+    if config.offload == "optimizer":
+        raise PlanError(
+            f"{key}.offload is optimizer, but {config.optim.name} has its states in host memory already; "
+            f"remove {key}.offload"
         )
 
 

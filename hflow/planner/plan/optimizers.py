@@ -17,10 +17,9 @@ from hflow.base.registry import Registry
 from hflow.config.schema import OptimConfig, WeightGroupConfig
 
 _FOLDER = "hflow.training.optimizers"
+_OWN = ("adamw", "adamw_bf16", "adamw_cpu", "muon", "sgd")
 OPTIMIZERS = Registry(
-    "optimizer",
-    "hflow.optimizers",
-    {name: f"{_FOLDER}.{name}.descriptor:OPTIMIZER" for name in ("adamw", "adamw_bf16", "muon", "sgd")},
+    "optimizer", "hflow.optimizers", {name: f"{_FOLDER}.{name}.descriptor:OPTIMIZER" for name in _OWN}
 )
 """The optimizers, each with its descriptor."""
 
@@ -53,6 +52,8 @@ class OptimizerTraits:
     """The names in `OPTIONS` that it has. Others are refused."""
     buffer_bytes: int = 0
     """Memory for each entry of the largest weight while its update is computed, in bytes."""
+    is_on_host: bool = False
+    """Whether states are in the memory of a GPU's host, which computes the steps."""
     needs_whole_matrix: bool = False
     """Whether updates of matrices of layers depend on each matrix as a whole (`MatrixOptimizer`)."""
 

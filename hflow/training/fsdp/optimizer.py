@@ -93,8 +93,9 @@ class TorchOptimizer(StepOptimizer):
         return tuple(state.detach() for state in self._optimizer.states_of(self._shard_of[weight]))
 
     def states(self) -> list[Tensor]:
-        """Return the state of all shards."""
-        return [value for state in self._optimizer.state.values() for value in state.values()]
+        """Return the state of all shards, if it is on their device."""
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        return [value for value in states if value.device == self._shards[0].device]
 
     @override
     def _param_groups(self) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from hflow.base.devices import is_gpu
+from hflow.planner.forecast.cost.collectives import send
 from hflow.planner.forecast.cost.flops import Work, stage_parameters
 from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.rank_collectives import (
@@ -43,6 +45,11 @@ from hflow.shapes.layout import stage_layers
 
 NEWTON_SCHULZ = 5
 """Iterations for a matrix, each with three products (`training/optimizers/muon/optimizer.py`)."""
+NORM_BYTES, COPIED_BYTES = 12, 12
+"""Bytes for each weight: memory traffic of the gradient's norm and clipping, and what is copied between a GPU
+and its host where that steps, which is a weight with its gradient, and the new weight."""
+HOST_GB_PER_S = 200.0
+"""Memory bandwidth of the host of a GPU machine that an optimizer reaches, an assumption."""
 LERP_BYTES = 12
 """Memory traffic of an update node per weight: two are read, one is written."""
 
@@ -279,14 +286,29 @@ def _visible(replica: ReplicaCosts, seconds: float, computing: float) -> float:
 def _optimizer_step(replica: ReplicaCosts) -> list[Part]:
     norm = gradient_norm(replica).link_time(replica)
     shared = total_time(shared_gradients(replica), replica)
-    step_bytes = optimizer_traits(replica.config.optim.name).step_bytes
-    stepping = local_weights(replica) * step_bytes / replica.rates.stream
     return [
         shared.part("shared gradients"),
         norm.part("gradient norm"),
-        Part("optimizer", stepping, MEMORY),
+        *_stepping(replica),
         *_matrix_updates(replica),
     ]
+
+
+def _stepping(replica: ReplicaCosts) -> list[Part]:
+    """Return the seconds of reading and writing weights, gradients and states.
+
+    On the host of a GPU, weights and gradients are copied there, and weights back, while the host computes:
+    the longer of both counts. The GPUs of a machine share the host's memory.
+    """
+    optimizer, num = optimizer_traits(replica.config.optim.name), local_weights(replica)
+    hardware = replica.hardware
+    if not optimizer.is_on_host or not is_gpu(hardware.device.type):
+        return [Part("optimizer", num * optimizer.step_bytes / replica.rates.stream, MEMORY)]
+    on_device = Part("optimizer", num * NORM_BYTES / replica.rates.stream, MEMORY)
+    copies = send(num * COPIED_BYTES, hardware.host, hardware).part("PCIe")
+    on_host = num * (optimizer.step_bytes - NORM_BYTES) * replica.data.per_machine / (HOST_GB_PER_S * 1e9)
+    stepping = Part("optimizer on the host", on_host, MEMORY)
+    return [on_device, max(stepping, copies, key=lambda part: part.seconds)]
 
 
 def _matrix_updates(replica: ReplicaCosts) -> Iterator[Part]:
