@@ -52,6 +52,7 @@ BORDERS = {
         "training/optimizers/adamw",
         {
             "planner/plan/optimizers.py": "the registry",
+            "base/validation.py": "a key of another library, which means the same",
             "config/schema.py": "the default",
             "training/optimizers/base.py": "megatron takes no other classes",
             "training/optimizers/muon/descriptor.py": "it updates what Muon does not",

@@ -110,7 +110,6 @@ class WholeMatrices:
         scale: Callable[[int, int], float],
         dtype: torch.dtype,
     ) -> None:
-        assert self._group is not None, "one rank holds whole matrices"
         mine, device = turn.matrices[self._rank], next(iter(self._blocks)).device
 
         def flat(size: int) -> Tensor:
@@ -199,8 +198,11 @@ def _concatenate(parts: Sequence[tuple[Box, Tensor]], dtype: torch.dtype, device
     return flat
 
 
-def _exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:
+def _exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup | None) -> None:
     """Send a tensor to each rank, and receive one from each; empty ones are not sent."""
+    if group is None:  # the rank has all parts of a matrix, but not in one piece
+        received[0].copy_(sent[0])
+        return
     if dist.get_backend(group) != "gloo":
         dist.all_to_all(received, sent, group=group)
         return
