@@ -24,7 +24,7 @@ SECTIONS = {
     "ScheduleConfig": "schedule",
     "ModelConfig": "models.NAME",
     "OptimConfig": "models.NAME.optim",
-    "WeightGroupConfig": "models.NAME.optim.groups[N]",
+    "WeightGroupConfig": "models.NAME.optim.groups",
     "GenConfig": "models.NAME.gen",
     "ImagesConfig": "models.NAME.images",
     "LoraConfig": "models.NAME.lora",
