@@ -351,7 +351,7 @@ def test_tokens_can_be_read_while_a_request_runs(subject: Subject) -> None:
     subject.load(3)
     engine = subject.engine
     for number, prompt in enumerate(PROMPTS[:2]):
-        engine.add(number, prompt, SamplingParams(max_tokens=40, seed=number))
+        engine.add(number, prompt, SamplingParams(max_tokens=400, seed=number))
     seen: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {0: ((), ()), 1: ((), ())}
     results: dict[int, GenerationResult] = {}
     while engine.num_unfinished:
@@ -385,6 +385,7 @@ def test_each_token_has_the_version_that_drew_it(subject: Subject) -> None:
     """An update while requests run keeps their tokens, and drops what older weights have cached."""
     old = subject.load(3)
     first = subject.version
+    reference(subject.architecture, 11)  # building it takes longer than these requests
     ids = subject.add(PROMPTS[:5], [SamplingParams(max_tokens=1900, seed=7)] * 5)
     assert subject.run_for(10) == {}
     new = subject.load(11)
@@ -447,6 +448,7 @@ def test_recorded_experts_are_those_of_the_models_routers(recording: Subject) ->
 def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recording: Subject) -> None:
     old = recording.load(3)
     first = recording.version
+    reference(recording.architecture, 11)  # building it takes longer than these requests
     params = SamplingParams(max_tokens=1900, seed=7, record=(ROUTED_EXPERTS,))
     ids = recording.add(PROMPTS[:5], [params] * 5)
     assert recording.run_for(10) == {}
