@@ -12,6 +12,7 @@ from hflow.base.errors import ConfigError
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import COUNTERPARTS
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
+from hflow.config.schema import ImagesConfig
 from hflow.dsl import load_recipe, overridable_keys
 from hflow.launch.planning.request import _LATER_KEYS, _settings
 
@@ -484,3 +485,9 @@ def test_keys_that_came_later_leave_the_settings_of_earlier_plans_as_they_were()
         assert all(flat[key] == default and key not in settings for key in keys)
     changed = _settings(load_config(GRPO, ["models.actor.freeze=vision", "models.actor.zero_stage=2"]))
     assert changed == {**settings, "models.actor.freeze": "vision", "models.actor.zero_stage": 2}
+
+
+def test_limits_of_images_are_taken_one_by_one() -> None:
+    """A model that starts from another has its own limits, and the other's where it has none."""
+    own, other = ImagesConfig(min_pixels=16), ImagesConfig(min_pixels=4, max_pixels=64)
+    assert own.over(other) == ImagesConfig(min_pixels=16, max_pixels=64)
