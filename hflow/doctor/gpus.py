@@ -21,7 +21,14 @@ from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS
-from hflow.types.kernels import TE_PACKAGE, flash_attn_version, installed_transformer_engine
+from hflow.types.kernels import (
+    FLASH_ATTN_3_INSTALL,
+    HOPPER,
+    TE_PACKAGE,
+    AttentionKernel,
+    flash_versions,
+    installed_transformer_engine,
+)
 from hflow.workers.process_setup import socket_cores
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
@@ -29,7 +36,7 @@ from hflow.workers.real_devices import (
     capability_of,
     cuda_problem,
     expandable_segments,
-    flash_attn_problem,
+    flash_problems,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ MIN_SHARED_GIB = 8
 
 Result = TypeVar("Result")
 
-_ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
+_ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall the latter"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
 _FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
 """What a package may raise that was built for others, or that has other interfaces."""
@@ -230,7 +237,7 @@ def _check_torch(gpus: Sequence[Gpu]) -> Finding:
 
 
 def _check_kernels(wanted: int) -> Iterator[Finding]:
-    """Check that torch and flash-attn have kernels for the first GPUs."""
+    """Check that torch and packages with attention kernels can compute on the first GPUs."""
     import torch
 
     if cuda_problem():
@@ -238,11 +245,21 @@ def _check_kernels(wanted: int) -> Iterator[Finding]:
     for index in range(min(wanted, torch.cuda.device_count())):
         device = torch.cuda.get_device_properties(index)
         yield check_capability(index, device.name, capability_of(device))
-    if flash_attn_version() is not None:
-        fix = "install a build of flash-attn for this torch, or uninstall it"
-        problem = flash_attn_problem()
-        detail = problem or f"flash-attn {flash_attn_version()} can be imported"
-        yield Finding("gpu", "flash-attn", not problem, detail, fix)
+    yield from check_flash_packages(torch.cuda.get_device_capability(0))
+
+
+def check_flash_packages(capability: tuple[int, int]) -> Iterator[Finding]:
+    """Check that packages with attention kernels can be imported, and name the one that Hopper GPUs lack."""
+    problems = flash_problems()
+    for kernel, version in flash_versions().items():
+        detail = problems.get(kernel, f"{kernel} {version} can be imported")
+        fix = f"install a build of {kernel} for this torch, or uninstall it"
+        yield Finding("gpu", kernel, kernel not in problems, detail, fix)
+    if capability == HOPPER and AttentionKernel.FLASH_ATTN_3 not in flash_versions():
+        detail = "not installed; attention uses kernels that were made for older GPUs"
+        yield Finding(
+            "gpu", AttentionKernel.FLASH_ATTN_3, False, detail, FLASH_ATTN_3_INSTALL, required=False
+        )
 
 
 def check_capability(index: int, name: str, capability: tuple[int, int]) -> Finding:

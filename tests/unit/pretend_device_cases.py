@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import memory_kit
+import pretend_attention
 import pretend_device
 import pytest
 import torch
@@ -13,11 +14,13 @@ import torch_kit as kit
 from pretend_device import HostSync, host_syncs
 
 from hflow.config.schema import LoraConfig
+from hflow.doctor.attention_check import attention_error
+from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.models import attention_kernels, host_offload
+from hflow.models import attention_kernels, host_offload, packed_attention
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload, activations_in_host_memory
 from hflow.models.settings import ModelSettings
@@ -31,7 +34,7 @@ from hflow.training.loop.inputs import pack_batch, prepare_batch
 from hflow.training.loop.metrics import MetricAccumulator
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
-from hflow.types.kernels import AttentionKernel
+from hflow.types.kernels import FLASH_MODULES, AttentionKernel
 from hflow.weights import incoming
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
@@ -223,6 +226,16 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
     for x, expected in zip(there, wanted, strict=True):
         torch.testing.assert_close(x.grad.cpu(), expected.grad, atol=5e-2, rtol=5e-2)
     assert kernel is AttentionKernel.VARLEN
+
+
+@pytest.mark.parametrize("kernel", FLASH_MODULES)
+def test_packages_are_called_with_their_parameters(device, kernel, monkeypatch):
+    """Forward and backward, as `hflow doctor` compares them with float64."""
+    monkeypatch.setattr(attention_kernels, "_flash_kernel", pretend_attention.stand_in)
+    monkeypatch.setattr(packed_attention, "kernel_of", lambda *_: kernel)
+    error = attention_error(device, torch.bfloat16)
+    assert error.kernel is kernel
+    assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR["bf16"]
 
 
 # ----------------------------------------------------------------------------------------- copies

@@ -45,7 +45,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
 from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
-from hflow.types.kernels import flash_attn_version, installed_transformer_engine
+from hflow.types.kernels import flash_versions, installed_transformer_engine
 
 HardwareKind = Literal["devices", "links", "calibrations"]
 
@@ -275,7 +275,7 @@ def plan_request(
         images=_images(config, graph),
         settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
-        flash_attn=flash_attn_version(),
+        flash_attn=flash_versions(),
         transformer_engine=installed_transformer_engine(),
         warnings=(
             *overruled_architectures(config),

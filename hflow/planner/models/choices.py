@@ -15,7 +15,7 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
 from hflow.planner.plan.traits import ENGINES, is_engine, traits
-from hflow.types.kernels import AttentionKernel, LayerKernels, choose_kernels, packed_kernel, unsupported
+from hflow.types.kernels import LayerKernels, choose_kernels, packed_kernel, unsupported
 
 UNDECIDED = ""
 """The backend of a generation replica whose engine is not chosen yet."""
@@ -94,14 +94,14 @@ def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tupl
 def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
     if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
-    device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
-    kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)
-    if kernel is AttentionKernel.FLASH_ATTN:
-        return AttentionChoice(replica.name, f"{kernel} {request.flash_attn}", f"installed, {dtype}")
-    if kernel is AttentionKernel.VARLEN:
-        return AttentionChoice(replica.name, kernel, f"{dtype}, flash-attn is not installed")
-    why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
-    return AttentionChoice(replica.name, kernel, why)
+    kernel = packed_kernel(
+        request.cluster.device,
+        request.model(replica.model).compute_dtype,
+        request.hardware.device.capability,
+        request.flash_attn,
+        deterministic=request.deterministic,
+    )
+    return AttentionChoice(replica.name, str(kernel), kernel.why)
 
 
 def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[LayerChoice, ...]:

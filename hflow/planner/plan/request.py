@@ -14,7 +14,7 @@ from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import PromptImages, Workload
 from hflow.shapes.model_shape import AdapterShape, ModelShape, adapter_targets
-from hflow.types.kernels import TransformerEngine
+from hflow.types.kernels import AttentionKernel, TransformerEngine
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class PlanRequest:
     """Model -> the engine that a plan file names, where the model's configuration names none."""
     engine_problems: Mapping[str, str] = field(default_factory=dict)
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
-    flash_attn: str | None = None
-    """Version of the package flash-attn on this machine; None if there is none."""
+    flash_attn: Mapping[AttentionKernel, str] = field(default_factory=dict)
+    """Packages with attention kernels on this machine -> version."""
     transformer_engine: TransformerEngine | None = None
     """Transformer Engine on this machine; None if it is not installed."""
     warnings: tuple[str, ...] = ()

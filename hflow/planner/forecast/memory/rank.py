@@ -22,7 +22,7 @@ from hflow.shapes.model_shape import (
     other_tensors,
 )
 from hflow.shapes.vision_shape import tower_block
-from hflow.types.kernels import AttentionKernel, packed_kernel
+from hflow.types.kernels import has_varlen_kernel
 from hflow.types.tensor_slices import numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
@@ -135,9 +135,7 @@ class Rank:
     @property
     def has_varlen_kernel(self) -> bool:
         """Whether attention reads packed sequences directly. Otherwise they are padded in buckets."""
-        device = "cpu" if self.on_cpu else "cuda"
-        kernel = packed_kernel(device, self.config.compute_dtype, has_flash_attn=False)
-        return kernel is not AttentionKernel.SDPA
+        return has_varlen_kernel("cpu" if self.on_cpu else "cuda", self.config.compute_dtype)
 
 
 @dataclass(frozen=True)
