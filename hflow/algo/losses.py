@@ -16,6 +16,7 @@ functions take a whole minibatch. Shapes: T packed tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -322,6 +323,21 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
+def dft_loss(logprobs: Tensor) -> Tensor:
+    """Return the loss of dynamic fine-tuning, `-sg(p) log p`: the cross entropy, weighed by the probability.
+
+    The gradient of the cross entropy is that of a reward of `1 / p`, which unlikely tokens dominate. The
+    weight without gradient (sg) makes it that of a constant reward.
+
+    Args:
+        logprobs: log-probs with gradient.
+
+    Source: Wu et al. 2025, "On the generalization of SFT: a reinforcement learning perspective with reward
+    rectification", the loss of tokens.
+    """
+    return -logprobs.detach().exp() * logprobs
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None, huber_delta: float | None = None
 ) -> Tensor:
@@ -386,6 +402,102 @@ def ipo_loss(log_ratio_gap: Tensor, beta: float) -> Tensor:
     equation 17.
     """
     return (log_ratio_gap - 1 / (2 * beta)).square()
+
+
+def hinge_loss(margin: Tensor) -> Tensor:
+    """Return `max(0, 1 - margin)`, which stops where the margin is 1.
+
+    Source: Zhao et al. 2023, "SLiC-HF", the calibration loss; on log-ratios to a reference as in Liu et al.
+    2023, "Statistical rejection sampling improves preference optimization".
+    """
+    return (1 - margin).relu()
+
+
+def robust_loss(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Return the unbiased estimate of `pairwise_loss` under labels of which a share is wrong: robust DPO.
+
+    `-((1 - s) log sigmoid(margin) - s log sigmoid(-margin)) / (1 - 2 s)`. Its mean over labels that are wrong
+    with probability s is the loss under right ones.
+
+    Args:
+        margin: the margin of the answer that is labelled as chosen.
+        label_smoothing: the probability s that a label is wrong, below 0.5.
+
+    Source: Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback", the
+    loss of rDPO.
+    """
+    right, wrong = pairwise_loss(margin), pairwise_loss(-margin)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
+def exo_loss(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Return the reverse KL from the policy's preference to the labels': EXO on pairs.
+
+    `q log(q / (1 - s)) + (1 - q) log((1 - q) / s)` with `q = sigmoid(margin)`. DPO is the forward KL.
+
+    Args:
+        margin: the margin of the chosen answer over the rejected one.
+        label_smoothing: the probability s that a label is wrong, more than 0.
+
+    Source: Ji et al. 2024, "Towards efficient exact optimization of language model alignment", equation 16.
+    """
+    log_q, log_rest = (torch.nn.functional.logsigmoid(x) for x in (margin, -margin))
+    kl_right = log_q.exp() * (log_q - math.log1p(-label_smoothing))
+    return kl_right + log_rest.exp() * (log_rest - math.log(label_smoothing))
+
+
+def nca_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return the loss of noise contrastive alignment on pairs, which also keeps the chosen answer likely.
+
+    `-log sigmoid(c) - (log sigmoid(-c) + log sigmoid(-r)) / 2`.
+
+    Args:
+        chosen: c, beta times the log-ratio to the reference of the chosen answer.
+        rejected: r, that of the rejected one.
+
+    Source: Chen et al. 2024, "Noise contrastive alignment of language models with explicit rewards", the loss
+    NCA for K = 2 preferences.
+    """
+    return pairwise_loss(chosen) + (pairwise_loss(-chosen) + pairwise_loss(-rejected)) / 2
+
+
+def apo_loss(chosen: Tensor, rejected: Tensor, kind: Literal["zero", "down"]) -> Tensor:
+    """Return a loss of anchored preference optimization, which says in which direction each answer moves.
+
+    Args:
+        chosen: c, beta times the log-ratio to the reference of the chosen answer.
+        rejected: r, that of the rejected one.
+        kind: `zero`: `sigmoid(r) - sigmoid(c)`, the chosen answer becomes likelier, for one that is better
+            than the policy's own. `down`: `sigmoid(c) - sigmoid(c - r)`, both become less likely, the
+            rejected one more so, for a policy that is better than both.
+
+    Source: D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", equations
+    7 and 8.
+    """
+    if kind == "zero":
+        return rejected.sigmoid() - chosen.sigmoid()
+    return chosen.sigmoid() - (chosen - rejected).sigmoid()
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, odds_coef: float) -> Tensor:
+    """Return the loss of ORPO: `-log p(chosen) - odds_coef log sigmoid(log(odds(chosen) / odds(rejected)))`.
+
+    p is the geometric mean of an answer's token probabilities, and `odds = p / (1 - p)`.
+
+    Args:
+        chosen: the mean log-prob of the chosen answer's tokens.
+        rejected: that of the rejected one's.
+        odds_coef: lambda of the paper.
+
+    Source: Hong et al. 2024, "ORPO: monolithic preference optimization without reference model", equations 6
+    and 7.
+    """
+    return -chosen + odds_coef * pairwise_loss(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """Return `log(p / (1 - p))`, of a p that is at least a rounding error below 1."""
+    return logprobs - (-torch.expm1(logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps))).log()
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, seqs: Sequences) -> Tensor:

@@ -23,6 +23,22 @@ def _check_dual_clip(knobs: Mapping[str, Any], reads: Collection[str]) -> str | 
     return None
 
 
+def _clipped(
+    theta: Tensor,
+    prox: Tensor,
+    advantages: Tensor,
+    clip: float,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's loss and how much is clipped, of tokens or sequences."""
+    loss = algo.clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high, dual_clip=dual_clip)
+    metrics = clip_fractions(*algo.is_clipped(theta, prox, advantages, clip, clip_high))
+    if dual_clip is not None:
+        metrics["dual_clip_fraction"] = (advantages < 0) & (algo.policy_ratio(theta, prox) > dual_clip)
+    return loss, metrics
+
+
 @train(reduce="token-mean")
 @token_loss(_check_dual_clip)
 def actor_train(
@@ -42,12 +58,7 @@ def actor_train(
     Returns:
         The loss `[T]`, and metrics.
     """
-    theta, prox, advantages = policy.theta, policy.prox, policy.advantages
-    loss = algo.clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high, dual_clip=dual_clip)
-    metrics = clip_fractions(*algo.is_clipped(theta, prox, advantages, clip, clip_high))
-    if dual_clip is not None:
-        metrics["dual_clip_fraction"] = (advantages < 0) & (algo.policy_ratio(theta, prox) > dual_clip)
-    return loss, metrics
+    return _clipped(policy.theta, policy.prox, policy.advantages, clip, clip_high, dual_clip)
 
 
 @train(reduce="token-mean")
@@ -73,20 +84,29 @@ def cispo_train(
 @train(reduce="token-mean")
 @token_loss(more_than_zero("tau_positive", "tau_negative"))
 def sapo_train(
-    policy: PolicyBatch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+    policy: PolicyBatch,
+    seqs: Sequences,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of SAPO per token (`algo.sapo_surrogate`), corrected as in `actor_train`.
 
     Args:
         policy: log-probs and advantages.
+        seqs: the layout of the batch.
         tau_positive: how soon the gate closes where A > 0.
         tau_negative: how soon the gate closes elsewhere.
+        level: the ratio of each token, or the geometric mean over its sequence.
 
     Returns:
         The loss `[T]`, and metrics.
     """
-    theta, prox, advantages = policy.theta, policy.prox, policy.advantages
-    return algo.sapo_surrogate(theta, prox, advantages, tau_positive, tau_negative), {}
+    theta, prox = policy.theta, policy.prox
+    if level == "sequence":
+        theta, prox = (seqs.widen(seqs.mean(x)) for x in (theta, prox))
+    return algo.sapo_surrogate(theta, prox, policy.advantages, tau_positive, tau_negative), {}
 
 
 def _check_dppo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -151,9 +171,15 @@ def dro_train(policy: PolicyBatch, *, dro_beta: float | None = None) -> tuple[Te
 
 
 @train(reduce="seq-mean")
-@sequence_loss()
+@sequence_loss(_check_dual_clip)
 def gspo_train(
-    policy: PolicyBatch, seqs: Sequences, *, clip: float = 3e-4, clip_high: float | None = 4e-4
+    policy: PolicyBatch,
+    seqs: Sequences,
+    *,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+    dual_clip: float | None = None,
+    by_length: bool = False,
 ) -> tuple[Tensor, Metrics]:
     """Return PPO's loss `[S]` on the ratio of whole sequences, `(p_theta(y) / p_prox(y)) ** (1 / |y|)`.
 
@@ -162,18 +188,20 @@ def gspo_train(
         seqs: the layout of the batch.
         clip: largest distance of the ratio below 1.
         clip_high: largest distance of the ratio above 1. None: `clip`.
+        dual_clip: bound c > 1 of the loss where advantages are negative. None: no bound.
+        by_length: multiply the loss by the number of learned tokens (LUSPO), so that the gradient of a token
+            does not shrink with the length of its sequence.
 
     Returns:
         The loss `[S]`, and metrics. With `prox="none"` it is the loss of the paper.
 
-    Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
+    Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; Liu et al. 2026,
+    "Length-unbiased sequence policy optimization", for the factor of the length.
     """
     theta, prox, behav = (seqs.mean(x) for x in (policy.theta, policy.prox, policy.behav))
-    loss = algo.clipped_surrogate(theta, prox, policy.advantages, clip, clip_high=clip_high)
-    return loss, {
-        **clip_fractions(*algo.is_clipped(theta, prox, policy.advantages, clip, clip_high)),
-        "bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav),
-    }
+    metrics = {"bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav)}
+    loss, clipping = _clipped(theta, prox, policy.advantages, clip, clip_high, dual_clip)
+    return loss * seqs.count() if by_length else loss, metrics | clipping
 
 
 @train(reduce="seq-mean")
@@ -261,9 +289,7 @@ def clip_cov_train(
     Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models",
     Clip-Cov.
     """
-    theta, prox, advantages = policy.theta, policy.prox, policy.advantages
-    loss = algo.clipped_surrogate(theta, prox, advantages, clip, clip_high=clip_high)
-    metrics = clip_fractions(*algo.is_clipped(theta, prox, advantages, clip, clip_high))
+    loss, metrics = _clipped(policy.theta, policy.prox, policy.advantages, clip, clip_high)
     return loss.masked_fill(random_covariant, 0), {**metrics, "dropped.sum": random_covariant}
 
 
@@ -356,9 +382,16 @@ def critic_train(
     return loss, metrics
 
 
+def _check_distillation(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return None if 0 <= knobs["beta"] <= 1 else f"beta is {knobs['beta']}; it must be from 0 to 1"
+
+
 @train(reduce="token-mean")
-def distill_train(out: Output, teacher_ids: PerToken, teacher_logprobs: PerToken) -> tuple[PerToken, Metrics]:
-    """Return the forward KL `[T]` from a teacher's likeliest tokens to the student (`algo.topk_forward_kl`).
+@checked_by(_check_distillation)
+def distill_train(
+    out: Output, teacher_ids: PerToken, teacher_logprobs: PerToken, *, beta: float = 0.0
+) -> tuple[PerToken, Metrics]:
+    """Return the divergence `[T]` of the student from a teacher's likeliest tokens (`algo.topk_divergence`).
 
     The samples may be anyone's: the student's own (on-policy distillation), the teacher's, or written ones.
 
@@ -366,23 +399,36 @@ def distill_train(out: Output, teacher_ids: PerToken, teacher_logprobs: PerToken
         out: the student.
         teacher_ids: `[T, K]`, from `topk_inf`.
         teacher_logprobs: `[T, K]`, from `topk_inf`.
+        beta: 0 is the forward KL, 1 the reverse KL, which leaves out what the student cannot learn, and
+            numbers between them the generalised Jensen-Shannon divergence.
 
     Returns:
         The loss `[T]`, and metrics: `covered`, the teacher's probability of the K tokens.
     """
-    loss = algo.topk_forward_kl(out.logprobs_of(teacher_ids), teacher_logprobs)
+    loss = algo.topk_divergence(out.logprobs_of(teacher_ids), teacher_logprobs, beta)
     return loss, {"covered": teacher_logprobs.exp().sum(-1)}
 
 
 @train(reduce="token-mean")
-def sft_train(out: Output) -> PerToken:
-    """Return the cross entropy `[T]` of the tokens."""
-    return algo.cross_entropy(out.logprobs)
+def sft_train(out: Output, *, loss: Literal["nll", "dft"] = "nll") -> PerToken:
+    """Return the loss `[T]` of supervised fine-tuning.
+
+    Args:
+        out: log-probs of the policy that is trained.
+        loss: `nll` is the cross entropy; `dft` weighs it by the token's probability (`algo.dft_loss`).
+    """
+    return algo.cross_entropy(out.logprobs) if loss == "nll" else algo.dft_loss(out.logprobs)
+
+
+def _check_reward(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    coef = knobs["centring_coef"]
+    return f"centring_coef is {coef}; it must be 0 or more" if coef < 0 else None
 
 
 @train(reduce="group-mean")
+@checked_by(_check_reward)
 def reward_train(
-    out: Output, seqs: Sequences, score_margin: PerGroup | None = None
+    out: Output, seqs: Sequences, score_margin: PerGroup | None = None, *, centring_coef: float = 0.0
 ) -> tuple[PerGroup, Metrics]:
     """Return the loss `[P]` of a reward model on pairs, the chosen answer first.
 
@@ -391,23 +437,37 @@ def reward_train(
         seqs: the layout of the batch.
         score_margin: `[P]`, by how much the chosen answer's score should be larger, such as a rating of how
             much better it is. Without it: 0.
+        centring_coef: weight of `(chosen + rejected)^2`, which keeps the mean of scores near 0. Pairs alone
+            do not determine it.
 
     Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback",
-    equation 1; Touvron et al. 2023, "Llama 2", equation 2, for the margin.
+    equation 1; Touvron et al. 2023, "Llama 2", equation 2, for the margin; Eisenstein et al. 2023, "Helping
+    or herding?", equation 2, for the centring.
     """
     chosen, rejected = seqs.members(out.scores)
     margin = chosen - rejected
     wanted = 0.0 if score_margin is None else score_margin
-    return algo.pairwise_loss(margin - wanted), {"margin": margin, "accuracy": margin > 0}
+    loss = algo.pairwise_loss(margin - wanted)
+    metrics = {"margin": margin, "accuracy": margin > 0, "score": (chosen + rejected) / 2}
+    return loss + centring_coef * (chosen + rejected).square(), metrics
+
+
+_SMOOTHED = ("sigmoid", "robust", "exo_pair")
+"""Losses of preferences that read `label_smoothing`. The last two need it."""
 
 
 def _check_dpo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    loss, smoothing = knobs["loss"], knobs["label_smoothing"]
     if knobs["beta"] <= 0:
         return f"beta is {knobs['beta']}; it must be more than 0"
-    if not 0 <= knobs["label_smoothing"] < 0.5:
-        return f"label_smoothing is {knobs['label_smoothing']}; it must be from 0 to less than 0.5"
-    if knobs["label_smoothing"] and knobs["loss"] == "ipo":
-        return "label_smoothing has no effect with loss=ipo. Remove it"
+    if not 0 <= smoothing < 0.5:
+        return f"label_smoothing is {smoothing}; it must be from 0 to less than 0.5"
+    if smoothing and loss not in _SMOOTHED:
+        return f"label_smoothing has no effect with loss={loss}. Remove it"
+    if not smoothing and loss == "robust":
+        return "loss=robust without label_smoothing is loss=sigmoid. Set label_smoothing, or remove loss"
+    if not smoothing and loss == "exo_pair":
+        return "loss=exo_pair needs label_smoothing. Set it, for example to 0.001"
     return None
 
 
@@ -419,7 +479,9 @@ def dpo(
     seqs: Sequences,
     *,
     beta: float = 0.1,
-    loss: Literal["sigmoid", "ipo"] = "sigmoid",
+    loss: Literal[
+        "sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down"
+    ] = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[PerGroup, Metrics]:
     """Return the loss `[P]` of direct preference optimization on pairs, the chosen answer first.
@@ -429,14 +491,45 @@ def dpo(
         ref_logprobs: `[T]`, log-probs under the reference model.
         seqs: the layout of the batch.
         beta: weight of the KL to the reference that the loss implies.
-        loss: `sigmoid` is DPO's (`algo.pairwise_loss`); `ipo` is IPO's (`algo.ipo_loss`).
-        label_smoothing: the probability that a label is wrong, below 0.5 (conservative DPO).
+        loss: `sigmoid` is DPO's (`algo.pairwise_loss`), `ipo` `algo.ipo_loss`, `hinge` `algo.hinge_loss`,
+            `robust` `algo.robust_loss`, `exo_pair` `algo.exo_loss`, `nca_pair` `algo.nca_loss`, and
+            `apo_zero` and `apo_down` `algo.apo_loss`.
+        label_smoothing: the probability that a label is wrong, below 0.5: of `sigmoid` (conservative DPO),
+            `robust` and `exo_pair`.
 
-    Source: Rafailov et al. 2023, "Direct preference optimization", equation 7; Azar et al. 2023, equation 17.
+    Source: Rafailov et al. 2023, "Direct preference optimization", equation 7.
     """
-    chosen, rejected = seqs.members(seqs.sum(out.logprobs - ref_logprobs))
-    gap = chosen - rejected
-    metrics = {"margin": beta * gap, "accuracy": gap > 0}
-    if loss == "ipo":
-        return algo.ipo_loss(gap, beta), metrics
-    return algo.pairwise_loss(beta * gap, label_smoothing), metrics
+    log_ratio = seqs.sum(out.logprobs - ref_logprobs)
+    chosen, rejected = seqs.members(beta * log_ratio)
+    margin = chosen - rejected
+    losses = {
+        "sigmoid": lambda: algo.pairwise_loss(margin, label_smoothing),
+        "ipo": lambda: algo.ipo_loss(margin / beta, beta),
+        "hinge": lambda: algo.hinge_loss(margin),
+        "robust": lambda: algo.robust_loss(margin, label_smoothing),
+        "exo_pair": lambda: algo.exo_loss(margin, label_smoothing),
+        "nca_pair": lambda: algo.nca_loss(chosen, rejected),
+        "apo_zero": lambda: algo.apo_loss(chosen, rejected, "zero"),
+        "apo_down": lambda: algo.apo_loss(chosen, rejected, "down"),
+    }
+    return losses[loss](), {"margin": margin, "accuracy": margin > 0}
+
+
+@train(reduce="group-mean")
+@checked_by(more_than_zero("odds_coef"))
+def orpo(out: Output, seqs: Sequences, *, odds_coef: float = 0.1) -> tuple[PerGroup, Metrics]:
+    """Return the loss `[P]` of ORPO on pairs, the chosen answer first (`algo.orpo_loss`).
+
+    It learns the chosen answer and prefers it at once, without a reference model.
+
+    Args:
+        out: log-probs of the policy that is trained.
+        seqs: the layout of the batch.
+        odds_coef: weight of the preference.
+
+    Returns:
+        The loss `[P]`, and metrics: `margin` is the difference of the mean log-probs.
+    """
+    chosen, rejected = seqs.members(seqs.mean(out.logprobs))
+    margin = chosen - rejected
+    return algo.orpo_loss(chosen, rejected, odds_coef), {"margin": margin, "accuracy": margin > 0}

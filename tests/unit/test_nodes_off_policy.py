@@ -162,10 +162,28 @@ def test_the_forward_kl_over_all_tokens_is_exact_and_over_some_a_lower_bound():
     loss, metrics = nodes.distill_train(out, ids, REF[ids])
     assert_close(loss, exact[None])
     assert_close(metrics["covered"], REF[ids].exp().sum(-1))
-    assert 0 < algo.topk_forward_kl(theta[:1], REF[:1]) < exact
+    assert 0 < algo.topk_divergence(theta[:1], REF[:1]) < exact
     equal = REF.clone().requires_grad_()
-    algo.topk_forward_kl(equal[:2], REF[:2]).backward()
+    algo.topk_divergence(equal[:2], REF[:2]).backward()
     assert_close(equal.grad, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_generalised_jsd_is_that_of_gkd(beta: float):
+    """Agarwal et al. 2023, equation 1, over a vocabulary of three; two tokens and the rest are all of it."""
+    student = torch.log_softmax(LOGITS, -1)
+    p, q = (x.double() for x in (student, REF))
+    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    ends = {0.0: (q.exp() * (q - p)).sum(), 1.0: (p.exp() * (p - q)).sum()}
+    between = beta * (q.exp() * (q - m)).sum() + (1 - beta) * (p.exp() * (p - m)).sum()
+    expected = ends.get(beta, between)
+    ids = torch.tensor([[2, 0]])
+    loss, _ = nodes.distill_train(
+        Output(logprobs_of=lambda chosen: student[chosen]), ids, REF[ids], beta=beta
+    )
+    assert_close(loss, expected.float()[None])
+    assert 0 < algo.topk_divergence(student[:1], REF[:1], beta) < expected
+    assert_close(algo.topk_divergence(REF[:2], REF[:2], beta), tensor(0.0)[0], atol=1e-6, rtol=0)
 
 
 def test_one_far_token_among_a_thousand_is_seen_by_every_statistic():

@@ -65,6 +65,14 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.critic_train, {"huber_delta": 0.0}, "huber_delta is 0.0; it must be more than 0, or null"),
         (nodes.dpo, {"label_smoothing": 0.5}, "label_smoothing is 0.5; it must be from 0 to less than 0.5"),
         (nodes.dpo, {"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing has no effect with loss=ipo"),
+        (nodes.dpo, {"label_smoothing": 0.1, "loss": "hinge"}, "no effect with loss=hinge"),
+        (nodes.dpo, {"loss": "robust"}, "loss=robust without label_smoothing is loss=sigmoid"),
+        (nodes.dpo, {"loss": "exo_pair"}, "loss=exo_pair needs label_smoothing"),
+        (nodes.dpo, {"loss": "exo_pair", "label_smoothing": 0.1}, None),
+        (nodes.orpo, {"odds_coef": 0.0}, "odds_coef is 0.0; it must be more than 0"),
+        (nodes.reward_train, {"centring_coef": -1.0}, "centring_coef is -1.0; it must be 0 or more"),
+        (nodes.distill_train, {"beta": 1.5}, "beta is 1.5; it must be from 0 to 1"),
+        (nodes.gspo_train, {"dual_clip": 0.5}, "dual_clip is 0.5; it must be more than 1, or null"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(node: Any, knobs: dict, expected: str | None):
@@ -97,6 +105,31 @@ def test_gspo_takes_the_ratio_of_sequences():
     assert_close(inside, tensor(-2 * math.sqrt(1.43), math.sqrt(0.4)))
 
 
+def test_gspo_with_dual_clip_and_by_length():
+    seqs = Sequences.of([2, 3, 2], loss_mask=[True] * 6 + [False])
+    # Geometric means 2, 8 and 8, of 2, 3 and 1 learned tokens. Ye et al. 2020, equation 5, bounds A < 0.
+    theta = tensor(1.0, 4.0, 8.0, 8.0, 8.0, 8.0, 5.0).log()
+    out, zeros, advantages = Output(logprobs=theta, entropy=theta), torch.zeros(7), tensor(-1.0, -1.0, 1.0)
+    loss, metrics = nodes.gspo_train(out, zeros, zeros, advantages, seqs, dual_clip=3.0)
+    assert_close(loss, tensor(2.0, 3.0, -1.0004))
+    assert metrics["dual_clip_fraction"].tolist() == [False, True, False]
+    loss, _ = nodes.gspo_train(out, zeros, zeros, advantages, seqs, by_length=True)
+    assert_close(loss, tensor(2 * 2.0, 3 * 8.0, -1.0004))
+
+
+def test_sapo_of_sequences():
+    # One ratio, sqrt(0.5 * 1.5), for both tokens. Their mean is the loss of the sequence.
+    seqs = Sequences.of([3], loss_mask=[True, True, False])
+    theta, prox = tensor(0.5, 1.5, 7.0).log().requires_grad_(), torch.zeros(3)
+    out = Output(logprobs=theta, entropy=prox)
+    loss, _ = nodes.sapo_train(out, prox, prox, torch.ones(3), seqs, tau_positive=2.0, level="sequence")
+    ratio = math.sqrt(0.75)
+    s = 1 / (1 + math.exp(-2 * (ratio - 1)))
+    assert_close(loss[:2], -2 * tensor(s, s))
+    (gradient,) = torch.autograd.grad(loss[:2].mean(), theta)
+    assert_close(gradient, -4 * s * (1 - s) * ratio * tensor(0.5, 0.5, 0.0))
+
+
 def test_a_reward_model_prefers_the_chosen():
     seqs = Sequences.of([1, 1, 1, 1], group=[0, 0, 1, 1])
     out = Output(scores=tensor(math.log(3), 0.0, 1.0, 1.0))
@@ -114,6 +147,81 @@ def test_dpo_by_hand():
     loss, metrics = nodes.dpo(Output(logprobs=tensor(-0.5, -0.5, -3.0)), tensor(-1.0, -1.0, -2.0), seqs)
     assert_close(loss, tensor(math.log(1 + math.exp(-0.2))))
     assert_close(metrics["margin"], tensor(0.2))
+
+
+def test_centred_rewards_have_no_common_offset():
+    # Eisenstein et al. 2023, equation 2: log 2 + 0.1 (3 + 3)^2, with the gradient 0.2 * 6 on both.
+    scores = tensor(3.0, 3.0).requires_grad_()
+    loss, metrics = nodes.reward_train(
+        Output(scores=scores), Sequences.of([1, 1], group=[0, 0]), centring_coef=0.1
+    )
+    assert_close(loss, tensor(math.log(2) + 3.6))
+    assert_close(metrics["score"], tensor(3.0))
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert_close(gradient, tensor(1.2 - 0.5, 1.2 + 0.5))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+C, R, S = 0.6, -0.2, 0.1
+"""Beta times the log-ratios of the chosen and the rejected answer, and the share of wrong labels."""
+Q = sigmoid(C - R)
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "expected"),
+    [
+        ("hinge", 0.0, 1 - 0.8),
+        ("robust", S, -((1 - S) * math.log(Q) - S * math.log(1 - Q)) / (1 - 2 * S)),
+        ("exo_pair", S, Q * math.log(Q / (1 - S)) + (1 - Q) * math.log((1 - Q) / S)),
+        (
+            "nca_pair",
+            0.0,
+            -math.log(sigmoid(C)) - 0.5 * math.log(sigmoid(-C)) - 0.5 * math.log(sigmoid(-R)),
+        ),
+        ("apo_zero", 0.0, sigmoid(R) - sigmoid(C)),  # TRL: 1 more
+        ("apo_down", 0.0, sigmoid(C) - sigmoid(C - R)),  # TRL: 1 more
+    ],
+)
+def test_losses_of_preferences_are_those_of_their_papers(loss: str, smoothing: float, expected: float):
+    seqs, ref = Sequences.of([2, 1], group=[0, 0]), tensor(-1.0, -1.0, -2.0)
+    theta = ref + tensor(2.0, 4.0, -2.0)
+    found, metrics = nodes.dpo(
+        Output(logprobs=theta), ref, seqs, beta=0.1, loss=loss, label_smoothing=smoothing
+    )
+    assert_close(found, tensor(expected))
+    assert_close(metrics["margin"], tensor(C - R))
+
+
+def test_robust_dpo_is_unbiased_and_exo_is_least_at_the_labels():
+    margin = tensor(0.7)
+    right, wrong = (algo.robust_loss(x, 0.2) for x in (margin, -margin))
+    assert_close(0.8 * right + 0.2 * wrong, algo.pairwise_loss(margin))
+    assert_close(algo.exo_loss(tensor(math.log(0.8 / 0.2)), 0.2), tensor(0.0))
+    assert not algo.hinge_loss(tensor(1.5)).any()
+
+
+def test_orpo_by_hand():
+    # Hong et al. 2024, equations 4 to 7. Geometric means 1/2 and 1/4: odds 1 and 1/3.
+    seqs = Sequences.of([3, 1], loss_mask=[False, True, True, True], group=[0, 0])
+    logprobs = tensor(0.0, 0.25, 1.0, 0.25).log()
+    loss, metrics = nodes.orpo(Output(logprobs=logprobs), seqs, odds_coef=0.5)
+    assert_close(loss, tensor(math.log(2) + 0.5 * math.log(1 + 1 / 3)))
+    assert_close(metrics["margin"], tensor(math.log(2)))
+    certain = torch.zeros(1, requires_grad=True)  # p = 1
+    algo.orpo_loss(certain, tensor(-1.0), 0.5).sum().backward()
+    assert torch.isfinite(certain.grad).all()
+
+
+def test_dft_weighs_by_the_probability():
+    # Wu et al. 2025: the gradient is that of -p, so a token of p = 1/4 counts a quarter.
+    theta = tensor(0.25, 0.5).log().requires_grad_()
+    loss = nodes.sft_train(Output(logprobs=theta), loss="dft")
+    assert_close(loss, tensor(0.25 * math.log(4), 0.5 * math.log(2)))
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    assert_close(gradient, tensor(-0.25, -0.5))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +265,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
 def test_sapo_closes_its_gate_softly():
     # Gao et al. 2025: f(r) = 4 / tau sigmoid(tau (r - 1)), whose slope is 4 s (1 - s) with s the sigmoid.
     theta, prox = tensor(0.2, 0.2, 0.4).log(), tensor(0.2, 0.2, 0.2).log()
-    knobs = {"tau_positive": 1.0, "tau_negative": 2.0}
+    knobs = {"tau_positive": 1.0, "tau_negative": 2.0, "seqs": Sequences.of([3])}
     loss, gradient, _ = surrogate(nodes.sapo_train, theta, prox, tensor(1.0, -1.0, 1.0), **knobs)
     s = 1 / (1 + math.exp(-1))
     assert_close(loss, tensor(-2.0, 1.0, -4 * s))
